@@ -1,0 +1,33 @@
+# Two commands on a fresh machine: `make demo` and `make test`. Both set up .venv first; both may be repeated.
+PYTHON ?= python3.11
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+
+.PHONY: demo test check setup clean help
+
+help:  ## this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+setup: $(STAMP)  ## the virtual environment, pinned by constraints.txt
+
+$(STAMP): pyproject.toml constraints.txt
+	@command -v $(PYTHON) >/dev/null || { echo "make: $(PYTHON) is not installed; try: make PYTHON=python3" >&2; exit 2; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $(STAMP)
+
+demo: $(STAMP)  ## profile, fit, tune, serve and check a tiny model on this CPU (TRACE=file for a trace of yours)
+	$(BIN)/llmctl demo --out demo-out $(if $(TRACE),--trace $(TRACE))
+
+test: $(STAMP)  ## the tests: offline, no GPU
+	$(BIN)/python -m pytest
+
+check: $(STAMP)  ## everything CI checks: lint, format, types, tests
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest
+
+clean:  ## remove what the demo and the tests leave behind (not .venv)
+	rm -rf demo-out .pytest_cache .mypy_cache .ruff_cache .hypothesis

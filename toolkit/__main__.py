@@ -1,0 +1,5 @@
+"""`python -m toolkit` is `llmctl`."""
+
+from toolkit.cli.main import run
+
+run()

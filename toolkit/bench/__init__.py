@@ -1,0 +1,1 @@
+"""Load on a running endpoint: trace windows replayed, measured beside predicted."""

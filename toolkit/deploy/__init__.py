@@ -1,0 +1,1 @@
+"""From a tuned profile to the files that are deployed."""

@@ -1,0 +1,1 @@
+"""What runs a model. The only place that imports torch, transformers and deepspeed, and only inside what needs them."""

@@ -1,0 +1,83 @@
+"""The seam between a worker and what runs the model: serve a slice, and time one prefill or decode.
+
+These types also travel between processes (`toolkit.workers.frames`), so they are msgspec structs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Literal, Protocol
+
+import msgspec
+
+from toolkit.files.profile import EngineFacts
+
+FinishReason = Literal["", "stop", "length"]
+
+
+class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
+    """How the next token is drawn. Drawing is keyed by (seed, position), so a row that is moved or run again draws the same."""
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0  # 0: all
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int = 0
+    ignore_eos: bool = False
+    min_tokens: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+
+
+class Row(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One request's share of a batch: all its tokens so far, and how far it may go in this slice or later ones."""
+
+    request_id: str
+    tokens: tuple[int, ...]  # prompt + generated
+    generated: int  # how many of `tokens` were generated: the position of the next draw
+    max_new_tokens: int  # of the whole request, so `max_new_tokens - generated` more at most
+    sampling: SamplingParams = SamplingParams()
+    end_after: int | None = None  # for replayed traces: the model 'says' EOS as its end_after-th token, unknown to the scheduler
+
+
+class SliceOutput(msgspec.Struct, frozen=True):
+    """What a slice did, per row in order."""
+
+    tokens: tuple[tuple[int, ...], ...]  # new tokens; an EOS that ended the row is its last one, and counts
+    finish: tuple[FinishReason, ...]  # "" where the row goes on
+
+
+class StepOutput(msgspec.Struct, frozen=True):
+    """One token per row that got one in this step, and the rows that ended with it."""
+
+    rows: tuple[int, ...]
+    tokens: tuple[int, ...]
+    ended: tuple[tuple[int, FinishReason], ...] = ()
+
+
+OnStep = Callable[[StepOutput], bool]  # False: stop the slice at this step boundary
+
+
+class Engine(Protocol):
+    """A loaded model. An out-of-memory condition is `torch.OutOfMemoryError` inside, `OutOfMemory` at this seam."""
+
+    facts: EngineFacts
+
+    def run_slice(self, rows: Sequence[Row], steps: int, on_step: OnStep) -> SliceOutput:
+        """Serve `rows` as one padded batch for at most `steps` tokens each, until all have ended.
+
+        Raises `OutOfMemory` with nothing kept; what `on_step` got before stays valid.
+        """
+        ...
+
+    def time_prefill(self, batch_size: int, input_length: int, clock: Callable[[], float]) -> float:
+        """Seconds on `clock` of one prefill of [batch_size, input_length] tokens with real left padding."""
+        ...
+
+    def time_decode(self, batch_size: int, cached_length: int, clock: Callable[[], float]) -> float:
+        """Seconds on `clock` of one decode iteration at `cached_length`."""
+        ...
+
+
+class OutOfMemory(Exception):  # noqa: N818  (it is a condition to handle, and the field's name for it)
+    """A batch did not fit. The engine is usable again when this is raised."""

@@ -1,0 +1,1 @@
+"""The laws of time and memory, and how they are fitted to a profile."""

@@ -1,0 +1,97 @@
+"""fit.json: the laws of time and memory, their coefficients, held-out errors and validity."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from pydantic import Field
+
+from toolkit.files.envelope import Envelope, Strict
+from toolkit.files.profile import EngineFacts
+
+
+class Segment(Strict):
+    """The coefficients of a law for batch sizes from `batch_size_min` up to the next segment's.
+
+    seconds = nl * N * L + n * N + l * L + const + nll * N * L^2; for decode, L is the cached length l and nll is 0.
+    """
+
+    batch_size_min: int
+    nl: float
+    n: float
+    l: float  # noqa: E741  (the papers' letter for a length)
+    const: float
+    nll: float = 0.0
+
+
+class HeldOutError(Strict):
+    """Absolute percentage errors on points that the fit did not see."""
+
+    median_percent: float
+    p95_percent: float
+    worst_percent: float
+    points: int
+
+
+class Candidate(Strict):
+    """A form that was tried for a law, and its held-out error."""
+
+    form: str
+    error: HeldOutError
+
+
+class Range(Strict):
+    """Where the law was measured; use outside is extrapolation."""
+
+    batch_size_max: int
+    length_max: int
+
+
+class LatencyFit(Strict):
+    """A fitted law: the chosen form, fitted on all points, and how the forms compared."""
+
+    form: str
+    segments: list[Segment]
+    error: HeldOutError
+    candidates: list[Candidate]
+    valid: Range
+
+
+class OverheadFit(Strict):
+    """What a slice costs beyond the laws when all workers run: seconds = batch_s + stretch * T_serve."""
+
+    batch_s: float
+    stretch: float
+    error: HeldOutError
+
+
+class Rule(Strict):
+    """Algorithm 2: with L + S above `length_above`, at most `max_batch_size` rows."""
+
+    length_above: int
+    max_batch_size: int
+
+
+class MemoryFit(Strict):
+    """Eq. 5-9, or Algorithm 2's rules. `zeta` is fitted from probes; `zeta_std` is how uncertain the edge is."""
+
+    form: Literal["zeta", "rules"]
+    capacity_tokens: int
+    kv_bytes_per_token: int
+    zeta: float
+    zeta_std: float
+    rules: list[Rule] = Field(default=[], description="by length_above, descending")
+
+
+class Fit(Envelope):
+    """fit.json, whole."""
+
+    remake: ClassVar[str] = "llmctl fit PROFILE"
+
+    recipe_name: str
+    workers: int
+    engine: EngineFacts
+    prefill: LatencyFit
+    decode: LatencyFit
+    overhead: OverheadFit
+    memory: MemoryFit

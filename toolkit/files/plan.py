@@ -1,0 +1,39 @@
+"""plan.json: exactly what `llmctl serve` starts."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from pydantic import Field
+
+from toolkit.files.envelope import Envelope, Strict
+from toolkit.files.fit import Fit
+from toolkit.files.recipe import Recipe
+from toolkit.files.tuning import Value
+
+
+class PlannedPolicy(Strict):
+    """The policy and all its parameters."""
+
+    name: str
+    parameters: dict[str, Value]
+
+
+class Explanation(Strict):
+    """Where a planned value comes from."""
+
+    value: str
+    source: str
+
+
+class Plan(Envelope):
+    """plan.json, whole: self-contained, so that a server needs this one file."""
+
+    remake: ClassVar[str] = "llmctl render RECIPE --fit FIT --tuning TUNING"
+
+    recipe: Recipe
+    fit: Fit
+    workers: int
+    policy: PlannedPolicy
+    predicted: dict[str, float] = Field(description="held-out metrics that the tuner predicts; empty if untuned")
+    explained: dict[str, Explanation]

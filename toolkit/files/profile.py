@@ -1,0 +1,86 @@
+"""profile.json: every sample that was measured, and what the engine said of itself."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from pydantic import Field
+
+from toolkit.files.envelope import Envelope, Strict
+
+
+class PrefillPoint(Strict):
+    """T_prefill(N, L), every repeat."""
+
+    batch_size: int
+    input_length: int
+    seconds: list[float]
+
+
+class DecodePoint(Strict):
+    """One decode iteration at cached length l: tau(l, N), every repeat."""
+
+    batch_size: int
+    cached_length: int
+    seconds: list[float]
+
+
+class SlicePoint(Strict):
+    """A whole slice through a worker process, all workers busy, from dispatch to result. Always wall time."""
+
+    batch_size: int
+    input_length: int
+    steps: int
+    seconds: float
+
+
+class MemoryPoint(Strict):
+    """The edge at one length: the largest batch that ran and the smallest that ran out of memory."""
+
+    input_length: int
+    steps: int
+    largest_ok: int
+    smallest_oom: int | None = Field(description="None where the probe stopped before the edge")
+
+
+class FailedPoint(Strict):
+    """A point that could not be measured, and why."""
+
+    kind: Literal["prefill", "decode", "slice", "memory"]
+    batch_size: int
+    length: int
+    reason: str
+
+
+class EngineFacts(Strict):
+    """What the engine resolved when it loaded: the numbers that a simulation must be fed."""
+
+    engine: str
+    engine_version: str
+    model_type: str
+    parameters: int
+    dtype: str
+    device: str
+    threads: int | None
+    kv_bytes_per_token: int
+    kv_budget_bytes: int
+    capacity_tokens: int
+    max_model_len: int
+    vocab_size: int
+    prefill_emits_token: bool = Field(description="True: a slice of S tokens is a prefill and S - 1 decode iterations")
+
+
+class Profile(Envelope):
+    """profile.json, whole."""
+
+    remake: ClassVar[str] = "llmctl profile RECIPE"
+
+    recipe_name: str
+    workers: int
+    clock: Literal["cpu", "wall"]
+    engine: EngineFacts
+    prefill: list[PrefillPoint]
+    decode: list[DecodePoint]
+    slices: list[SlicePoint]
+    memory: list[MemoryPoint]
+    failed: list[FailedPoint] = []

@@ -1,0 +1,148 @@
+"""recipe.yaml: one model on one kind of hardware, how to measure it, its latency targets, and how to serve it."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from toolkit.files.envelope import Strict
+
+NAME_PATTERN = r"^[a-z0-9][a-z0-9._-]{0,63}$"
+Name = Annotated[str, Field(pattern=NAME_PATTERN)]
+Positive = Annotated[int, Field(gt=0)]
+Scalar = bool | int | float | str | None
+
+SLA_KEY = re.compile(r"^(ttft|tpot|itl|mtpot|e2e)_(mean|p50|p90|p95|p99|max)_s$")
+
+
+class ModelSpec(Strict):
+    """Which model, and the facts about it that planning needs without loading it."""
+
+    source: str = Field(
+        description="'random' builds `config` with random weights; else a local folder or a hub id with safetensors"
+    )
+    config: dict[str, Scalar | list[int]] = Field(
+        default_factory=dict,
+        description="transformers config keys, `model_type` among them; needed where source is 'random'",
+    )
+    revision: str | None = None
+    trust_remote_code: bool = False
+    dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
+    tokenizer: Literal["model", "bytes"] = Field(
+        default="model", description="'bytes' is the built-in byte-level tokenizer; it needs no download"
+    )
+    load_format: Literal["auto", "dummy"] = Field(
+        default="auto", description="'dummy' gives a known model random weights: profiles as well as real ones"
+    )
+    seed: int = 0
+    max_model_len: Positive = Field(description="longest prompt + output, in tokens")
+    kv_bytes_per_token: Positive | None = Field(
+        default=None, description="2 * layers * kv_heads * head_dim * bytes; checked against the loaded model"
+    )
+    weight_bytes: Positive | None = None
+
+    @model_validator(mode="after")
+    def _random_needs_config(self) -> ModelSpec:
+        if self.source == "random" and "model_type" not in self.config:
+            raise ValueError("model.source is 'random', so model.config needs 'model_type' and the sizes")
+        return self
+
+
+class HardwareSpec(Strict):
+    """The device that one worker runs on."""
+
+    device: Literal["cpu", "cuda"]
+    name: str = Field(description="for people and for doctor's check, like 'A100-80GB'")
+    memory_gib: Annotated[float, Field(gt=0)] | None = Field(default=None, description="of one device")
+
+
+class EngineSpec(Strict):
+    """What runs the model."""
+
+    name: Literal["transformers", "fake"] = "transformers"
+    threads: Positive | None = Field(default=None, description="CPU threads of one worker; None: all")
+    kv_cache_memory_mib: Annotated[float, Field(gt=0)] | None = Field(
+        default=None, description="KV budget of one worker; None on a GPU: from gpu_memory_utilization"
+    )
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
+
+
+class ProfileSpec(Strict):
+    """The grid to measure. Every point is measured `repeats` times after `warmups`."""
+
+    batch_sizes: list[Positive]
+    input_lengths: list[Positive]
+    cached_lengths: list[Positive]
+    slice_tokens: list[Positive] = Field(default=[16, 32], description="slice lengths of the end-to-end samples")
+    slices: Positive = Field(default=24, description="end-to-end slices, on all workers at once")
+    repeats: Positive = 5
+    warmups: Annotated[int, Field(ge=0)] = 1
+    memory_lengths: list[Positive] = Field(description="input lengths at which the memory edge is probed")
+    clock: Literal["cpu", "wall"] = Field(
+        default="wall", description="'cpu' is process CPU time: steadier on shared cores with one thread"
+    )
+    seed: int = 0
+
+
+class PolicySpec(Strict):
+    """The policy that serves where nothing was tuned: trial 0 of `llmctl tune`."""
+
+    name: str = "slice"
+    parameters: dict[str, bool | int | float | str] = Field(default_factory=dict)
+
+
+class TuneSpec(Strict):
+    """How to search."""
+
+    trials: Positive = 60
+    seed: int = 0
+    windows: Positive = Field(default=2, description="trace windows used for the search")
+    held_out_windows: Positive = Field(default=2, description="other windows, used for the verdict alone")
+    window_s: Annotated[float, Field(gt=0)] = 30.0
+    request_rate_rps: Annotated[float, Field(gt=0)] | None = Field(
+        default=None, description="scale arrivals to this mean rate; None: the trace's own"
+    )
+    space: dict[str, tuple[float, float]] = Field(
+        default_factory=dict, description="narrower ranges for the policy's parameters, {name: [low, high]}"
+    )
+    max_oom_percent: Annotated[float, Field(ge=0, le=100)] = 1.0
+
+
+class ServeSpec(Strict):
+    """The server."""
+
+    host: str = "127.0.0.1"
+    port: Annotated[int, Field(ge=0, le=65535)] = 8000
+    served_model_name: str | None = None
+    max_new_tokens: Positive = Field(default=256, description="where a request names no max_tokens, and its upper bound")
+    max_waiting: Positive = Field(default=4096, description="requests waiting before new ones get 503")
+
+
+class Recipe(Strict):
+    """recipe.yaml, whole."""
+
+    schema_version: Literal[1] = 1
+    name: Name
+    description: str = ""
+    model: ModelSpec
+    hardware: HardwareSpec
+    engine: EngineSpec = EngineSpec()
+    workers: Positive = 1
+    profile: ProfileSpec
+    sla: dict[str, Annotated[float, Field(gt=0)]] = Field(
+        default_factory=dict, description="latency targets in seconds: ttft_p99_s, e2e_p95_s, tpot_mean_s, ..."
+    )
+    policy: PolicySpec = PolicySpec()
+    tune: TuneSpec = TuneSpec()
+    serve: ServeSpec = ServeSpec()
+
+    @model_validator(mode="after")
+    def _sla_keys_have_units(self) -> Recipe:
+        for key in self.sla:
+            if not SLA_KEY.match(key):
+                raise ValueError(
+                    f"sla.{key}: not a target; use <ttft|tpot|itl|mtpot|e2e>_<mean|p50|p90|p95|p99|max>_s, in seconds"
+                )
+        return self

@@ -1,0 +1,110 @@
+"""Summaries of served requests: the same functions for simulated and for measured ones.
+
+TPOT = (E2E - TTFT) / (output tokens - 1); ITL is each gap between tokens; MTPOT the largest gap within a request; goodput the
+requests per second that meet every latency target.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(slots=True, frozen=True)
+class Served:
+    """Requests that ended, as parallel arrays in seconds on one clock; `ok` is False where one was refused or failed."""
+
+    arrival_s: Floats
+    first_token_s: Floats
+    finish_s: Floats
+    output_tokens: NDArray[np.int64]
+    max_gap_s: Floats  # largest gap between two tokens of the request, 0 with one token
+    ok: NDArray[np.bool_]
+
+    def __len__(self) -> int:
+        return len(self.arrival_s)
+
+
+def latencies(served: Served) -> dict[str, Floats]:
+    """TTFT, TPOT, MTPOT and E2E of each request that is ok, in seconds. TPOT leaves out requests of one token."""
+    ok = served.ok
+    ttft = (served.first_token_s - served.arrival_s)[ok]
+    e2e = (served.finish_s - served.arrival_s)[ok]
+    gaps = served.output_tokens[ok] - 1
+    many = gaps > 0
+    return {
+        "ttft": ttft,
+        "tpot": (e2e - ttft)[many] / gaps[many],
+        "mtpot": served.max_gap_s[ok],
+        "e2e": e2e,
+    }
+
+
+def statistic(values: Floats, name: str) -> float:
+    """`mean`, `max` or a percentile (`p95`) of values; 0 for none."""
+    if not len(values):
+        return 0.0
+    if name == "mean":
+        return float(values.mean())
+    if name == "max":
+        return float(values.max())
+    return float(np.percentile(values, float(name.removeprefix("p"))))
+
+
+def meets_sla(served: Served, sla: Mapping[str, float]) -> NDArray[np.bool_]:
+    """Per request: ok, and within the limit of every target (`ttft_p99_s: 2` asks TTFT <= 2 s of each)."""
+    good = served.ok.copy()
+    ttft = served.first_token_s - served.arrival_s
+    e2e = served.finish_s - served.arrival_s
+    per_request = {
+        "ttft": ttft,
+        "e2e": e2e,
+        "tpot": (e2e - ttft) / np.maximum(served.output_tokens - 1, 1),
+        "mtpot": served.max_gap_s,
+        "itl": served.max_gap_s,
+    }
+    for key, limit in sla.items():
+        good &= per_request[key.split("_")[0]] <= limit
+    return good
+
+
+def summarize(served: Served, sla: Mapping[str, float]) -> dict[str, float]:
+    """Metric name (unit in the name) to value.
+
+    Throughput is requests that ended well over the time from the first arrival to the last completion; goodput counts
+    those that also meet `sla`.
+    """
+    if not served.ok.any():
+        return {"requests": float(len(served)), "failed": float(len(served)), "throughput_rps": 0.0, "goodput_rps": 0.0}
+    ok = served.ok
+    span_s = max(float(served.finish_s[ok].max() - served.arrival_s.min()), 1e-12)
+    good = meets_sla(served, sla)
+    summary = {
+        "requests": float(len(served)),
+        "failed": float((~ok).sum()),
+        "makespan_s": span_s,
+        "throughput_rps": float(ok.sum()) / span_s,
+        "goodput_rps": float(good.sum()) / span_s,
+        "sla_attainment_percent": 100.0 * float(good.sum()) / len(served),
+        "output_tokens_per_s": float(served.output_tokens[ok].sum()) / span_s,
+    }
+    for name, values in latencies(served).items():
+        for stat in ("mean", "p50", "p95", "p99"):
+            summary[f"{name}_{stat}_s"] = statistic(values, stat)
+    return summary
+
+
+def sla_ratios(served: Served, sla: Mapping[str, float]) -> dict[str, float]:
+    """Each target's measured value over its limit: above 1 is a miss, and the largest is the target that binds."""
+    values = latencies(served)
+    values["itl"] = values["mtpot"]
+    ratios = {}
+    for key, limit in sla.items():
+        metric, stat, _ = key.split("_")
+        ratios[key] = statistic(values[metric], stat) / limit
+    return ratios

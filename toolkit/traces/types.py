@@ -1,0 +1,27 @@
+"""What a trace is, once read: when requests arrived and how long they were."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass(slots=True, frozen=True)
+class Trace:
+    """A workload: parallel arrays, sorted by arrival. Lengths and times only.
+
+    `max_tokens` is the limit that the client set (0 where the trace has none); `output_tokens` is what came out, which
+    only a simulated worker or a replaying client may know.
+    """
+
+    arrival_s: NDArray[np.float64]  # seconds since the first request
+    prompt_tokens: NDArray[np.int64]
+    output_tokens: NDArray[np.int64]
+    max_tokens: NDArray[np.int64]
+    source: str = ""  # file name, or how it was generated
+    notes: tuple[str, ...] = field(default=())  # what was done to it: rows dropped, lengths scaled, rate changed
+
+    def __len__(self) -> int:
+        return len(self.arrival_s)

@@ -1,0 +1,1 @@
+"""Optuna over the simulator."""

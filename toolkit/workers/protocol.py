@@ -1,0 +1,73 @@
+"""The seam between whoever schedules and the workers: send a slice, hear what became of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from toolkit.engines.protocol import Row, SliceOutput, StepOutput
+from toolkit.files.profile import EngineFacts
+from toolkit.sched.types import Failure
+
+
+@dataclass(slots=True, frozen=True)
+class WorkerReady:
+    """A worker has loaded its engine (again, after it was lost)."""
+
+    worker: int
+    facts: EngineFacts
+
+
+@dataclass(slots=True, frozen=True)
+class WorkerLost:
+    """A worker's process is gone; a new one is being started. Comes after the `BatchDone` of what it ran."""
+
+    worker: int
+    reason: str
+
+
+@dataclass(slots=True, frozen=True)
+class BatchProgress:
+    """Tokens of a running batch, one or more steps at once."""
+
+    worker: int
+    batch_id: int
+    steps: tuple[StepOutput, ...]
+
+
+@dataclass(slots=True, frozen=True)
+class BatchDone:
+    """A batch is over. With a `failure`, `output` holds what had been reported as progress."""
+
+    worker: int
+    batch_id: int
+    output: SliceOutput
+    engine_s: float  # wall seconds inside the engine
+    failure: Failure = ""
+
+
+WorkerEvent = WorkerReady | WorkerLost | BatchProgress | BatchDone
+OnEvent = Callable[[WorkerEvent], None]
+
+
+class Workers(Protocol):
+    """N workers, one slice at a time each. Everything runs on one asyncio loop; events arrive through `on_event`."""
+
+    size: int
+
+    async def start(self, on_event: OnEvent) -> None:
+        """Start all workers and return when each has reported `WorkerReady`; `EngineError` if one cannot."""
+        ...
+
+    def run(self, worker: int, batch_id: int, rows: Sequence[Row], steps: int) -> None:
+        """Send a slice. Exactly one `BatchDone` follows, whatever happens to the process."""
+        ...
+
+    def cancel(self, worker: int, batch_id: int, request_ids: Sequence[str]) -> None:
+        """These rows are not wanted any more; the batch may stop early when none is."""
+        ...
+
+    async def stop(self) -> None:
+        """End all workers."""
+        ...
