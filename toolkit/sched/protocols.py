@@ -14,6 +14,11 @@ from toolkit.sched.types import Decision, View
 class LatencyLaw(Protocol):
     """How long a worker takes (SCLS paper, Eq. 1-4). N is the batch size, L the batch's padded input length."""
 
+    @property
+    def prefill_emits_token(self) -> bool:
+        """True: a slice of S tokens is a prefill and S - 1 decode iterations; False: and S of them (Eq. 1-2)."""
+        ...
+
     def prefill_s(self, batch_size: int, input_length: int) -> float:
         """T_prefill(N, L) in seconds, Eq. 3."""
         ...
@@ -23,10 +28,9 @@ class LatencyLaw(Protocol):
         ...
 
     def serve_table(self, max_batch_size: int, steps: int) -> NDArray[np.float64]:
-        """T_serve as coefficients: an array [3, max_batch_size + 1] with T_serve(N, L, S) = t[0,N] + t[1,N] L + t[2,N] L^2.
+        """T_serve as coefficients t [3, max_batch_size + 1]: T_serve(N, L, S) = t[0,N] + t[1,N] L + t[2,N] L^2.
 
-        Column 0 is unused. Whether a slice of S tokens is S decode iterations (Eq. 1-2) or S - 1, because prefill
-        emits the first token, is the law's own knowledge.
+        Column 0 is unused. A slice of S tokens is S decode iterations, or S - 1 where `prefill_emits_token`.
         """
         ...
 
@@ -34,9 +38,7 @@ class LatencyLaw(Protocol):
 class MemoryLaw(Protocol):
     """How many rows fit (SCLS paper, Eq. 5-9 and Algorithm 2)."""
 
-    def max_batch(
-        self, input_lengths: NDArray[np.int64], steps: int, reserve: float
-    ) -> NDArray[np.int64]:
+    def max_batch(self, input_lengths: NDArray[np.int64], steps: int, reserve: float) -> NDArray[np.int64]:
         """N_max for batches padded to each of `input_lengths` and run for `steps`, with the share `reserve` kept free.
 
         0 where not even one row fits.
@@ -47,14 +49,14 @@ class MemoryLaw(Protocol):
 class Policy(Protocol):
     """A scheduling policy: a frozen object whose fields are its parameters.
 
-    It keeps no state: all it may remember is in the `View`. So a decision is a function of what the scheduler saw, and a
-    log of calls replays exactly.
+    It keeps no state: all it may remember is in the `View`. So a decision is a function of what the scheduler saw, and
+    a log of calls replays exactly.
     """
 
     name: ClassVar[str]
 
     def route(self, view: View, now_s: float) -> Sequence[int] | None:
-        """The worker of each pooled job, in the pool's order; None where jobs stay in the pool until they are batched."""
+        """The worker of each pooled job, in the pool's order; None where jobs stay pooled until they are batched."""
         ...
 
     def plan(self, view: View, now_s: float) -> Decision:

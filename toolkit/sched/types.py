@@ -42,6 +42,8 @@ class Job:
     generated: int = 0
     slices: int = 0
     strikes: int = 0  # batches of one job that failed
+    pooled_s: float = 0.0  # when it entered the pool last
+    home: int = -1  # the worker whose inbox holds it; -1: the pool
     cancelled: bool = False
 
     @property

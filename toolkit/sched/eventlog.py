@@ -1,0 +1,148 @@
+"""What a scheduler was told and what it decided, as a log; and the replay that holds a fresh scheduler to it.
+
+The log is a sequence of typed events, one JSON line each. `Recorder` stands in front of a scheduler and has its methods; the
+driver decides where the lines go. `replay` makes the same calls on another scheduler and compares every decision.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+
+import msgspec
+
+from toolkit.sched.scheduler import Scheduler
+from toolkit.sched.types import Batch, BatchResult, Refusal, Request
+
+
+class Started(msgspec.Struct, frozen=True):
+    """A batch as the scheduler decided it."""
+
+    batch_id: int
+    worker: int
+    steps: int
+    request_ids: tuple[str, ...]
+    estimated_s: float
+
+
+class Header(msgspec.Struct, frozen=True, tag="header"):
+    """What the scheduler was made of: enough to make another one, given the same plan."""
+
+    policy: str
+    parameters: dict[str, bool | int | float | str]
+    workers: int
+    plan_sha256: str = ""
+
+
+class Submit(msgspec.Struct, frozen=True, tag="submit"):
+    now_s: float
+    request: Request
+    refused: str = ""
+
+
+class Tick(msgspec.Struct, frozen=True, tag="tick"):
+    now_s: float
+    started: tuple[Started, ...] = ()
+
+
+class Complete(msgspec.Struct, frozen=True, tag="complete"):
+    now_s: float
+    result: BatchResult
+
+
+class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
+    now_s: float
+    request_id: str
+
+
+class WorkerChange(msgspec.Struct, frozen=True, tag="worker"):
+    now_s: float
+    worker: int
+    alive: bool
+
+
+Event = Header | Submit | Tick | Complete | Cancel | WorkerChange
+_encode = msgspec.json.Encoder().encode
+_decode = msgspec.json.Decoder(Event).decode
+
+
+def to_line(event: Event) -> bytes:
+    """The event as one JSON line. Floats keep every digit."""
+    return _encode(event) + b"\n"
+
+
+def from_lines(lines: Iterable[bytes]) -> Iterator[Event]:
+    """The events of a log; a torn last line (the process was killed) ends it."""
+    for line in lines:
+        if not line.endswith(b"\n"):
+            return
+        yield _decode(line)
+
+
+class Recorder:
+    """A scheduler that reports every call to `sink`. It has the scheduler's methods and decides nothing."""
+
+    def __init__(self, scheduler: Scheduler, sink: Callable[[Event], None]) -> None:
+        self.scheduler = scheduler
+        self._sink = sink
+
+    @property
+    def wake_at_s(self) -> float:
+        return self.scheduler.wake_at_s
+
+    def submit(self, request: Request, now_s: float) -> Refusal | None:
+        refusal = self.scheduler.submit(request, now_s)
+        self._sink(Submit(now_s, request, refusal.reason if refusal else ""))
+        return refusal
+
+    def tick(self, now_s: float) -> list[Batch]:
+        batches = self.scheduler.tick(now_s)
+        self._sink(Tick(now_s, tuple(started(batch) for batch in batches)))
+        return batches
+
+    def complete(self, result: BatchResult, now_s: float) -> None:
+        self.scheduler.complete(result, now_s)
+        self._sink(Complete(now_s, result))
+
+    def cancel(self, request_id: str, now_s: float) -> None:
+        self.scheduler.cancel(request_id, now_s)
+        self._sink(Cancel(now_s, request_id))
+
+    def worker_lost(self, index: int, now_s: float) -> None:
+        self.scheduler.worker_lost(index, now_s)
+        self._sink(WorkerChange(now_s, index, alive=False))
+
+    def worker_ready(self, index: int, now_s: float) -> None:
+        self.scheduler.worker_ready(index, now_s)
+        self._sink(WorkerChange(now_s, index, alive=True))
+
+    def take_refusals(self) -> list[Refusal]:
+        return self.scheduler.take_refusals()
+
+
+def started(batch: Batch) -> Started:
+    """The decision behind a batch, comparable."""
+    return Started(
+        batch.batch_id, batch.worker, batch.steps, tuple(job.request_id for job in batch.jobs), batch.estimated_s
+    )
+
+
+def replay(events: Iterable[Event], scheduler: Scheduler) -> Iterator[str]:
+    """Make the logged calls on a fresh `scheduler`; yields a line for each decision that differs, none if all agree."""
+    for number, event in enumerate(events, start=1):
+        match event:
+            case Submit(now_s, request, refused):
+                refusal = scheduler.submit(request, now_s)
+                if (refusal.reason if refusal else "") != refused:
+                    yield f"event {number}: {request.request_id} refused: {refusal}, logged: {refused!r}"
+            case Tick(now_s, logged):
+                decided = tuple(started(batch) for batch in scheduler.tick(now_s))
+                if decided != logged:
+                    yield f"event {number}: at {now_s} s decided {decided}, logged {logged}"
+            case Complete(now_s, result):
+                scheduler.complete(result, now_s)
+            case Cancel(now_s, request_id):
+                scheduler.cancel(request_id, now_s)
+            case WorkerChange(now_s, worker, alive):
+                (scheduler.worker_ready if alive else scheduler.worker_lost)(worker, now_s)
+            case Header():
+                pass

@@ -1,0 +1,27 @@
+"""The registry of policies: one file, one frozen class each. Adding one touches its file and the list below."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from toolkit.errors import InputError, nearest
+from toolkit.sched.policies.parameters import Value, checked_names
+from toolkit.sched.policies.sequence import SequencePolicy
+from toolkit.sched.policies.slice import SlicePolicy
+from toolkit.sched.protocols import Policy
+
+POLICIES: dict[str, type[Policy]] = {
+    policy.name: policy
+    for policy in (
+        SequencePolicy,
+        SlicePolicy,
+    )
+}
+
+
+def make_policy(name: str, parameters: Mapping[str, Value]) -> Policy:
+    """The policy `name` with `parameters` over its defaults; `InputError` for an unknown name, parameter or value."""
+    if name not in POLICIES:
+        raise InputError(f"there is no policy '{name}'", nearest(name, POLICIES))
+    policy = POLICIES[name]
+    return policy(**checked_names(policy, dict(parameters)))

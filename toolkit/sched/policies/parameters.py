@@ -1,0 +1,81 @@
+"""Policies' parameters: dataclass fields that carry their bounds, what they mean, and the range worth searching."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import MISSING, dataclass, field, fields
+from typing import Any
+
+from toolkit.errors import InputError, nearest
+from toolkit.sched.protocols import Policy
+
+Value = bool | int | float | str
+
+
+@dataclass(slots=True, frozen=True)
+class Knob:
+    """A parameter's limits (inclusive), its search range if it has one, and its meaning with the unit."""
+
+    low: float
+    high: float
+    search: tuple[float, float] | None
+    log: bool
+    doc: str
+
+
+def knob(
+    default: float,
+    *,
+    doc: str,
+    low: float = 0,
+    high: float = math.inf,
+    search: tuple[float, float] | None = None,
+    log: bool = False,
+) -> Any:  # like dataclasses.field, so that the field keeps its own type
+    """A policy's numeric (or boolean) parameter. `search` is the range that `llmctl tune` explores."""
+    return field(default=default, metadata={"knob": Knob(low, high, search, log, doc)})
+
+
+def knobs(policy: type[Policy]) -> dict[str, Knob]:
+    """The parameters of a policy by name."""
+    return {f.name: f.metadata["knob"] for f in fields(policy)}  # type: ignore[arg-type]
+
+
+def defaults(policy: type[Policy]) -> dict[str, Value]:
+    """The parameters' defaults by name."""
+    return {f.name: f.default for f in fields(policy) if f.default is not MISSING}  # type: ignore[arg-type]
+
+
+def parameters(policy: Policy) -> dict[str, Value]:
+    """The parameters of one policy object."""
+    return {f.name: getattr(policy, f.name) for f in fields(policy)}  # type: ignore[arg-type]
+
+
+def validate(policy: Policy) -> None:
+    """For `__post_init__`: every parameter has its type and is within its limits, or `InputError`."""
+    for f in fields(policy):  # type: ignore[arg-type]
+        _check(f"policy '{policy.name}'", f.name, type(f.default), getattr(policy, f.name), f.metadata["knob"])
+
+
+def checked_names(policy: type[Policy], given: dict[str, Value]) -> dict[str, Value]:
+    """`given`, or `InputError` for a parameter that the policy does not have."""
+    known = knobs(policy)
+    for name in given:
+        if name not in known:
+            raise InputError(f"policy '{policy.name}' has no parameter '{name}'", nearest(name, known))
+    return given
+
+
+def _check(policy: str, name: str, kind: type, value: Value, limits: Knob) -> None:
+    where = f"{policy}: {name} is {value!r}"
+    if kind is bool:
+        if not isinstance(value, bool):
+            raise InputError(f"{where}; it is true or false", limits.doc)
+        return
+    if isinstance(value, (bool, str)) or not math.isfinite(value):
+        raise InputError(f"{where}; it is a number", limits.doc)
+    if kind is int and not isinstance(value, int):
+        raise InputError(f"{where}; it is a whole number", limits.doc)
+    if not limits.low <= value <= limits.high:
+        limit = f"at least {limits.low:g}" if limits.high == math.inf else f"from {limits.low:g} to {limits.high:g}"
+        raise InputError(f"{where}; the limit is {limit}", limits.doc)

@@ -1,0 +1,264 @@
+"""The sans-IO scheduler: what every policy shares.
+
+A driver tells it what happens (`submit`, `complete`, `cancel`, `worker_lost`, `worker_ready`) and asks what to run
+(`tick`); time comes in with every call. It keeps the pool, the workers' queues and their loads, and it owns what no
+policy should have to get right: requests that can never fit, batches that ran out of memory or lost their worker,
+cancellation. The decisions themselves are the policy's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from toolkit.sched.protocols import MemoryLaw, Policy
+from toolkit.sched.types import Batch, BatchResult, Job, Refusal, Request, View, Worker
+
+MAX_STRIKES = 2  # a job that failed this often alone is given up
+
+
+class Scheduler:
+    """Requests in, batches out.
+
+    Args:
+        policy: decides what runs where and when.
+        workers: one `Worker` per engine instance, numbered from 0.
+        history: how many finished output lengths the policy may look back on.
+    """
+
+    def __init__(self, policy: Policy, workers: Sequence[Worker], *, history: int = 1000) -> None:
+        self.policy = policy
+        self.workers = list(workers)
+        self._pool: list[Job] = []
+        self._jobs: dict[str, Job] = {}
+        self._finished_lengths: deque[int] = deque(maxlen=history)
+        self._refusals: list[Refusal] = []
+        self._tickets = 0
+        self._batches = 0
+        self._view = View(self._pool, self.workers, -math.inf, self._finished_lengths)
+        self._longest = max(_longest_alone(worker.memory) for worker in self.workers)
+
+    @property
+    def wake_at_s(self) -> float:
+        """When to tick again though nothing happened; infinity: no need."""
+        return self._view.due_s if self._pool else math.inf
+
+    @property
+    def jobs(self) -> int:
+        """Requests that were accepted and have not ended."""
+        return len(self._jobs)
+
+    @property
+    def running_jobs(self) -> int:
+        """Requests in batches that run now."""
+        return sum(worker.running.size for worker in self.workers if worker.running)
+
+    def submit(self, request: Request, now_s: float) -> Refusal | None:
+        """A request arrives. A `Refusal`, and no further trace of it, where it can never fit."""
+        total = request.prompt_tokens + request.max_new_tokens
+        if total > self._longest:
+            return Refusal(
+                request.request_id,
+                f"prompt + max_tokens is {total} tokens; a worker's memory holds {self._longest}",
+            )
+        if request.request_id in self._jobs:
+            raise ValueError(f"request {request.request_id!r} is already here")
+        job = Job(request, 0, request.prompt_tokens)
+        self._jobs[request.request_id] = job
+        self._to_pool((job,), now_s)
+        return None
+
+    def tick(self, now_s: float) -> list[Batch]:
+        """The batches to start now, at most one per worker."""
+        if self._pool:
+            self._route(now_s)
+        decision = self.policy.plan(self._view, now_s)
+        if decision.wake_at_s is not None:
+            self._view.due_s = decision.wake_at_s
+        if decision.batches:
+            self._take(decision.batches)
+            for batch in decision.batches:
+                self._enqueue(batch)
+        return [
+            batch
+            for worker in self.workers
+            if worker.running is None and worker.queue and worker.alive
+            for batch in self._start(worker, now_s)
+        ]
+
+    def complete(self, result: BatchResult, now_s: float) -> None:
+        """A worker is done with its batch: some jobs ended, others go on; a failed batch is tried again in halves."""
+        worker = self.workers[result.worker]
+        batch = worker.running
+        if batch is None or batch.batch_id != result.batch_id:
+            raise ValueError(f"worker {result.worker} does not run batch {result.batch_id}")
+        worker.running = None
+        self._unload(worker, batch)
+        going_on = []
+        for job, generated, finished in zip(batch.jobs, result.generated, result.finished, strict=True):
+            job.generated += generated
+            job.length += generated
+            job.slices += 1
+            if finished or job.cancelled:
+                self._end(job)
+            else:
+                going_on.append(job)
+        if result.failure:
+            worker.oom_events += result.failure == "oom"
+            self._try_again(worker, batch, going_on, result.failure)
+        else:
+            self._to_pool(going_on, now_s)
+
+    def cancel(self, request_id: str, now_s: float) -> None:
+        """The client does not want it any more. Unknown or ended requests are ignored."""
+        job = self._jobs.get(request_id)
+        if job is None:
+            return
+        job.cancelled = True
+        waiting = self.workers[job.home].inbox if job.home >= 0 else self._pool
+        if job in waiting:
+            waiting.remove(job)
+            self._end(job)
+
+    def worker_lost(self, index: int, now_s: float) -> None:
+        """A worker's process is gone, after its running batch was completed as crashed: its queue runs elsewhere."""
+        worker = self.workers[index]
+        worker.alive = False
+        if not any(other.alive for other in self.workers):
+            return  # what waits here, waits for this worker to come back
+        inbox, worker.inbox = worker.inbox, deque()
+        self._to_pool(inbox, now_s)
+        queue, worker.queue = worker.queue, deque()
+        worker.load_s = 0.0
+        for batch in queue:
+            batch.worker = self._least_loaded(worker).index
+            self._enqueue(batch)
+
+    def worker_ready(self, index: int, now_s: float) -> None:
+        """A worker that was lost is back."""
+        self.workers[index].alive = True
+
+    def take_refusals(self) -> list[Refusal]:
+        """Requests given up on since the last call."""
+        refusals, self._refusals = self._refusals, []
+        return refusals
+
+    def _to_pool(self, jobs: Iterable[Job], now_s: float) -> None:
+        for job in jobs:
+            job.ticket = self._tickets
+            job.home = -1
+            job.pooled_s = now_s
+            self._tickets += 1
+            self._pool.append(job)
+
+    def _route(self, now_s: float) -> None:
+        homes = self.policy.route(self._view, now_s)
+        if homes is None:
+            return
+        for job, home in zip(self._pool, homes, strict=True):
+            job.home = home
+            self.workers[home].inbox.append(job)
+        self._pool.clear()
+
+    def _take(self, batches: Sequence[Batch]) -> None:
+        """The batches' jobs leave the pool and the inboxes."""
+        pooled = 0
+        for batch in batches:
+            for job in batch.jobs:
+                if job.home >= 0:
+                    self.workers[job.home].inbox.remove(job)
+                else:
+                    pooled += 1
+        if pooled == len(self._pool):
+            self._pool.clear()
+        elif pooled:
+            taken = {job.ticket for batch in batches for job in batch.jobs}
+            self._pool[:] = [job for job in self._pool if job.ticket not in taken]
+
+    def _enqueue(self, batch: Batch, *, first: bool = False) -> None:
+        worker = self.workers[batch.worker]
+        if batch.batch_id < 0:
+            batch.batch_id = self._batches
+            self._batches += 1
+        worker.load_s += batch.estimated_s  # Eq. 11
+        worker.assigned += 1
+        if first:
+            worker.queue.appendleft(batch)
+        else:
+            worker.queue.append(batch)
+
+    def _unload(self, worker: Worker, batch: Batch) -> None:
+        """The correction on completion of SCLS 4.5; exactly zero when nothing is left, so that no error adds up."""
+        worker.load_s = max(worker.load_s - batch.estimated_s, 0.0) if worker.queue else 0.0
+
+    def _start(self, worker: Worker, now_s: float) -> Iterable[Batch]:
+        while worker.queue:
+            batch = worker.queue.popleft()
+            cancelled = [job for job in batch.jobs if job.cancelled]
+            for job in cancelled:
+                self._end(job)
+            if len(cancelled) < batch.size:
+                if cancelled:
+                    batch.jobs = tuple(job for job in batch.jobs if not job.cancelled)
+                batch.started_s = now_s
+                worker.running = batch
+                return (batch,)
+            self._unload(worker, batch)
+        return ()
+
+    def _try_again(self, worker: Worker, batch: Batch, jobs: list[Job], failure: str) -> None:
+        """In two halves, so that memory suffices or a request that kills its worker is found and fails alone."""
+        if len(jobs) == 1:
+            jobs[0].strikes += 1
+            if jobs[0].strikes >= MAX_STRIKES:
+                self._refusals.append(Refusal(jobs[0].request_id, _FAILED[failure]))
+                self._end(jobs[0])
+                return
+        where = self._least_loaded(worker) if failure == "crashed" else worker
+        half = (len(jobs) + 1) // 2
+        for part in (jobs[half:], jobs[:half]):  # the first half ends up at the front
+            if part:
+                self._enqueue(_retry(batch, part, where), first=True)
+
+    def _least_loaded(self, lost: Worker) -> Worker:
+        """Of the workers that are alive, others than `lost` first."""
+        return min(
+            self.workers,
+            key=lambda other: (not other.alive, other is lost, other.load_s, other.index),
+        )
+
+    def _end(self, job: Job) -> None:
+        if not job.cancelled:
+            self._finished_lengths.append(job.generated)
+        del self._jobs[job.request_id]
+
+
+_FAILED = {
+    "oom": "ran out of memory alone, twice",
+    "crashed": "the worker died while it ran alone, twice",
+}
+
+
+def _retry(batch: Batch, jobs: list[Job], worker: Worker) -> Batch:
+    """A part of a failed batch as a batch of its own, estimated by the worker's law."""
+    length = max(job.length for job in jobs)
+    steps = min(batch.steps, max(job.remaining_limit for job in jobs))
+    law = worker.latency
+    estimate = law.prefill_s(len(jobs), length) + law.decode_s(len(jobs), length, steps - law.prefill_emits_token)
+    return Batch(worker.index, tuple(jobs), steps, length, estimate, batch.until, batch.keep_cache)
+
+
+def _longest_alone(memory: MemoryLaw) -> int:
+    """The longest prompt + output, in tokens, that fits a worker by itself; by bisection, the law being monotone."""
+
+    def fits(length: int) -> bool:
+        return bool(memory.max_batch(np.array([length]), 0, 0.0)[0] >= 1)
+
+    low, high = 0, 1 << 40
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+    return low
