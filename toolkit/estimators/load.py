@@ -1,0 +1,40 @@
+"""From a fit file to the objects that answer: what the simulator, the tuner and the server load."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from toolkit.estimators.edge import MemoryEdge, RuleEdge, ZetaEdge
+from toolkit.estimators.laws import SegmentedLaw, WithOverhead
+from toolkit.estimators.memory import RuleMemory, ZetaMemory
+from toolkit.files.fit import Fit, MemoryFit
+from toolkit.sched.protocols import MemoryLaw
+
+
+@dataclass(slots=True, frozen=True)
+class Laws:
+    """One worker's laws. `latency` includes what serving adds to the `engine`'s own time; `edge` is for simulation."""
+
+    latency: WithOverhead
+    engine: SegmentedLaw
+    memory: MemoryLaw
+    edge: MemoryEdge
+    prefill_emits_token: bool
+
+
+def laws_from_fit(fit: Fit) -> Laws:
+    """The laws that a fit file holds. `InputError` where its segments or rules are out of order."""
+    emits = fit.engine.prefill_emits_token
+    engine = SegmentedLaw(tuple(fit.prefill.segments), tuple(fit.decode.segments), emits)
+    latency = WithOverhead(engine, fit.overhead.batch_s, fit.overhead.stretch)
+    memory, edge = memory_from_fit(fit.memory)
+    return Laws(latency, engine, memory, edge, emits)
+
+
+def memory_from_fit(fit: MemoryFit) -> tuple[MemoryLaw, MemoryEdge]:
+    """The law that a scheduler asks, and the edge that a simulated worker meets."""
+    if fit.form == "rules":
+        rules = tuple(fit.rules)
+        return RuleMemory(rules), RuleEdge(rules, fit.zeta_std)
+    capacity = fit.capacity_tokens
+    return ZetaMemory(capacity, fit.zeta), ZetaEdge(capacity, fit.zeta, fit.zeta_std)

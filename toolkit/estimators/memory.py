@@ -1,0 +1,63 @@
+"""Memory laws: how many rows fit (SCLS paper, Eq. 5-9 and Algorithm 2).
+
+`ZetaMemory` counts tokens against the engine's resolved KV capacity; `RuleMemory` looks a probed limit up. How sure the
+limit is belongs to `edge`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from toolkit.errors import InputError
+from toolkit.files.fit import Rule
+
+# (1 - 0.1) * 0.9 * 1000 / 81 is 9.99..98 in floating point; a row must not be lost to that.
+ROUNDING = 1e-9
+
+
+@dataclass(frozen=True)
+class ZetaMemory:
+    """Eq. 8 and 9: N_max = floor((1 - reserve) * zeta * capacity / (L + S)), all in tokens of KV cache."""
+
+    capacity_tokens: int
+    zeta: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.capacity_tokens < 1 or not self.zeta > 0:
+            raise InputError(f"memory: capacity of {self.capacity_tokens} tokens and zeta {self.zeta} must be positive")
+
+    def max_batch(self, input_lengths: NDArray[np.int64], steps: int, reserve: float) -> NDArray[np.int64]:
+        """N_max for each of `input_lengths` [n] -> [n]; 0 where not even one row fits."""
+        budget = (1.0 - reserve) * self.zeta * self.capacity_tokens
+        return np.floor(budget / (input_lengths + steps) + ROUNDING).astype(np.int64)
+
+
+@dataclass(frozen=True)
+class RuleMemory:
+    """Algorithm 2: the first rule, by `length_above` descending, that L + S exceeds. No rule: nothing fits."""
+
+    rules: tuple[Rule, ...]
+
+    def __post_init__(self) -> None:
+        bounds = [rule.length_above for rule in self.rules]
+        if not bounds or bounds != sorted(set(bounds), reverse=True):
+            raise InputError(f"memory rules: length_above {bounds} must descend, and not be empty")
+
+    def max_batch(self, input_lengths: NDArray[np.int64], steps: int, reserve: float) -> NDArray[np.int64]:
+        """N_max for each of `input_lengths` [n] -> [n]; `reserve` takes its share off the rule's batch size."""
+        ascending = self.rules[::-1]
+        bounds = np.array([rule.length_above for rule in ascending])
+        limits = np.array([0] + [rule.max_batch_size for rule in ascending])
+        found = limits[np.searchsorted(bounds, input_lengths + steps, side="left")]
+        return np.floor((1.0 - reserve) * found + ROUNDING).astype(np.int64)
+
+
+# SCLS paper, Algorithm 2: LLaMA2-13B under DeepSpeed on 80 GB, L + S <= 2048.
+PAPER_DEEPSPEED_RULES = (
+    Rule(length_above=1024, max_batch_size=12),
+    Rule(length_above=512, max_batch_size=22),
+    Rule(length_above=0, max_batch_size=28),
+)
