@@ -83,4 +83,4 @@ class Profile(Envelope):
     decode: list[DecodePoint]
     slices: list[SlicePoint]
     memory: list[MemoryPoint]
-    failed: list[FailedPoint] = []
+    failed: list[FailedPoint] = Field(default_factory=list)

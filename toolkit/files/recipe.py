@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from toolkit.errors import nearest
 from toolkit.files.envelope import Strict
 
 NAME_PATTERN = r"^[a-z0-9][a-z0-9._-]{0,63}$"
@@ -14,7 +14,9 @@ Name = Annotated[str, Field(pattern=NAME_PATTERN)]
 Positive = Annotated[int, Field(gt=0)]
 Scalar = bool | int | float | str | None
 
-SLA_KEY = re.compile(r"^(ttft|tpot|itl|mtpot|e2e)_(mean|p50|p90|p95|p99|max)_s$")
+SLA_METRICS = ("ttft", "tpot", "itl", "mtpot", "e2e")
+SLA_STATISTICS = ("mean", "p50", "p90", "p95", "p99", "max")
+SLA_KEYS = [f"{metric}_{statistic}_s" for metric in SLA_METRICS for statistic in SLA_STATISTICS]
 
 
 class ModelSpec(Strict):
@@ -116,7 +118,7 @@ class ServeSpec(Strict):
     host: str = "127.0.0.1"
     port: Annotated[int, Field(ge=0, le=65535)] = 8000
     served_model_name: str | None = None
-    max_new_tokens: Positive = Field(default=256, description="where a request names no max_tokens, and its upper bound")
+    max_new_tokens: Positive = Field(default=256, description="of requests that name none, and the upper bound")
     max_waiting: Positive = Field(default=4096, description="requests waiting before new ones get 503")
 
 
@@ -140,9 +142,18 @@ class Recipe(Strict):
 
     @model_validator(mode="after")
     def _sla_keys_have_units(self) -> Recipe:
-        for key in self.sla:
-            if not SLA_KEY.match(key):
-                raise ValueError(
-                    f"sla.{key}: not a target; use <ttft|tpot|itl|mtpot|e2e>_<mean|p50|p90|p95|p99|max>_s, in seconds"
-                )
+        for key, limit in self.sla.items():
+            if key not in SLA_KEYS:
+                raise ValueError(f"sla.{key}: {limit:g}: {_sla_problem(key, limit)}")
         return self
+
+
+def _sla_problem(key: str, limit: float) -> str:
+    """What is wrong with a key that is no latency target, and the right one."""
+    stem, _, unit = key.rpartition("_")
+    if f"{stem}_s" in SLA_KEYS:
+        in_seconds = f"{stem}_s: {limit / 1000:g}" if unit == "ms" else f"{stem}_s"
+        return f"targets are in seconds; write '{in_seconds}'"
+    if f"{key}_s" in SLA_KEYS:
+        return f"the unit is missing; write '{key}_s', in seconds"
+    return f"unknown target; {nearest(key, SLA_KEYS)}"

@@ -1,0 +1,136 @@
+"""`llmctl`: the table of commands, each loaded only when it is called, and where errors become exit codes.
+
+`llmctl --help` lists commands from the table below and imports none of them; that is what keeps it fast.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+import toolkit
+from toolkit.errors import LlmctlError
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A command: its help line, and what a person should know who interrupted it. Lives in toolkit.cli.<name>."""
+
+    help: str
+    interrupted: str = "nothing was written"
+
+
+COMMANDS = {
+    "doctor": Entry("Check this machine, and a recipe against it."),
+    "profile": Entry(
+        "Measure an engine: prefill, decode, whole slices and the memory edge.",
+        "the points measured so far are kept; the same command goes on from there",
+    ),
+    "fit": Entry("Fit the laws of time and memory to a profile."),
+    "tune": Entry("Search the scheduler's settings on a trace, with the simulator."),
+    "render": Entry("Write the plan that `serve` starts, every value explained."),
+    "serve": Entry("Start the server: OpenAI's API, N workers, one scheduler.", "the server has stopped"),
+    "bench": Entry("Replay a trace against a server; measured beside predicted."),
+    "simulate": Entry("Run a trace through the scheduler with fitted laws, no model."),
+    "trace": Entry("Inspect, convert and generate traces."),
+    "demo": Entry(
+        "The whole way on this machine: profile, fit, tune, serve, bench.",
+        "finished stages are kept in the output folder; the same command goes on from there",
+    ),
+    "schema": Entry("Print the JSON Schema of recipes."),
+}
+
+
+def _module(name: str) -> str:
+    return f"toolkit.cli.{name}"
+
+
+class LazyGroup(TyperGroup):
+    """A group that lists commands from the table, and imports the one that is called."""
+
+    def list_commands(self, ctx: typer.Context) -> list[str]:  # type: ignore[override]
+        return [name for name in COMMANDS if importlib.util.find_spec(_module(name))]
+
+    def get_command(self, ctx: typer.Context, cmd_name: str) -> TyperCommand | None:  # type: ignore[override]
+        if cmd_name not in self.list_commands(ctx):
+            return None
+        return TyperCommand(cmd_name, help=COMMANDS[cmd_name].help)
+
+    def resolve_command(self, ctx: typer.Context, args: list[str]) -> tuple[Any, Any, list[str]]:  # type: ignore[override]
+        name, listed, rest = super().resolve_command(ctx, args)
+        return name, listed and _load(str(name)), rest
+
+    def invoke(self, ctx: typer.Context) -> Any:  # type: ignore[override]
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            name = ctx.invoked_subcommand or ""
+            print(f"\ninterrupted; {COMMANDS[name].interrupted}", file=sys.stderr)
+            raise typer.Exit(130) from None
+
+
+def _load(name: str) -> Any:
+    """The command of toolkit.cli.<name>: its function `command`, or its typer application `app` with subcommands."""
+    module = importlib.import_module(_module(name))
+    if hasattr(module, "app"):
+        return typer.main.get_command(module.app)
+    single = typer.Typer(add_completion=False)
+    single.command(name)(module.command)
+    return typer.main.get_command(single)
+
+
+application = typer.Typer(cls=LazyGroup, pretty_exceptions_enable=False)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"llmctl {toolkit.__version__}")
+        raise typer.Exit
+
+
+@application.callback()
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Measure an LLM engine, fit its time and memory, find the scheduler settings that serve your traffic best, and
+    start exactly that.
+
+    recipe.yaml --profile--> profile.json --fit--> fit.json --tune--> tuning.json --render--> plan.json
+    """
+
+
+def run(args: Sequence[str] | None = None) -> None:
+    """Run `llmctl`; never returns. Exit codes: docs/errors.md."""
+    words = list(sys.argv[1:] if args is None else args) or ["--help"]
+    try:
+        code = typer.main.get_command(application).main(words, prog_name="llmctl", standalone_mode=False)
+        sys.stdout.flush()
+    except LlmctlError as error:
+        code = _report(error.message, error.hint, error.exit_code)
+    except typer.TyperException as error:
+        context = getattr(error, "ctx", None)
+        hint = f"see {context.command_path} --help" if context else ""
+        code = _report(error.format_message(), hint, error.exit_code)
+    except BrokenPipeError:
+        # The reader has gone (`llmctl ... | head`). Python would complain once more when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 141
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def _report(message: str, hint: str, code: int) -> int:
+    for line in message.splitlines():
+        print(f"error: {line}", file=sys.stderr)
+    if hint:
+        print(f"hint: {hint}", file=sys.stderr)
+    return code
