@@ -82,7 +82,7 @@ class _RecipeLoader(yaml.SafeLoader):
         self.depth -= 1
         return node
 
-    def construct_scalar(self, node: yaml.ScalarNode) -> Any:
+    def construct_scalar(self, node: yaml.ScalarNode | yaml.MappingNode) -> Any:
         if any("\ud800" <= character <= "\udfff" for character in node.value):
             raise _RefusedError("half a surrogate pair is not text", node.start_mark)
         return super().construct_scalar(node)

@@ -1,0 +1,132 @@
+"""What commands print: results on stdout, progress and notes on stderr, so that `--json` output is one JSON object.
+
+Everything fits 80 columns. Numbers are rounded for reading here and nowhere else; the files keep every digit.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, is_dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
+WIDTH = 80
+JUSTIFY = {"<": "left", ">": "right", "^": "center"}
+
+
+def emit(as_json: bool, result: BaseModel | Mapping[str, Any] | Any, render: Callable[[], None]) -> None:
+    """Print `result` as one JSON object, or let `render` print it for people.
+
+    `result` is a pydantic model, a dataclass or a mapping of plain values.
+    """
+    if not as_json:
+        render()
+        return
+    print(json.dumps(_plain(result), ensure_ascii=False, allow_nan=False))
+
+
+def _plain(result: Any) -> Any:
+    if hasattr(result, "model_dump"):
+        return result.model_dump(mode="json")
+    return asdict(result) if is_dataclass(result) and not isinstance(result, type) else result
+
+
+def note(text: str) -> None:
+    """A line for the person at the terminal, on stderr."""
+    print(text, file=sys.stderr)
+
+
+def table(columns: Sequence[str], rows: Sequence[Sequence[object]], title: str = "") -> None:
+    """Print rows under `columns`, at most 80 columns wide; long cells wrap.
+
+    A column's name may start with '<' or '>' for its alignment; without, columns of numbers go right, others left.
+    Cells are text as it is (no markup); floats are rounded by `number`.
+    """
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console(highlight=False, soft_wrap=False)
+    console.width = min(console.width, WIDTH)
+    view = Table(box=box.SIMPLE_HEAD, title=title or None, title_justify="left", title_style="bold", pad_edge=False)
+    for index, name in enumerate(columns):
+        right = all(isinstance(row[index], int | float) for row in rows)
+        align = name[0] if name[:1] in JUSTIFY else "><"[not right]
+        view.add_column(name.lstrip("<>^"), justify=JUSTIFY[align], overflow="fold")  # type: ignore[arg-type]
+    for row in rows:
+        view.add_row(*(Text(_cell(value)) for value in row))
+    console.print(view)
+
+
+def _cell(value: object) -> str:
+    if isinstance(value, bool) or value is None:
+        return {True: "yes", False: "no", None: "-"}[value]
+    return number(value) if isinstance(value, int | float) else str(value)
+
+
+@contextmanager
+def progress(description: str, total: int) -> Iterator[Callable[..., None]]:
+    """A progress bar on stderr; yields `advance(steps=1, text='')`. Silent where stderr is no terminal.
+
+    with progress("measuring", len(points)) as advance:
+        for point in points:
+            advance(text=f"prefill N={point.batch_size}")
+    """
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    console = Console(stderr=True)
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(bar_width=None),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[text]}", markup=False),
+    )
+    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as bar:
+        task = bar.add_task(description, total=total, text="")
+
+        def advance(steps: int = 1, text: str = "") -> None:
+            bar.update(task, advance=steps, text=text)
+
+        yield advance
+
+
+def number(value: float) -> str:
+    """Three significant digits, or all of a whole number, with thousands separated: 12,345  3.14  0.00271."""
+    if isinstance(value, int) or (value == int(value) and abs(value) >= 1):
+        return f"{int(value):,}"
+    if abs(value) >= 100:
+        return f"{value:,.0f}"
+    return f"{value:.3g}"
+
+
+def seconds(value: float) -> str:
+    """A duration in the unit that suits it: 812 us, 36.2 ms, 4.25 s, 12 min."""
+    size = abs(value)
+    if size >= 120:
+        return f"{value / 60:.0f} min" if size < 7200 else f"{value / 3600:.1f} h"
+    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if size >= scale:
+            return f"{value / scale:.3g} {unit}"
+    return f"{value * 1e6:.3g} us" if value else "0 s"
+
+
+def size(value: float) -> str:
+    """Bytes in binary units: 512 B, 1.5 KiB, 79.2 GiB."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(value) < 1024 or unit == "GiB":
+            break
+        value /= 1024
+    return f"{value:.0f} {unit}" if unit == "B" else f"{value:,.1f} {unit}"
+
+
+def percent(value: float) -> str:
+    """A percentage with its sign, one decimal: +12.3 %."""
+    return f"{value:+.1f} %"
