@@ -1,17 +1,18 @@
 """What a scheduler was told and what it decided, as a log; and the replay that holds a fresh scheduler to it.
 
-The log is a sequence of typed events, one JSON line each. `Recorder` stands in front of a scheduler and has its methods; the
-driver decides where the lines go. `replay` makes the same calls on another scheduler and compares every decision.
+The log is a sequence of typed events, one JSON line each. `Recorder` is a scheduler that writes it; the driver decides
+where the lines go. `replay` makes the same calls on another scheduler and compares the decisions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import msgspec
 
+from toolkit.sched.protocols import Policy
 from toolkit.sched.scheduler import Scheduler
-from toolkit.sched.types import Batch, BatchResult, Refusal, Request
+from toolkit.sched.types import Batch, BatchResult, Refusal, Request, Worker
 
 
 class Started(msgspec.Struct, frozen=True):
@@ -78,45 +79,40 @@ def from_lines(lines: Iterable[bytes]) -> Iterator[Event]:
         yield _decode(line)
 
 
-class Recorder:
-    """A scheduler that reports every call to `sink`. It has the scheduler's methods and decides nothing."""
+class Recorder(Scheduler):
+    """A scheduler that also reports every call, and every decision, to `sink`."""
 
-    def __init__(self, scheduler: Scheduler, sink: Callable[[Event], None]) -> None:
-        self.scheduler = scheduler
+    def __init__(
+        self, policy: Policy, workers: Sequence[Worker], sink: Callable[[Event], None], *, history: int = 1000
+    ) -> None:
+        super().__init__(policy, workers, history=history)
         self._sink = sink
 
-    @property
-    def wake_at_s(self) -> float:
-        return self.scheduler.wake_at_s
-
     def submit(self, request: Request, now_s: float) -> Refusal | None:
-        refusal = self.scheduler.submit(request, now_s)
+        refusal = super().submit(request, now_s)
         self._sink(Submit(now_s, request, refusal.reason if refusal else ""))
         return refusal
 
     def tick(self, now_s: float) -> list[Batch]:
-        batches = self.scheduler.tick(now_s)
+        batches = super().tick(now_s)
         self._sink(Tick(now_s, tuple(started(batch) for batch in batches)))
         return batches
 
     def complete(self, result: BatchResult, now_s: float) -> None:
-        self.scheduler.complete(result, now_s)
+        super().complete(result, now_s)
         self._sink(Complete(now_s, result))
 
     def cancel(self, request_id: str, now_s: float) -> None:
-        self.scheduler.cancel(request_id, now_s)
+        super().cancel(request_id, now_s)
         self._sink(Cancel(now_s, request_id))
 
     def worker_lost(self, index: int, now_s: float) -> None:
-        self.scheduler.worker_lost(index, now_s)
+        super().worker_lost(index, now_s)
         self._sink(WorkerChange(now_s, index, alive=False))
 
     def worker_ready(self, index: int, now_s: float) -> None:
-        self.scheduler.worker_ready(index, now_s)
+        super().worker_ready(index, now_s)
         self._sink(WorkerChange(now_s, index, alive=True))
-
-    def take_refusals(self) -> list[Refusal]:
-        return self.scheduler.take_refusals()
 
 
 def started(batch: Batch) -> Started:

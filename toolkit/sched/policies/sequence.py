@@ -17,11 +17,15 @@ from toolkit.sched.types import Batch, Decision, Job, View, Worker
 
 @dataclass(frozen=True, slots=True)
 class SequencePolicy:
-    """Fixed batches, round robin, to the longest output. Paper: 16 rows on transformers, 12 on DeepSpeed."""
+    """Fixed batches, round robin, to the longest output. Paper: 16 rows on transformers, 12 on DeepSpeed.
+
+    With `slice_tokens` it is Slice-Only (SO), the first step of the paper's ablation.
+    """
 
     name: ClassVar[str] = "sequence"
 
     batch_size: int = knob(16, low=1, search=(1, 64), log=True, doc="rows of a batch")
+    slice_tokens: int = knob(0, doc="tokens per turn, after which a request is dealt again; 0: to its end")
 
     def __post_init__(self) -> None:
         validate(self)
@@ -36,7 +40,8 @@ class SequencePolicy:
     def _batch(self, worker: Worker) -> Batch:
         jobs = tuple(islice(worker.inbox, self.batch_size))
         length = max(job.length for job in jobs)
-        steps = max(job.remaining_limit for job in jobs)
+        longest = max(job.remaining_limit for job in jobs)
+        steps = min(self.slice_tokens or longest, longest)
         return Batch(worker.index, jobs, steps, length, serving_s(worker, jobs, length, steps))
 
 

@@ -23,7 +23,8 @@ from toolkit.sched.types import Batch, Decision, Job, View, Worker
 class SlicePolicy:
     """SCLS. Paper: S 128, lambda 0.5, Gamma 6 s on transformers and 3 s on DeepSpeed, zeta 0.9.
 
-    `eager` mends the paper's wait for Gamma under light load: while a worker is idle, nobody waits.
+    `eager` mends the paper's wait for Gamma under light load: while a worker is idle, nobody waits. Of the paper's
+    ablation, LB is interval_factor 0, AB also max_min false, and PM also a max_batch_size.
     """
 
     name: ClassVar[str] = "slice"
@@ -40,6 +41,7 @@ class SlicePolicy:
     )
     memory_reserve: float = knob(0.1, high=0.99, search=(0.0, 0.5), doc="share of the fitted memory that is kept free")
     max_batch_size: int = knob(0, doc="largest batch; 0: what memory allows")
+    max_min: bool = knob(True, doc="longest batch to the least loaded worker; false: batches in turn")
     eager: bool = knob(True, doc="batch at once while a worker is idle")
 
     def __post_init__(self) -> None:
@@ -55,7 +57,8 @@ class SlicePolicy:
         waiting = now_s < view.due_s and not (self.eager and any(worker.idle for worker in alive))
         if waiting or not alive:
             return Decision()
-        batches, least_load_s = offload_max_min(self.batch(view.pool, alive[0]), alive)
+        batches = self.batch(view.pool, alive[0])
+        least_load_s = (offload_max_min if self.max_min else offload_in_turn)(batches, alive)
         interval_s = max(self.interval_factor * least_load_s, self.min_interval_s)  # Eq. 12
         return Decision(batches, wake_at_s=now_s + interval_s)
 
@@ -93,10 +96,10 @@ def _walk_back(jobs: list[Job], starts: list[int], total_s: list[float], slice_t
     return batches
 
 
-def offload_max_min(batches: list[Batch], workers: Sequence[Worker]) -> tuple[list[Batch], float]:
-    """Longest batch to the least loaded worker (SCLS 4.5, Eq. 11); also the least load after it, in seconds.
+def offload_max_min(batches: list[Batch], workers: Sequence[Worker]) -> float:
+    """Longest batch to the least loaded worker (SCLS 4.5, Eq. 11); returns the least load after it, in seconds.
 
-    Equal loads go to the worker that was given the fewest batches, so that none starves.
+    Sorts and assigns `batches`. Equal loads go to the worker that was given the fewest batches, so that none starves.
     """
     heap = [(worker.load_s, worker.assigned, worker.index) for worker in workers]
     heapq.heapify(heap)
@@ -105,4 +108,14 @@ def offload_max_min(batches: list[Batch], workers: Sequence[Worker]) -> tuple[li
         load_s, assigned, index = heap[0]
         batch.worker = index
         heapq.heapreplace(heap, (load_s + batch.estimated_s, assigned + 1, index))
-    return batches, heap[0][0]
+    return heap[0][0]
+
+
+def offload_in_turn(batches: list[Batch], workers: Sequence[Worker]) -> float:
+    """Batches to workers round robin, going on where the last call ended; returns the least load after it."""
+    loads = {worker.index: worker.load_s for worker in workers}
+    turn = sum(worker.assigned for worker in workers)
+    for k, batch in enumerate(batches, start=turn):
+        batch.worker = workers[k % len(workers)].index
+        loads[batch.worker] += batch.estimated_s
+    return min(loads.values())

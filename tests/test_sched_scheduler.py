@@ -1,0 +1,164 @@
+"""What the scheduler owns whatever the policy: lifecycle, loads, failures, cancellation."""
+
+import math
+
+import pytest
+
+from toolkit.estimators.laws import bilinear_law
+from toolkit.estimators.memory import ZetaMemory
+from toolkit.sched.policies import make_policy
+from toolkit.sched.scheduler import Scheduler
+from toolkit.sched.types import BatchResult, Request, Worker
+
+LAW = bilinear_law(p=(1e-4, 1e-3, 0.0, 0.01), d=(1e-6, 1e-4, 0.0, 0.01))
+
+
+def make(workers: int = 1, capacity: int = 1000, policy: str = "slice", **parameters) -> Scheduler:
+    memory = ZetaMemory(capacity)
+    return Scheduler(make_policy(policy, parameters), [Worker(k, LAW, memory) for k in range(workers)])
+
+
+def request(name: str, prompt: int = 10, limit: int = 100) -> Request:
+    return Request(name, 0.0, prompt, limit)
+
+
+def ids(batch) -> list[str]:
+    return [job.request_id for job in batch.jobs]
+
+
+def done(batch, generated: int, finished: bool, failure: str = "") -> BatchResult:
+    n = batch.size
+    return BatchResult(batch.batch_id, batch.worker, [generated] * n, [finished] * n, failure)
+
+
+def test_a_request_goes_from_pool_to_worker_and_back_until_it_ends():
+    scheduler = make(slice_tokens=8)
+    scheduler.submit(request("a", prompt=10), 0.0)
+    (first,) = scheduler.tick(0.0)
+    assert (first.steps, first.input_length) == (8, 10)
+    scheduler.complete(done(first, 8, finished=False), 1.0)
+    (second,) = scheduler.tick(1.0)
+    assert second.input_length == 18
+    scheduler.complete(done(second, 3, finished=True), 2.0)
+    assert scheduler.jobs == 0
+    assert scheduler.tick(2.0) == []
+    assert scheduler.wake_at_s == math.inf
+
+
+def test_a_request_that_can_never_fit_is_refused_by_name():
+    refusal = make(capacity=50).submit(request("big", prompt=40, limit=100), 0.0)
+    assert refusal is not None
+    assert refusal.reason == "prompt + max_tokens is 140 tokens; a worker's memory holds 50"
+
+
+def test_load_rises_with_a_batch_and_falls_with_its_completion():
+    scheduler = make()
+    scheduler.submit(request("a"), 0.0)
+    (batch,) = scheduler.tick(0.0)
+    assert scheduler.workers[0].load_s == batch.estimated_s > 0
+    scheduler.complete(done(batch, 1, finished=True), 1.0)
+    assert scheduler.workers[0].load_s == 0.0
+
+
+def test_a_batch_out_of_memory_is_tried_again_in_halves_on_its_worker():
+    scheduler = make()
+    for name in "abc":
+        scheduler.submit(request(name), 0.0)
+    (batch,) = scheduler.tick(0.0)
+    scheduler.complete(done(batch, 0, finished=False, failure="oom"), 1.0)
+    (half,) = scheduler.tick(1.0)
+    assert ids(half) == ["a", "b"]
+    scheduler.complete(done(half, 1, finished=True), 2.0)
+    (rest,) = scheduler.tick(2.0)
+    assert ids(rest) == ["c"]
+    assert scheduler.workers[0].oom_events == 1
+
+
+def test_a_job_that_fails_alone_twice_is_given_up_with_the_reason():
+    scheduler = make()
+    scheduler.submit(request("a"), 0.0)
+    for _ in range(2):
+        (batch,) = scheduler.tick(0.0)
+        scheduler.complete(done(batch, 0, finished=False, failure="oom"), 1.0)
+    assert [(r.request_id, r.reason) for r in scheduler.take_refusals()] == [("a", "ran out of memory alone, twice")]
+    assert scheduler.jobs == 0
+
+
+def test_a_crash_moves_batch_and_queue_to_another_worker_with_tokens_kept():
+    scheduler = make(workers=2)
+    for name in "ab":
+        scheduler.submit(request(name, prompt=10), 0.0)
+        scheduler.tick(0.0)
+    first, second = (worker.running for worker in scheduler.workers)
+    scheduler.submit(request("queued"), 0.0)
+    scheduler.tick(100.0)  # past the interval: a batch in a queue
+    scheduler.complete(done(first, 5, finished=False, failure="crashed"), 101.0)
+    scheduler.worker_lost(0, 101.0)
+    assert scheduler.tick(101.0) == []  # the other worker is busy
+    scheduler.complete(done(second, 1, finished=True), 102.0)
+    moved = []
+    for now_s in (102.0, 103.0):
+        (batch,) = scheduler.tick(now_s)
+        assert batch.worker == 1
+        moved.append((ids(batch), batch.input_length))
+        scheduler.complete(done(batch, 1, finished=True), now_s)
+    assert sorted(moved) == [(["a"], 15), (["queued"], 10)]
+
+
+def test_with_no_worker_left_jobs_wait_for_one():
+    scheduler = make()
+    scheduler.submit(request("a"), 0.0)
+    (batch,) = scheduler.tick(0.0)
+    scheduler.complete(done(batch, 0, finished=False, failure="crashed"), 1.0)
+    scheduler.worker_lost(0, 1.0)
+    scheduler.submit(request("b"), 1.0)
+    assert scheduler.tick(50.0) == []
+    scheduler.worker_ready(0, 60.0)
+    (again,) = scheduler.tick(60.0)
+    assert ids(again) == ["a"]
+
+
+@pytest.mark.parametrize("policy", ["slice", "sequence"])
+def test_cancelled_while_waiting_never_runs(policy):
+    scheduler = make(policy=policy)
+    scheduler.submit(request("running"), 0.0)
+    (batch,) = scheduler.tick(0.0)
+    scheduler.submit(request("waiting"), 0.0)
+    scheduler.tick(0.0)
+    scheduler.cancel("waiting", 0.5)
+    scheduler.cancel("unknown", 0.5)
+    scheduler.complete(done(batch, 1, finished=True), 1.0)
+    assert scheduler.tick(100.0) == []
+    assert scheduler.jobs == 0
+
+
+def test_cancelled_in_a_queue_is_left_out_of_its_batch():
+    scheduler = make()
+    scheduler.submit(request("running"), 0.0)
+    (batch,) = scheduler.tick(0.0)
+    for name in "ab":
+        scheduler.submit(request(name), 0.0)
+    scheduler.tick(100.0)
+    scheduler.cancel("a", 100.5)
+    scheduler.complete(done(batch, 1, finished=True), 101.0)
+    (queued,) = scheduler.tick(101.0)
+    assert ids(queued) == ["b"]
+
+
+def test_cancelled_while_running_ends_with_its_batch():
+    scheduler = make()
+    scheduler.submit(request("a"), 0.0)
+    (batch,) = scheduler.tick(0.0)
+    scheduler.cancel("a", 0.5)
+    scheduler.complete(done(batch, 4, finished=False), 1.0)
+    assert scheduler.jobs == 0
+    assert scheduler.tick(100.0) == []
+
+
+def test_sequence_deals_in_turn_and_runs_to_the_end():
+    scheduler = make(workers=2, policy="sequence", batch_size=2)
+    for name in "abcd":
+        scheduler.submit(request(name, limit=77), 0.0)
+    batches = scheduler.tick(0.0)
+    assert [ids(batch) for batch in batches] == [["a", "c"], ["b", "d"]]
+    assert {batch.steps for batch in batches} == {77}

@@ -1,0 +1,183 @@
+"""Contract tests over every policy: a new policy adds one line to CASES and is fully tested."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from toolkit.estimators.laws import bilinear_law
+from toolkit.estimators.memory import ZetaMemory
+from toolkit.sched.eventlog import Recorder, from_lines, replay, to_line
+from toolkit.sched.policies import POLICIES, make_policy
+from toolkit.sched.scheduler import Scheduler
+from toolkit.sched.types import BatchResult, Request, Worker
+from toolkit.sim.api import World, requests_of, simulate
+from toolkit.sim.loop import run
+from toolkit.sim.worker import Ledger, SimWorker
+from toolkit.traces.types import Trace
+
+CASES = {
+    "slice": ("slice", {"slice_tokens": 8, "min_interval_s": 0.05}),
+    "slice, as in the paper": ("slice", {"slice_tokens": 16, "min_interval_s": 0.5, "eager": False}),
+    "slice, in turn": ("slice", {"slice_tokens": 8, "max_min": False, "interval_factor": 0.0, "max_batch_size": 4}),
+    "sequence": ("sequence", {"batch_size": 4}),
+    "sequence, sliced": ("sequence", {"batch_size": 4, "slice_tokens": 8}),
+}
+LAW = bilinear_law(p=(1e-5, 1e-4, 1e-6, 1e-3), d=(1e-7, 1e-5, 1e-7, 1e-3), prefill_emits_token=True)
+CAPACITY = 2000
+
+requests = st.lists(
+    st.tuples(st.floats(0, 2), st.integers(1, 100), st.integers(1, 80), st.integers(0, 80)), min_size=1, max_size=40
+)
+cases = st.sampled_from(sorted(CASES))
+
+
+def trace_of(rows: list[tuple[float, int, int, int]]) -> Trace:
+    arrival, prompt, output, limit = zip(*sorted(rows), strict=True)
+    lengths = [np.array(column, dtype=np.int64) for column in (prompt, output, limit)]
+    return Trace(np.array(arrival), *lengths)
+
+
+def world(workers: int, runs_out=None) -> World:
+    return World(LAW, ZetaMemory(CAPACITY), workers, max_new_tokens=80, runs_out=runs_out)
+
+
+def two_workers() -> list[Worker]:
+    return [Worker(k, LAW, ZetaMemory(CAPACITY)) for k in range(2)]
+
+
+def test_every_policy_has_a_case():
+    assert {policy for policy, _ in CASES.values()} == set(POLICIES)
+
+
+class Watch:
+    """A policy that decides like another, and checks what must hold of every policy."""
+
+    def __init__(self, policy):
+        self._policy = policy
+        self.name = policy.name
+
+    def route(self, view, now_s):
+        return self._policy.route(view, now_s)
+
+    def plan(self, view, now_s):
+        decision = self._policy.plan(view, now_s)
+        jobs = [job for batch in decision.batches for job in batch.jobs]
+        assert len({id(job) for job in jobs}) == len(jobs), "a job in two batches"
+        busy = {id(job) for w in view.workers for b in [w.running, *w.queue] if b for job in b.jobs}
+        assert not busy & {id(job) for job in jobs}, "a job that already runs"
+        for batch in decision.batches:
+            assert batch.jobs
+            assert batch.steps >= 1
+            assert batch.input_length == max(job.length for job in batch.jobs)
+            assert batch.estimated_s > 0
+        return decision
+
+
+@settings(max_examples=60, deadline=None)
+@given(rows=requests, case=cases, workers=st.integers(1, 3), seed=st.integers(0, 9))
+def test_every_request_ends_once_with_its_own_length(rows, case, workers, seed):
+    name, parameters = CASES[case]
+    trace = trace_of(rows)
+
+    def runs_out(batch_id, n, length, steps):  # every fifth batch of several rows, whatever the law said
+        return n > 1 and (batch_id + seed) % 5 == 0
+
+    served = simulate(trace, Watch(make_policy(name, parameters)), world(workers, runs_out)).served
+    assert served.ok.all()
+    assert (served.first_token_s > served.arrival_s).all()
+    assert (served.finish_s >= served.first_token_s).all()
+    limits = np.where(trace.max_tokens > 0, trace.max_tokens, 80)
+    assert served.output_tokens.tolist() == np.minimum(trace.output_tokens, limits).tolist()
+
+
+@settings(max_examples=20, deadline=None)
+@given(rows=requests, case=cases)
+def test_same_input_same_result(rows, case):
+    name, parameters = CASES[case]
+    first, second = (simulate(trace_of(rows), make_policy(name, parameters), world(2)) for _ in range(2))
+    assert first.served.finish_s.tolist() == second.served.finish_s.tolist()
+    assert first.counters == second.counters
+
+
+@settings(max_examples=20, deadline=None)
+@given(rows=requests, case=cases)
+def test_a_log_replays_to_the_same_decisions(rows, case):
+    name, parameters = CASES[case]
+    trace = trace_of(rows)
+    lines: list[bytes] = []
+    policy = make_policy(name, parameters)
+    recorder = Recorder(policy, two_workers(), lambda event: lines.append(to_line(event)))
+    arrivals, outputs = requests_of(trace, 80)
+    ledger = Ledger(trace.arrival_s.tolist(), outputs)
+    ledger.busy_s, ledger.completed_s = [0.0] * 2, [0.0] * 2
+    number = {request.request_id: k for k, request in enumerate(arrivals)}
+    run(recorder, arrivals, [SimWorker(LAW, ledger, number, None, streams=True)] * 2)
+    assert list(replay(from_lines(lines), Scheduler(policy, two_workers()))) == []
+
+
+def test_replay_notices_another_policy():
+    lines: list[bytes] = []
+    policy = make_policy("slice", {"slice_tokens": 8})
+    recorder = Recorder(policy, two_workers()[:1], lambda event: lines.append(to_line(event)))
+    recorder.submit(Request("a", 0.0, 10, 80), 0.0)
+    (batch,) = recorder.tick(0.0)
+    recorder.complete(BatchResult(batch.batch_id, 0, [8], [False]), 1.0)
+    recorder.tick(1.0)
+    other = Scheduler(make_policy("slice", {"slice_tokens": 9}), two_workers()[:1])
+    assert len(list(replay(from_lines(lines), other))) == 2
+
+
+@settings(max_examples=20, deadline=None)
+@given(rows=requests, case=cases)
+def test_no_policy_can_read_output_lengths(rows, case):
+    """The same lengths so far give the same first decisions, whatever the outputs will be."""
+    name, parameters = CASES[case]
+    firsts = []
+    for poison in (1, 80):
+        arrivals, _ = requests_of(trace_of([(a, p, poison, m) for a, p, _, m in rows]), 80)
+        scheduler = Scheduler(make_policy(name, parameters), [Worker(0, LAW, ZetaMemory(CAPACITY))])
+        for request in arrivals:
+            scheduler.submit(request, 2.0)
+        (batch,) = scheduler.tick(2.0)
+        firsts.append((batch.steps, [job.request_id for job in batch.jobs]))
+    assert firsts[0] == firsts[1]
+
+
+def step_by_step(law, lengths, remaining, steps):
+    """A batch of padded rows, one token at a time: per row its tokens and the time of each; and when the batch ends."""
+    n, width = len(lengths), max(lengths)
+    now_s, ran = law.prefill_s(n, width), 0
+    times: list[list[float]] = [[] for _ in lengths]
+    while ran < steps and any(len(t) < r for t, r in zip(times, remaining, strict=True)):
+        if ran or not law.prefill_emits_token:
+            position = ran + (0 if law.prefill_emits_token else 1)
+            now_s += law.decode_s(n, width + position - 1, 1)
+        for t, r in zip(times, remaining, strict=True):
+            if len(t) < r:
+                t.append(now_s)
+        ran += 1
+    return times, now_s
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    rows=st.lists(st.tuples(st.integers(1, 50), st.integers(1, 40)), min_size=1, max_size=6),
+    slice_tokens=st.integers(1, 50),
+    emits=st.booleans(),
+)
+def test_a_leap_equals_the_step_by_step_loop(rows, slice_tokens, emits):
+    law = bilinear_law(p=(1e-5, 1e-4, 1e-6, 1e-3), d=(1e-6, 1e-5, 1e-6, 1e-3), prefill_emits_token=emits)
+    lengths, outputs = zip(*rows, strict=True)
+    trace = trace_of([(0.0, length, output, 40) for length, output in rows])
+    one = World(law, ZetaMemory(10**9), 1, max_new_tokens=40)
+    policy = make_policy("sequence", {"batch_size": 6, "slice_tokens": slice_tokens})
+    served = simulate(trace, policy, one).served
+    order = sorted(range(len(rows)), key=lambda k: (0.0, *rows[k], 40))
+    times, ends_s = step_by_step(law, lengths, outputs, slice_tokens)
+    for k, original in enumerate(order):
+        assert served.first_token_s[k] == pytest.approx(times[original][0], rel=1e-12)
+        if outputs[original] <= slice_tokens:
+            assert served.finish_s[k] == pytest.approx(times[original][-1], rel=1e-12)
+        else:
+            assert served.finish_s[k] > ends_s

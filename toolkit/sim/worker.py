@@ -1,0 +1,155 @@
+"""A simulated worker: it knows how long outputs will be, and leaps over a batch's steps by the fitted laws.
+
+One leap costs one evaluation of the laws per batch and a few additions per job, never anything per token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from toolkit.metrics import Served
+from toolkit.sched.protocols import LatencyLaw
+from toolkit.sched.types import Batch, BatchResult, Failure
+
+RunsOut = Callable[[int, int, int, int], bool]  # batch id, N, L, S: does this batch run out of memory?
+
+
+@dataclass(slots=True)
+class Ledger:
+    """What happened to each request (parallel lists, by request number) and to the workers, as it happens."""
+
+    arrival_s: list[float]
+    output_tokens: list[int]  # the truth, which no policy sees
+    first_token_s: list[float] = field(init=False)
+    last_token_s: list[float] = field(init=False)
+    max_gap_s: list[float] = field(init=False)
+    ok: list[bool] = field(init=False)
+    batches: int = 0
+    rows: int = 0
+    pad_tokens: int = 0
+    invalid_tokens: int = 0
+    decoding_steps: int = 0
+    early_returns: int = 0
+    oom_batches: int = 0
+    busy_s: list[float] = field(default_factory=list)
+    completed_s: list[float] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        n = len(self.arrival_s)
+        self.first_token_s = [-1.0] * n
+        self.last_token_s = [0.0] * n
+        self.max_gap_s = [0.0] * n
+        self.ok = [False] * n
+
+    def served(self) -> Served:
+        """The requests as arrays for `toolkit.metrics`."""
+        ok = np.array(self.ok)
+        return Served(
+            arrival_s=np.array(self.arrival_s),
+            first_token_s=np.array(self.first_token_s),
+            finish_s=np.array(self.last_token_s),
+            output_tokens=np.array(self.output_tokens, dtype=np.int64),
+            max_gap_s=np.array(self.max_gap_s),
+            ok=ok,
+        )
+
+
+class SimWorker:
+    """Runs batches of one worker on virtual time.
+
+    Args:
+        latency: the law that time follows here (the policy may be given another).
+        ledger: where the outcome is written; it holds the true output lengths.
+        number: request id to its index in the ledger.
+        runs_out: whether a batch runs out of memory.
+        streams: tokens reach the client as they come; False: with their batch, as in the SCLS paper.
+    """
+
+    def __init__(
+        self, latency: LatencyLaw, ledger: Ledger, number: dict[str, int], runs_out: RunsOut | None, *, streams: bool
+    ) -> None:
+        self._latency = latency
+        self._ledger = ledger
+        self._number = number
+        self._runs_out = runs_out
+        self._streams = streams
+        self._emits = int(latency.prefill_emits_token)
+
+    def run(self, batch: Batch, now_s: float) -> tuple[float, BatchResult]:
+        """When the batch ends, in seconds, and with what result."""
+        size, length = len(batch.jobs), batch.input_length
+        prefill_s = self._latency.prefill_s(size, length)
+        if self._runs_out and self._runs_out(batch.batch_id, size, length, batch.steps):
+            self._ledger.oom_batches += 1
+            return self._end(batch, now_s, now_s + prefill_s, [0] * size, [False] * size, "oom")
+        outputs, number = self._ledger.output_tokens, self._number
+        numbers = [number[job.request.request_id] for job in batch.jobs]
+        remaining = [outputs[k] - job.generated for k, job in zip(numbers, batch.jobs, strict=True)]
+        longest = max(remaining)
+        ran = min(batch.steps, longest)
+        generated = [left if left < ran else ran for left in remaining]
+        finished = [left <= ran for left in remaining]
+        self._count(batch, generated, ran)
+        done_s = now_s + prefill_s + self._latency.decode_s(size, length, ran - self._emits)
+        self._stamp(batch, numbers, generated, finished, now_s + prefill_s, done_s)
+        return self._end(batch, now_s, done_s, generated, finished, "")
+
+    def _end(
+        self,
+        batch: Batch,
+        now_s: float,
+        done_s: float,
+        generated: Sequence[int],
+        finished: Sequence[bool],
+        failure: Failure,
+    ) -> tuple[float, BatchResult]:
+        self._ledger.busy_s[batch.worker] += done_s - now_s
+        self._ledger.completed_s[batch.worker] = done_s
+        return done_s, BatchResult(batch.batch_id, batch.worker, generated, finished, failure)
+
+    def _count(self, batch: Batch, generated: list[int], ran: int) -> None:
+        ledger, size = self._ledger, len(batch.jobs)
+        ledger.batches += 1
+        ledger.rows += size
+        ledger.decoding_steps += ran
+        ledger.pad_tokens += size * batch.input_length - sum([job.length for job in batch.jobs])
+        ledger.invalid_tokens += size * ran - sum(generated)
+        ledger.early_returns += ran < batch.steps
+
+    def _stamp(
+        self,
+        batch: Batch,
+        numbers: list[int],
+        generated: list[int],
+        finished: list[bool],
+        prefilled_s: float,
+        done_s: float,
+    ) -> None:
+        """Write the times at which each job's tokens reached its client."""
+        ledger, streams, emits = self._ledger, self._streams, self._emits
+        size, length = len(batch.jobs), batch.input_length
+        decode_s = self._latency.decode_s
+        first_s = prefilled_s if emits else prefilled_s + decode_s(size, length, 1)
+        if not streams:
+            first_s = done_s
+        firsts, lasts, gaps = ledger.first_token_s, ledger.last_token_s, ledger.max_gap_s
+        ran = max(generated)
+        step_s = done_s - prefilled_s - decode_s(size, length, ran - emits - 1) if streams and ran > emits else 0.0
+        for k, tokens, ended in zip(numbers, generated, finished, strict=True):
+            if firsts[k] < 0.0:
+                firsts[k] = first_s
+                gap_s = step_s
+            else:
+                gap_s = max(first_s - lasts[k], step_s)
+            if gap_s > gaps[k]:
+                gaps[k] = gap_s
+            if ended:
+                lasts[k] = (
+                    done_s if tokens == ran or not streams else prefilled_s + decode_s(size, length, tokens - emits)
+                )
+                ledger.ok[k] = True
+            else:
+                lasts[k] = done_s
