@@ -11,7 +11,7 @@ from toolkit.traces.types import Trace
 
 HF = World(
     bilinear_law(p=(1.3e-4, 1e-3, 1e-5, 0.03), d=(3.5421e-6, 2e-4, 5e-7, 0.022956)),
-    ZetaMemory(33_792, zeta=0.9),
+    ZetaMemory(33_792),
     workers=8,
     max_new_tokens=1024,
     streams=False,
