@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
+from pydantic.json_schema import JsonSchemaValue
 
 from toolkit.errors import nearest
 from toolkit.files.envelope import Strict
@@ -12,6 +13,7 @@ from toolkit.files.envelope import Strict
 NAME_PATTERN = r"^[a-z0-9][a-z0-9._-]{0,63}$"
 Name = Annotated[str, Field(pattern=NAME_PATTERN)]
 Positive = Annotated[int, Field(gt=0)]
+Grid = Annotated[list[Positive], Field(min_length=1)]
 Scalar = bool | int | float | str | None
 
 SLA_METRICS = ("ttft", "tpot", "itl", "mtpot", "e2e")
@@ -74,14 +76,14 @@ class EngineSpec(Strict):
 class ProfileSpec(Strict):
     """The grid to measure. Every point is measured `repeats` times after `warmups`."""
 
-    batch_sizes: list[Positive]
-    input_lengths: list[Positive]
-    cached_lengths: list[Positive]
-    slice_tokens: list[Positive] = Field(default=[16, 32], description="slice lengths of the end-to-end samples")
+    batch_sizes: Grid
+    input_lengths: Grid
+    cached_lengths: Grid
+    slice_tokens: Grid = Field(default=[16, 32], description="slice lengths of the end-to-end samples")
     slices: Positive = Field(default=24, description="end-to-end slices, on all workers at once")
     repeats: Positive = 5
     warmups: Annotated[int, Field(ge=0)] = 1
-    memory_lengths: list[Positive] = Field(description="input lengths at which the memory edge is probed")
+    memory_lengths: Grid = Field(description="input lengths at which the memory edge is probed")
     clock: Literal["cpu", "wall"] = Field(
         default="wall", description="'cpu' is process CPU time: steadier on shared cores with one thread"
     )
@@ -134,11 +136,25 @@ class Recipe(Strict):
     workers: Positive = 1
     profile: ProfileSpec
     sla: dict[str, Annotated[float, Field(gt=0)]] = Field(
-        default_factory=dict, description="latency targets in seconds: ttft_p99_s, e2e_p95_s, tpot_mean_s, ..."
+        default_factory=dict,
+        description="latency targets in seconds: ttft_p99_s, e2e_p95_s, tpot_mean_s, ...",
+        json_schema_extra={
+            "properties": {key: {"type": "number", "exclusiveMinimum": 0} for key in SLA_KEYS},
+            "additionalProperties": False,
+        },
     )
     policy: PolicySpec = PolicySpec()
     tune: TuneSpec = TuneSpec()
     serve: ServeSpec = ServeSpec()
+
+    @model_validator(mode="after")
+    def _grid_fits_the_model(self) -> Recipe:
+        for key in ("input_lengths", "cached_lengths", "memory_lengths"):
+            longest = max(getattr(self.profile, key))
+            if longest > self.model.max_model_len:
+                limit = f"model.max_model_len is {self.model.max_model_len}"
+                raise ValueError(f"profile.{key}: {longest} is too long; {limit}")
+        return self
 
     @model_validator(mode="after")
     def _sla_keys_have_units(self) -> Recipe:
@@ -157,3 +173,8 @@ def _sla_problem(key: str, limit: float) -> str:
     if f"{key}_s" in SLA_KEYS:
         return f"the unit is missing; write '{key}_s', in seconds"
     return f"unknown target; {nearest(key, SLA_KEYS)}"
+
+
+def recipe_schema() -> JsonSchemaValue:
+    """The JSON Schema of recipes, with which editors complete and check them."""
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **Recipe.model_json_schema()}
