@@ -151,6 +151,10 @@ class WithOverhead:
         if not (self.batch_s >= 0 and self.stretch > 0):
             raise InputError(f"overhead: batch_s {self.batch_s} must be >= 0 and stretch {self.stretch} > 0")
 
+    @property
+    def prefill_emits_token(self) -> bool:
+        return self.law.prefill_emits_token
+
     def prefill_s(self, batch_size: int, input_length: int) -> float:
         """The batch's flat cost and its prefill, in seconds."""
         return self.batch_s + self.stretch * self.law.prefill_s(batch_size, input_length)

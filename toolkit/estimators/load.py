@@ -19,16 +19,15 @@ class Laws:
     engine: SegmentedLaw
     memory: MemoryLaw
     edge: MemoryEdge
-    prefill_emits_token: bool
 
 
 def laws_from_fit(fit: Fit) -> Laws:
     """The laws that a fit file holds. `InputError` where its segments or rules are out of order."""
-    emits = fit.engine.prefill_emits_token
-    engine = SegmentedLaw(tuple(fit.prefill.segments), tuple(fit.decode.segments), emits)
+    prefill, decode = tuple(fit.prefill.segments), tuple(fit.decode.segments)
+    engine = SegmentedLaw(prefill, decode, fit.engine.prefill_emits_token)
     latency = WithOverhead(engine, fit.overhead.batch_s, fit.overhead.stretch)
     memory, edge = memory_from_fit(fit.memory)
-    return Laws(latency, engine, memory, edge, emits)
+    return Laws(latency, engine, memory, edge)
 
 
 def memory_from_fit(fit: MemoryFit) -> tuple[MemoryLaw, MemoryEdge]:
