@@ -36,3 +36,54 @@ def open_recipe(path: Path) -> Recipe:
     except InputError as error:
         raise InputError(f"{path.name}: policy: {error.message}", error.hint) from None
     return recipe
+
+
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="A parameter of the policy, like slice_tokens=64; repeatable."),
+]
+SlaOption = Annotated[
+    list[str] | None,
+    typer.Option("--sla", metavar="KEY=SECONDS", help="A latency target, like ttft_p99_s=2; repeatable."),
+]
+
+
+def parse_settings(settings: list[str] | None) -> dict[str, bool | int | float | str]:
+    """`key=value` words as a dict: whole numbers, numbers, true and false, else text. `InputError` without a '='."""
+    return {key: _value(text) for key, text in map(_pair, settings or [])}
+
+
+def parse_sla(targets: list[str] | None) -> dict[str, float]:
+    """`key=seconds` words as targets. `InputError` for a key that is no target or a value that is no positive number."""
+    from toolkit.errors import InputError
+    from toolkit.files.recipe import SLA_KEY
+
+    sla = {}
+    for key, text in map(_pair, targets or []):
+        limit = _value(text)
+        if not SLA_KEY.match(key):
+            raise InputError(f"--sla {key}: not a target", "use <ttft|tpot|itl|mtpot|e2e>_<mean|p95|p99|...>_s")
+        if isinstance(limit, (bool, str)) or not 0 < limit < float("inf"):
+            raise InputError(f"--sla {key}={text}: not a positive number of seconds")
+        sla[key] = float(limit)
+    return sla
+
+
+def _pair(word: str) -> tuple[str, str]:
+    from toolkit.errors import InputError
+
+    key, found, text = word.partition("=")
+    if not found or not key:
+        raise InputError(f"'{word}' is not KEY=VALUE", "for example slice_tokens=64")
+    return key, text
+
+
+def _value(text: str) -> bool | int | float | str:
+    if text in ("true", "false"):
+        return text == "true"
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text

@@ -108,6 +108,10 @@ class TuneSpec(Strict):
     request_rate_rps: Annotated[float, Field(gt=0)] | None = Field(
         default=None, description="scale arrivals to this mean rate; None: the trace's own"
     )
+    load: Annotated[float, Field(gt=0)] | None = Field(
+        default=None,
+        description="instead of a rate: scale arrivals to this multiple of what the untuned policy can serve at most",
+    )
     space: dict[str, tuple[float, float]] = Field(
         default_factory=dict, description="narrower ranges for the policy's parameters, {name: [low, high]}"
     )

@@ -53,12 +53,15 @@ class Tuning(Envelope):
     seed: int
     sla: dict[str, float]
     workers: int
+    request_rate_rps: float = Field(description="mean rate that the trace was scaled to, or its own")
+    trace_notes: list[str] = Field(description="what was done to the trace")
     search_windows: list[Window]
     held_out_windows: list[Window]
     trials: list[Trial]
     defaults_held_out: Outcome
     best_held_out: Outcome
-    gain_percent: float = Field(description="goodput of the best over the defaults', held out")
+    gain_percent: float | None = Field(description="goodput of the best over the defaults', held out; None from zero")
     binding_sla: str | None = Field(description="the target that is nearest to its limit, or beyond it")
+    binding_ratio: float | None = Field(description="that target's value over its limit")
     keep_defaults: bool = Field(description="True where the search found nothing better held out")
     sensitivity: list[Sensitivity]

@@ -6,6 +6,9 @@ import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from toolkit.estimators.edge import uniform_draw
+from toolkit.estimators.load import laws_from_fit
+from toolkit.files.fit import Fit
 from toolkit.metrics import Served, sla_ratios, summarize
 from toolkit.sched.protocols import LatencyLaw, MemoryLaw, Policy
 from toolkit.sched.scheduler import Scheduler
@@ -29,6 +32,16 @@ class World:
     max_new_tokens: int
     runs_out: RunsOut | None = None
     streams: bool = True
+
+
+def world_from_fit(fit: Fit, *, workers: int, max_new_tokens: int, seed: int = 0) -> World:
+    """The world that a fit describes: its laws, and a memory edge drawn per batch from `seed`."""
+    laws = laws_from_fit(fit)
+
+    def runs_out(batch_id: int, size: int, length: int, steps: int) -> bool:
+        return laws.edge.runs_out(size, length, steps, uniform_draw(seed, batch_id))
+
+    return World(laws.latency, laws.memory, workers, max_new_tokens, runs_out)
 
 
 @dataclass(slots=True, frozen=True)
