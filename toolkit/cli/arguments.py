@@ -54,17 +54,18 @@ def parse_settings(settings: list[str] | None) -> dict[str, bool | int | float |
 
 
 def parse_sla(targets: list[str] | None) -> dict[str, float]:
-    """`key=seconds` words as targets. `InputError` for a key that is no target or a value that is no positive number."""
+    """`key=seconds` words as targets. `InputError` for a key that is no target, or no positive number."""
     from toolkit.errors import InputError
-    from toolkit.files.recipe import SLA_KEY
+    from toolkit.files.recipe import sla_problem
 
     sla = {}
     for key, text in map(_pair, targets or []):
         limit = _value(text)
-        if not SLA_KEY.match(key):
-            raise InputError(f"--sla {key}: not a target", "use <ttft|tpot|itl|mtpot|e2e>_<mean|p95|p99|...>_s")
         if isinstance(limit, (bool, str)) or not 0 < limit < float("inf"):
             raise InputError(f"--sla {key}={text}: not a positive number of seconds")
+        problem = sla_problem(key, limit)
+        if problem:
+            raise InputError(f"--sla {key}: {problem}")
         sla[key] = float(limit)
     return sla
 

@@ -22,18 +22,22 @@ JUSTIFY = {"<": "left", ">": "right", "^": "center"}
 def emit(as_json: bool, result: BaseModel | Mapping[str, Any] | Any, render: Callable[[], None]) -> None:
     """Print `result` as one JSON object, or let `render` print it for people.
 
-    `result` is a pydantic model, a dataclass or a mapping of plain values.
+    `result` is a pydantic model, a dataclass or a mapping, of plain values or of more of these.
     """
     if not as_json:
         render()
         return
-    print(json.dumps(_plain(result), ensure_ascii=False, allow_nan=False))
+    print(json.dumps(result, default=_plain, ensure_ascii=False, allow_nan=False))
 
 
-def _plain(result: Any) -> Any:
-    if hasattr(result, "model_dump"):
-        return result.model_dump(mode="json")
-    return asdict(result) if is_dataclass(result) and not isinstance(result, type) else result
+def _plain(value: Any) -> Any:
+    if hasattr(value, "model_dump"):
+        return value.model_dump(mode="json")
+    if is_dataclass(value) and not isinstance(value, type):
+        return asdict(value)
+    if hasattr(value, "tolist"):  # numpy's numbers and arrays
+        return value.tolist()
+    raise TypeError(f"{type(value).__name__} has no JSON form")
 
 
 def note(text: str) -> None:

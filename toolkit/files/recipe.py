@@ -163,13 +163,16 @@ class Recipe(Strict):
     @model_validator(mode="after")
     def _sla_keys_have_units(self) -> Recipe:
         for key, limit in self.sla.items():
-            if key not in SLA_KEYS:
-                raise ValueError(f"sla.{key}: {limit:g}: {_sla_problem(key, limit)}")
+            problem = sla_problem(key, limit)
+            if problem:
+                raise ValueError(f"sla.{key}: {limit:g}: {problem}")
         return self
 
 
-def _sla_problem(key: str, limit: float) -> str:
-    """What is wrong with a key that is no latency target, and the right one."""
+def sla_problem(key: str, limit: float) -> str:
+    """What is wrong with a key that is no latency target, and the right one; '' for a target."""
+    if key in SLA_KEYS:
+        return ""
     stem, _, unit = key.rpartition("_")
     if f"{stem}_s" in SLA_KEYS:
         in_seconds = f"{stem}_s: {limit / 1000:g}" if unit == "ms" else f"{stem}_s"

@@ -1,0 +1,81 @@
+"""`llmctl render`: the plan that `llmctl serve` starts, from a recipe, its fit and perhaps its tuning."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from toolkit.cli.arguments import JsonOption, RecipeArgument, open_recipe
+from toolkit.cli.output import emit, note, table
+
+if TYPE_CHECKING:
+    from toolkit.deploy.compare import Difference
+    from toolkit.files.plan import Plan
+
+FitOption = Annotated[Path, typer.Option("--fit", help="fit.json, from `llmctl fit`.")]
+TuningOption = Annotated[Path | None, typer.Option("--tuning", help="tuning.json; without it, the recipe's policy.")]
+OutOption = Annotated[Path, typer.Option("--out", help="Where to write the plan.")]
+CheckOption = Annotated[
+    bool, typer.Option("--check", help="Write nothing; compare with the plan at --out, exit 4 if it differs.")
+]
+
+
+def command(
+    recipe: RecipeArgument,
+    fit: FitOption,
+    tuning: TuningOption = None,
+    out: OutOption = Path("plan.json"),
+    check: CheckOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Write the plan that `llmctl serve` starts, and say where every value of it comes from.
+
+    The same files give the same plan, to the byte; --check is for CI.
+    """
+    plan = _make(recipe, fit, tuning)
+    if check:
+        _compare(plan, out, as_json)
+        return
+    from toolkit.files.io import write_file
+
+    write_file(plan, out)
+    emit(as_json, plan, lambda: _show(plan))
+    note(f"wrote {out}; start it with: llmctl serve {out}")
+
+
+def _make(recipe: Path, fit: Path, tuning: Path | None) -> Plan:
+    from toolkit.deploy.plan import make_plan
+    from toolkit.files.fit import Fit
+    from toolkit.files.io import read_file
+    from toolkit.files.tuning import Tuning
+
+    made_from = {"recipe": recipe, "fit": fit}
+    tuned = read_file(Tuning, tuning, inputs=made_from) if tuning else None
+    inputs = made_from | ({"tuning": tuning} if tuning else {})
+    return make_plan(open_recipe(recipe), read_file(Fit, fit), tuned, inputs)
+
+
+def _show(plan: Plan) -> None:
+    rows = [(key, item.value, item.source) for key, item in plan.explained.items()]
+    table(["value of the plan", "<is", "because"], [(key.removeprefix("policy."), *rest) for key, *rest in rows])
+
+
+def _compare(plan: Plan, existing: Path, as_json: bool) -> None:
+    from toolkit.deploy.compare import differences
+    from toolkit.errors import TargetMissedError
+    from toolkit.files.io import read_file
+    from toolkit.files.plan import Plan
+
+    found = differences(read_file(Plan, existing), plan)
+    emit(as_json, {"differences": found}, lambda: _show_differences(found))
+    if found:
+        raise TargetMissedError(f"{existing} is out of date: {len(found)} values differ", "run it without --check")
+
+
+def _show_differences(found: list[Difference]) -> None:
+    if found:
+        table(["value of the plan", "<in the file", "<now"], [(each.key, each.old, each.new) for each in found])
+    else:
+        print("up to date")

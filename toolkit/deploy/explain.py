@@ -1,0 +1,84 @@
+"""Where each value of a plan comes from: which measurement, which trial, what it is predicted to give."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from toolkit.files.fit import Fit, HeldOutError, LatencyFit
+from toolkit.files.plan import Explanation, PlannedPolicy
+from toolkit.files.recipe import Recipe
+from toolkit.files.tuning import Value
+
+Explained = dict[str, Explanation]
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A policy as somebody chose it, why, which parameters they searched, and what it is predicted to give."""
+
+    policy: str
+    parameters: Mapping[str, Value]
+    source: str
+    searched: frozenset[str]
+    predicted: dict[str, float]
+    predicted_on: str
+
+
+def explain(recipe: Recipe, fit: Fit, policy: PlannedPolicy, choice: Choice) -> Explained:
+    """An explanation of each value that the plan decides, by its key: policy, laws, memory, predictions."""
+    explained = {"policy.name": Explanation(value=policy.name, source=choice.source)}
+    for name, value in policy.parameters.items():
+        source = _parameter_source(name, value, recipe, choice)
+        explained[f"policy.parameters.{name}"] = Explanation(value=_text(value), source=source)
+    explained |= _explain_fit(recipe, fit)
+    for name, metric in choice.predicted.items():
+        explained[f"predicted.{name}"] = Explanation(value=_text(metric), source=choice.predicted_on)
+    return explained
+
+
+def _parameter_source(name: str, value: Value, recipe: Recipe, choice: Choice) -> str:
+    if name in choice.searched:
+        return choice.source
+    if recipe.policy.name == choice.policy and recipe.policy.parameters.get(name) == value:
+        return "recipe"
+    return f"default of policy '{choice.policy}'"
+
+
+def _explain_fit(recipe: Recipe, fit: Fit) -> Explained:
+    capacity = (
+        f"the engine's own count, {fit.engine.kv_budget_bytes} bytes of {fit.engine.kv_bytes_per_token} per token"
+    )
+    return {
+        "workers": Explanation(value=str(recipe.workers), source="recipe; the fit was measured with as many"),
+        "fit.prefill": _explain_law(fit.prefill),
+        "fit.decode": _explain_law(fit.decode),
+        "fit.overhead": Explanation(
+            value=f"{fit.overhead.batch_s:.3g} s a batch, its time x {fit.overhead.stretch:.4g}",
+            source=f"whole slices on all workers; {_error(fit.overhead.error)}",
+        ),
+        "fit.memory": _explain_memory(fit),
+        "fit.memory.capacity_tokens": Explanation(value=str(fit.memory.capacity_tokens), source=capacity),
+    }
+
+
+def _explain_law(law: LatencyFit) -> Explanation:
+    valid = f"valid to batch {law.valid.batch_size_max}, length {law.valid.length_max}"
+    return Explanation(value=law.form, source=f"best of {len(law.candidates)} forms; {_error(law.error)}; {valid}")
+
+
+def _explain_memory(fit: Fit) -> Explanation:
+    if fit.memory.form == "rules":
+        return Explanation(value=f"{len(fit.memory.rules)} rules", source="probed largest batches (SCLS Algorithm 2)")
+    zeta = f"zeta {fit.memory.zeta:.4g} +- {fit.memory.zeta_std:.2g}"
+    return Explanation(value=zeta, source="probed largest batches (SCLS Eq. 9)")
+
+
+def _error(error: HeldOutError) -> str:
+    return f"median error {error.median_percent:.1f} % on {error.points} held-out points"
+
+
+def _text(value: Value) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return f"{value:.6g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,93 @@
+"""From a recipe, a fit and perhaps a tuning to the plan that `llmctl serve` starts.
+
+The same files give the same plan, to the byte. What a plan holds is decided here and explained in
+`toolkit.deploy.explain`; nothing is measured or searched. The one target is this machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from toolkit.deploy.explain import Choice, explain
+from toolkit.errors import InputError
+from toolkit.files.fit import Fit
+from toolkit.files.io import head
+from toolkit.files.plan import Plan, PlannedPolicy
+from toolkit.files.recipe import Recipe
+from toolkit.files.tuning import Outcome, Tuning
+from toolkit.sched.policies import make_policy
+from toolkit.sched.policies.parameters import parameters
+
+
+def make_plan(recipe: Recipe, fit: Fit, tuning: Tuning | None, inputs: Mapping[str, Path]) -> Plan:
+    """The plan for serving `recipe`. `inputs` maps roles to the files that the arguments were read from.
+
+    The tuner's best settings, or the recipe's where it says to keep them; without a tuning, the recipe's own. Raises
+    `InputError` where the three do not belong together, or a policy or a parameter is not known.
+    """
+    _check_same(recipe, fit, tuning)
+    choice = _from_recipe(recipe) if tuning is None else _from_tuning(tuning)
+    policy = PlannedPolicy(name=choice.policy, parameters=parameters(make_policy(choice.policy, choice.parameters)))
+    return Plan(
+        **head(inputs, fit.engine.device, fit.environment.device_memory_bytes),
+        recipe=recipe,
+        fit=fit,
+        workers=recipe.workers,
+        policy=policy,
+        predicted=choice.predicted,
+        explained=explain(recipe, fit, policy, choice),
+    )
+
+
+def _check_same(recipe: Recipe, fit: Fit, tuning: Tuning | None) -> None:
+    pairs: list[tuple[str, str, object, object]] = [
+        ("fit", "recipe_name", fit.recipe_name, recipe.name),
+        ("fit", "workers", fit.workers, recipe.workers),
+        ("fit", "engine.max_model_len", fit.engine.max_model_len, recipe.model.max_model_len),
+    ]
+    if recipe.model.kv_bytes_per_token is not None:
+        kv_bytes = fit.engine.kv_bytes_per_token
+        pairs.append(("fit", "engine.kv_bytes_per_token", kv_bytes, recipe.model.kv_bytes_per_token))
+    if tuning is not None:
+        pairs += [
+            ("tuning", "recipe_name", tuning.recipe_name, recipe.name),
+            ("tuning", "workers", tuning.workers, recipe.workers),
+        ]
+    for file, key, found, wanted in pairs:
+        if found != wanted:
+            remedy = "profile and fit it again" if file == "fit" else "tune it again"
+            raise InputError(f"the {file} is not of this recipe: {key} is {found}, the recipe has {wanted}", remedy)
+
+
+def _from_recipe(recipe: Recipe) -> Choice:
+    return Choice(recipe.policy.name, recipe.policy.parameters, "recipe, not tuned", frozenset(), {}, "")
+
+
+def _from_tuning(tuning: Tuning) -> Choice:
+    trials = len(tuning.trials)
+    if tuning.keep_defaults:
+        outcome = tuning.defaults_held_out
+        source = f"kept: no trial of {trials} did better than the recipe's settings, held out"
+    else:
+        outcome = tuning.best_held_out
+        source = f"{_trial(tuning, outcome)} of {trials}: {tuning.gain_percent:+.1f} % goodput, held out"
+    windows = f"simulated with the fit on {len(tuning.held_out_windows)} held-out windows of the trace"
+    return Choice(outcome.policy, outcome.parameters, source, _searched(tuning), dict(outcome.metrics), windows)
+
+
+def _trial(tuning: Tuning, outcome: Outcome) -> str:
+    """The first trial that tried the policy and parameters of `outcome`."""
+    wanted = (outcome.policy, outcome.parameters)
+    numbers = (t.number for t in tuning.trials if (t.outcome.policy, t.outcome.parameters) == wanted)
+    number = next(numbers, None)
+    return "the best" if number is None else f"trial {number}"
+
+
+def _searched(tuning: Tuning) -> frozenset[str]:
+    """The parameters that differ between trials: those the search moved."""
+    seen: dict[str, set[object]] = {}
+    for trial in tuning.trials:
+        for name, value in trial.outcome.parameters.items():
+            seen.setdefault(name, set()).add(value)
+    return frozenset(name for name, values in seen.items() if len(values) > 1)

@@ -1,0 +1,155 @@
+"""A recipe against a machine: is the hardware here, where would the model come from, and do weights and KV cache fit.
+
+Arithmetic only: nothing is loaded. What a model really takes is measured by `llmctl profile`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
+
+from toolkit.deploy.checks import GIB, MIB, Check, gib
+from toolkit.deploy.machine import model_cache, usable_cpus
+from toolkit.engines.devices import CudaDevice, Devices
+from toolkit.errors import InputError
+from toolkit.files.recipe import ModelSpec, Recipe
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+SAME_MEMORY = 0.98  # drivers differ by a little in what they keep for themselves
+
+
+def check_recipe(recipe: Recipe, devices: Devices) -> list[Check]:
+    """The checks of a recipe on this machine. `InputError` where its own numbers contradict each other."""
+    check_kv_bytes(recipe.model)
+    return [_check_hardware(recipe, devices), _check_model(recipe.model), _check_capacity(recipe)]
+
+
+def check_kv_bytes(model: ModelSpec) -> None:
+    """`InputError` where `kv_bytes_per_token` is not what `config`, where both are given, says (SCLS Eq. 5)."""
+    config, claimed = model.config, model.kv_bytes_per_token
+    layers, heads = config.get("num_hidden_layers"), config.get("num_attention_heads")
+    kv_heads = config.get("num_key_value_heads", heads)
+    hidden = config.get("hidden_size")
+    derived = hidden // heads if isinstance(hidden, int) and isinstance(heads, int) and heads else None
+    head_dim = config.get("head_dim", derived)
+    if claimed is None or not (isinstance(layers, int) and isinstance(kv_heads, int) and isinstance(head_dim, int)):
+        return
+    size = DTYPE_BYTES[model.dtype]
+    right = 2 * layers * kv_heads * head_dim * size
+    if claimed != right:
+        formula = f"2 * {layers} layers * {kv_heads} KV heads * {head_dim} * {size} bytes"
+        raise InputError(f"model.kv_bytes_per_token: {claimed}: the config gives {right}", formula)
+
+
+def _check_hardware(recipe: Recipe, devices: Devices) -> Check:
+    hardware = recipe.hardware
+    if hardware.device == "cpu":
+        return _check_cpu(recipe)
+    wanted = f"{recipe.workers} x {hardware.name}"
+    if hardware.memory_gib is not None:
+        wanted += f" of {hardware.memory_gib:g} GiB"
+    matching = [gpu for gpu in devices.gpus if _is_wanted(gpu, hardware.name, hardware.memory_gib or 0.0)]
+    if len(matching) >= recipe.workers:
+        return Check("hardware", "ok", f"{wanted}: found {len(matching)}")
+    here = ", ".join(gpu.name for gpu in devices.gpus) or "no GPU"
+    remedy = "profile and serve it where it is; fit, tune and simulate run here"
+    return Check("hardware", "missing", f"{wanted}: this machine has {here}", remedy)
+
+
+def _is_wanted(gpu: CudaDevice, name: str, memory_gib: float) -> bool:
+    """'A100-80GB' is 'NVIDIA A100-SXM4-80GB' and 'NVIDIA A100 80GB PCIe'."""
+    words = re.findall(r"[a-z0-9]+", name.lower())
+    return all(word in gpu.name.lower() for word in words) and gpu.memory_bytes >= SAME_MEMORY * memory_gib * GIB
+
+
+def _check_cpu(recipe: Recipe) -> Check:
+    cpus, threads = usable_cpus(), recipe.engine.threads
+    if threads is None:
+        remedy = "set engine.threads: workers that share CPUs measure each other"
+        return Check(
+            "hardware", "note" if recipe.workers > 1 else "ok", f"{recipe.workers} workers on all {cpus} CPUs", remedy
+        )
+    wanted = recipe.workers * threads
+    found = f"{recipe.workers} workers x {threads} threads on {cpus} CPUs"
+    if wanted > cpus:
+        return Check("hardware", "note", found, "more threads than CPUs: times will vary; use fewer workers or threads")
+    return Check("hardware", "ok", found)
+
+
+def _check_model(model: ModelSpec) -> Check:
+    if model.source == "random":
+        return Check("model", "ok", f"{model.config['model_type']} with random weights from its config; no download")
+    folder = Path(model.source)
+    if folder.is_dir():
+        problem = _folder_problem(folder, model)
+        return Check("model", "missing" if problem else "ok", f"folder {folder}{problem}")
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", model.source):
+        remedy = "model.source is 'random', a folder, or a hub id like org/name"
+        return Check("model", "missing", f"{model.source}: no such folder", remedy)
+    return _check_hub_model(model)
+
+
+def _folder_problem(folder: Path, model: ModelSpec) -> str:
+    if not (folder / "config.json").is_file():
+        return ": no config.json in it"
+    if model.load_format == "auto" and not any(folder.glob("*.safetensors")):
+        return ": no *.safetensors in it"
+    return ""
+
+
+def _check_hub_model(model: ModelSpec) -> Check:
+    from huggingface_hub import try_to_load_from_cache
+
+    config = try_to_load_from_cache(model.source, "config.json", revision=model.revision)
+    if isinstance(config, str) and not _folder_problem(Path(config).parent, model):
+        return Check("model", "ok", f"{model.source}, downloaded before")
+    size = f", {gib(model.weight_bytes)}" if model.weight_bytes and model.load_format == "auto" else ""
+    revision = f" --revision {model.revision}" if model.revision else ""
+    remedy = f"fetch it once with: hf download {model.source}{revision}"
+    return Check("model", "missing", f"{model.source}: not in {model_cache()}; from the hub{size}", remedy)
+
+
+def _check_capacity(recipe: Recipe) -> Check:
+    model = recipe.model
+    if model.kv_bytes_per_token is None:
+        return Check("memory", "note", "unknown before profiling", "give model.kv_bytes_per_token to have it computed")
+    if recipe.engine.kv_cache_memory_mib is not None:
+        budget, terms = recipe.engine.kv_cache_memory_mib * MIB, "engine.kv_cache_memory_mib"
+    elif recipe.hardware.memory_gib is None or model.weight_bytes is None:
+        remedy = "give hardware.memory_gib and model.weight_bytes, or engine.kv_cache_memory_mib"
+        return Check("memory", "note", "unknown before profiling", remedy)
+    else:
+        share, memory = recipe.engine.gpu_memory_utilization, recipe.hardware.memory_gib * GIB
+        budget = share * memory - model.weight_bytes
+        terms = f"{share:g} x {gib(memory)} - weights {gib(model.weight_bytes)}"
+    return _capacity(recipe, budget, terms)
+
+
+def _capacity(recipe: Recipe, budget: float, terms: str) -> Check:
+    model = recipe.model
+    per_token = model.kv_bytes_per_token or 1
+    tokens, rows = int(budget // per_token), int(budget // (per_token * model.max_model_len))
+    if rows < 1:
+        found = f"{terms} = {gib(max(budget, 0))} for KV: not one row of {model.max_model_len:,} tokens"
+        return Check("memory", "missing", found, "a smaller model.max_model_len, dtype or model, or more memory")
+    found = f"{terms} = {gib(budget)} for KV: {tokens:,} tokens, {rows:,} rows of {model.max_model_len:,}"
+    if recipe.hardware.device == "cpu":
+        return _check_host_memory(recipe, budget, found)
+    return Check("memory", "ok", found)
+
+
+def _check_host_memory(recipe: Recipe, budget: float, found: str) -> Check:
+    need = recipe.workers * (budget + (recipe.model.weight_bytes or 0))
+    free = psutil.virtual_memory().available
+    if need > free:
+        remedy = "fewer workers, a smaller engine.kv_cache_memory_mib, or end what else uses memory"
+        return Check("memory", "missing", f"{recipe.workers} workers need {gib(need)}, {gib(free)} is free", remedy)
+    return Check("memory", "ok", found)
+
+
+def missing(checks: Sequence[Check]) -> list[Check]:
+    """The checks that stand in the way."""
+    return [check for check in checks if check.status == "missing"]
