@@ -57,7 +57,7 @@ def command(
             workload,
             make_world(spec, fitted),
             made_from,
-            lambda done, of, best: advance(text=f"best {best:.3g} good requests/s"),
+            lambda _done, _of, best: advance(text=f"best {best:.3g} good requests/s"),
             remember,
         )
     write_file(result, out)
