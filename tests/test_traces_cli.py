@@ -1,0 +1,111 @@
+"""`llmctl trace`, and the shipped traces, which are what the commands in docs/traces.md make."""
+
+import json
+import shlex
+import shutil
+from pathlib import Path
+
+import pytest
+
+from toolkit.cli.main import run
+from toolkit.errors import InputError
+from toolkit.traces.read import read_trace
+from toolkit.traces.shipped import FOLDER, trace_path
+
+DOCS = (Path(__file__).parent.parent / "docs" / "traces.md").read_text(encoding="utf-8")
+COMMANDS = [line.strip() for line in DOCS.splitlines() if "trace generate --rate" in line]
+
+
+def llmctl(capsys, *args: object) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as ended:
+        run([str(arg) for arg in args])
+    return (ended.value.code, *capsys.readouterr())
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_documented_command_makes_the_shipped_trace(capsys, tmp_path, monkeypatch, command):
+    monkeypatch.chdir(tmp_path)
+    code, _, _ = llmctl(capsys, *shlex.split(command)[1:])
+    assert code == 0
+    [made] = tmp_path.iterdir()
+    assert made.read_bytes() == (FOLDER / made.name).read_bytes()
+
+
+def test_every_shipped_trace_is_documented():
+    assert {file.name for file in FOLDER.iterdir()} == {shlex.split(command)[-1] for command in COMMANDS}
+
+
+def test_shipped_traces_read_without_a_loss():
+    for file in FOLDER.iterdir():
+        trace, report = read_trace(file)
+        assert (report.dropped, report.reordered, trace.arrival_s[0]) == ({}, False, 0)
+
+
+def test_a_shipped_trace_goes_by_its_name_and_a_file_by_its_path(tmp_path):
+    assert trace_path("chat-small") == FOLDER / "chat-small.jsonl"
+    own = tmp_path / "own.jsonl"
+    shutil.copy(FOLDER / "bursty-small.jsonl", own)
+    assert trace_path(own) == own
+
+
+@pytest.mark.parametrize("name", ["../data/chat-small", "chat-smal", "/etc", ""])
+def test_a_name_that_is_none_is_an_input_error(name):
+    with pytest.raises(InputError):
+        trace_path(name)
+
+
+def test_inspect_fits_80_columns(capsys):
+    code, out, _ = llmctl(capsys, "trace", "inspect", "chat-small")
+    assert code == 0
+    assert max(map(len, out.splitlines())) <= 80
+    assert "read 3,040 of 3,040 rows (mooncake format)" in out
+    assert "20.3 requests/s" in out
+
+
+def test_inspect_says_what_was_dropped(capsys, tmp_path):
+    path = tmp_path / "trace.csv"
+    path.write_text("arrived_at,num_prefill_tokens,num_decode_tokens\n0,5,6\n1,0,6\n2,8,8\n")
+    code, out, _ = llmctl(capsys, "trace", "inspect", path, "--json")
+    assert code == 0
+    found = json.loads(out)
+    assert found["report"]["dropped"] == {"with a non-positive length": 1}
+    assert (found["requests"], found["duration_s"], found["rate_rps"]) == (2, 2.0, 0.5)
+    assert found["prompt"]["histogram"] == [[4, 7, 1], [8, 15, 1]]
+
+
+def test_convert_cuts_and_scales_and_says_so(capsys, tmp_path):
+    out_file = tmp_path / "small.jsonl"
+    options = ["--start", 10, "--duration", 60, "--rate", 5, "--max-model-len", 256, "--max-new-tokens", 64]
+    code, out, err = llmctl(capsys, "trace", "convert", "chat-small", out_file, *options)
+    trace, _ = read_trace(out_file)
+    assert code == 0
+    assert out == f"wrote {len(trace):,} requests to {out_file}\n"
+    assert [line.split()[0] for line in err.splitlines()] == ["read", "cut", "arrival", "prompts", "outputs"]
+    assert (trace.prompt_tokens.max(), trace.output_tokens.max()) == (192, 64)
+
+
+def test_convert_draws_arrivals_for_a_trace_without_times(capsys, tmp_path):
+    source, out_file = tmp_path / "o1.json", tmp_path / "o1.jsonl"
+    source.write_text(json.dumps([{"prompt_tokens": 5, "completion_tokens": 6}] * 50))
+    code, out, _ = llmctl(capsys, "trace", "convert", source, out_file, "--draw-rate", 2, "--json")
+    assert code == 0
+    assert json.loads(out)["notes"][-1] == "arrival times drawn: 2 requests/s, gaps with cv 1, seed 0"
+    assert read_trace(out_file)[0].arrival_s[-1] > 10
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["inspect", "no-such-trace"],
+        ["convert", "chat-small", "x.jsonl", "--max-model-len", "256"],
+        ["convert", "chat-small", "x.jsonl", "--rate", "0"],
+        ["convert", "chat-small", "x.jsonl", "--start", "1e6"],
+        ["generate", "--out", "x.jsonl", "--prompt", "lognorml:4:1"],
+    ],
+)
+def test_bad_input_is_one_line_and_a_hint_with_exit_code_2(capsys, tmp_path, monkeypatch, args):
+    monkeypatch.chdir(tmp_path)
+    code, out, err = llmctl(capsys, "trace", *args)
+    assert (code, out) == (2, "")
+    assert [line.split(":")[0] for line in err.splitlines()] == ["error", "hint"]
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,104 @@
+"""Synthetic traces: the same seed gives the same trace, and the numbers asked for come out."""
+
+import numpy as np
+import pytest
+
+from toolkit.errors import InputError
+from toolkit.traces.generate import Arrivals, draw_arrivals, generate
+from toolkit.traces.lengths import Lengths, parse_lengths
+
+SCLS_PROMPT, SCLS_OUTPUT = Lengths("lognormal", 400, 1.0, 1024), Lengths("lognormal", 120, 0.75, 1024)
+
+
+def test_the_same_seed_gives_the_same_trace_and_another_seed_another():
+    first, same, other = (generate(Arrivals(20), 30, SCLS_PROMPT, SCLS_OUTPUT, seed) for seed in (1, 1, 2))
+    assert first.arrival_s.tobytes() == same.arrival_s.tobytes()
+    assert first.output_tokens.tobytes() == same.output_tokens.tobytes()
+    assert first.output_tokens.tobytes() != other.output_tokens.tobytes()
+
+
+def test_the_paper_s_setting_has_the_rate_and_the_medians_that_were_asked_for():
+    trace = generate(Arrivals(20), 600, SCLS_PROMPT, SCLS_OUTPUT, seed=0)
+    assert len(trace) == pytest.approx(12_000, rel=0.03)
+    assert np.median(trace.prompt_tokens) == pytest.approx(400, rel=0.05)
+    assert np.median(trace.output_tokens) == pytest.approx(120, rel=0.05)
+    assert (trace.prompt_tokens.min() >= 1, trace.prompt_tokens.max()) == (True, 1024)
+
+
+@pytest.mark.parametrize("cv", [0.5, 1.0, 2.0])
+def test_gaps_vary_as_asked(cv):
+    gaps = Arrivals(10, cv).gaps(np.random.default_rng(0), 20_000)
+    assert gaps.mean() == pytest.approx(0.1, rel=0.05)
+    assert gaps.std() / gaps.mean() == pytest.approx(cv, rel=0.05)
+
+
+def test_a_metronome_has_equal_gaps():
+    assert Arrivals(4, cv=0).times(np.random.default_rng(0), 1.0).tolist() == [0, 0.25, 0.5, 0.75]
+
+
+def test_arrivals_start_at_zero_and_stay_within_the_duration():
+    times = Arrivals(0.1, cv=3).times(np.random.default_rng(0), 1000)
+    assert times[0] == 0
+    assert times[-1] < 1000
+    assert (np.diff(times) >= 0).all()
+
+
+def test_uniform_lengths_include_both_ends():
+    assert set(Lengths("uniform", 3, 5).draw(np.random.default_rng(0), 200).tolist()) == {3, 4, 5}
+
+
+def test_pareto_lengths_have_a_heavy_tail():
+    lengths = Lengths("pareto", 20, 1.1).draw(np.random.default_rng(0), 10_000)
+    assert lengths.min() == 20
+    assert np.median(lengths) == pytest.approx(20 * 2 ** (1 / 1.1), rel=0.05)
+    assert lengths.mean() > 2 * np.median(lengths)
+
+
+def test_fixed_lengths_are_fixed():
+    assert Lengths("fixed", 7).draw(np.random.default_rng(0), 3).tolist() == [7, 7, 7]
+
+
+def test_drawn_arrivals_keep_the_requests():
+    trace = generate(Arrivals(20), 5, SCLS_PROMPT, SCLS_OUTPUT, seed=1)
+    drawn = draw_arrivals(trace, Arrivals(2), seed=3)
+    assert drawn.prompt_tokens.tolist() == trace.prompt_tokens.tolist()
+    assert drawn.arrival_s[0] == 0
+    assert drawn.notes[-1] == "arrival times drawn: 2 requests/s, gaps with cv 1, seed 3"
+
+
+@pytest.mark.parametrize("text", ["lognormal:400:1", "uniform:32:4096", "pareto:20:1.5", "fixed:128"])
+def test_a_distribution_is_spelled_as_it_is_printed(text):
+    assert str(parse_lengths(text)) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "hint"),
+    [
+        ("lognorml:4:1", "did you mean 'lognormal'?"),
+        ("lognormal", "give lognormal:MEDIAN:SIGMA"),
+        ("lognormal:4", "give lognormal:MEDIAN:SIGMA"),
+        ("lognormal:a:b", "give lognormal:MEDIAN:SIGMA"),
+        ("lognormal:nan:1", "lognormal:MEDIAN:SIGMA, lengths from 1 token up"),
+        ("lognormal:4:0", "lognormal:MEDIAN:SIGMA, lengths from 1 token up"),
+        ("pareto:4:inf", "pareto:LOW:ALPHA, lengths from 1 token up"),
+        ("uniform:9:4", "uniform:LOW:HIGH, lengths from 1 token up"),
+        ("fixed:0", "fixed:TOKENS, lengths from 1 token up"),
+        ("fixed:4:5", "give fixed:TOKENS"),
+    ],
+)
+def test_an_impossible_distribution_names_what_is_right(text, hint):
+    with pytest.raises(InputError) as caught:
+        parse_lengths(text)
+    assert caught.value.hint == hint
+
+
+@pytest.mark.parametrize("build", [lambda: Arrivals(0), lambda: Arrivals(float("nan")), lambda: Arrivals(1, cv=-1)])
+def test_impossible_arrivals_are_refused(build):
+    with pytest.raises(InputError, match="not possible"):
+        build()
+
+
+@pytest.mark.parametrize("duration_s", [0, -1, float("inf"), float("nan")])
+def test_an_impossible_duration_is_refused(duration_s):
+    with pytest.raises(InputError, match="cannot last"):
+        generate(Arrivals(1), duration_s, SCLS_PROMPT, SCLS_OUTPUT, seed=0)

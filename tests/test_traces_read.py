@@ -1,0 +1,190 @@
+"""Each format by a tiny literal file; rows that cannot be are counted by reason."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from toolkit.errors import InputError
+from toolkit.traces.read import read_trace
+
+AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
+2023-11-16 18:15:46.6805900,374,44
+2023-11-16 18:15:47.1805900,396,109
+"""
+AZURE_2024 = """TIMESTAMP,ContextTokens,GeneratedTokens
+2024-05-10 00:00:00.009930+00:00,2162,5
+2024-05-10 00:00:01.009930+00:00,2399,6
+"""
+BURSTGPT = """Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type
+5,ChatGPT,472,18,490,Conversation log
+45,ChatGPT,1087,0,1087,Conversation log
+118,GPT-4,417,276,693,API log
+"""
+BURSTGPT_SESSIONS = """Timestamp,Session ID,Elapsed time,Model,Request tokens,Response tokens,Total tokens,Log Type
+5,9,1.5,ChatGPT,472,18,490,Conversation log
+"""
+VIDUR = """arrived_at,num_prefill_tokens,num_decode_tokens,num_total_tokens,pd_ratio
+0.25,374,44,418,8.5
+0.75,396.0,109,505,3.6
+"""
+VIDUR_LENGTHS = """num_prefill_tokens,num_decode_tokens
+374,44
+"""
+MOONCAKE = """{"timestamp": 1000, "input_length": 6758, "output_length": 500, "hash_ids": [0, 1]}
+{"timestamp": 1500.5, "input_length": 7322, "output_length": 490, "hash_ids": [0, 14], "max_tokens": 512}
+"""
+SERVER_LOG = """{"timestamp":0,"input_length":10,"output_length":4,"e2e_ms":9.5,"ttft_ms":2.0,"status":"ok"}
+{"timestamp":7,"input_length":10,"output_length":0,"e2e_ms":1.0,"status":"error"}
+"""
+SHAREGPT_O1 = """[
+    {"completion_tokens": 1822, "prompt_tokens": 40, "total_tokens": 1862, "reasoning_tokens": 1024},
+    {"completion_tokens": 976, "prompt_tokens": 24, "total_tokens": 1000, "reasoning_tokens": 768}
+]"""
+
+
+@pytest.mark.parametrize(
+    ("text", "form", "arrivals", "prompts", "outputs"),
+    [
+        (AZURE, "azure", [0, 0.5], [374, 396], [44, 109]),
+        (AZURE_2024, "azure", [0, 1], [2162, 2399], [5, 6]),
+        (BURSTGPT, "burstgpt", [0, 113], [472, 417], [18, 276]),
+        (BURSTGPT_SESSIONS, "burstgpt", [0], [472], [18]),
+        (VIDUR, "vidur", [0, 0.5], [374, 396], [44, 109]),
+        (VIDUR_LENGTHS, "vidur-lengths", [0], [374], [44]),
+        (MOONCAKE, "mooncake", [0, 0.5005], [6758, 7322], [500, 490]),
+        (SERVER_LOG, "mooncake", [0], [10], [4]),
+        (SHAREGPT_O1, "sharegpt-o1", [0, 0], [40, 24], [1822, 976]),
+    ],
+)
+def test_each_format_is_recognised_by_its_columns(tmp_path, text, form, arrivals, prompts, outputs):
+    trace, report = read_trace(_file(tmp_path, text))
+    assert report.format == form
+    assert trace.arrival_s.tolist() == pytest.approx(arrivals, abs=1e-9)
+    assert trace.prompt_tokens.tolist() == prompts
+    assert trace.output_tokens.tolist() == outputs
+
+
+def test_columns_are_found_by_name_wherever_they_stand(tmp_path):
+    trace, _ = read_trace(_file(tmp_path, "GeneratedTokens,x, TIMESTAMP,ContextTokens\n7,?,2023-11-16 18:15:46,5\n"))
+    assert (trace.prompt_tokens.tolist(), trace.output_tokens.tolist()) == ([5], [7])
+
+
+def test_a_byte_order_mark_and_windows_line_ends_are_no_obstacle(tmp_path):
+    path = tmp_path / "trace"
+    path.write_bytes(b"\xef\xbb\xbf" + VIDUR.replace("\n", "\r\n").encode())
+    assert read_trace(path)[1].kept == 2
+
+
+def test_max_tokens_is_kept_and_zero_where_the_trace_has_none(tmp_path):
+    assert read_trace(_file(tmp_path, MOONCAKE))[0].max_tokens.tolist() == [0, 512]
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ("0,0,5", "with a non-positive length"),
+        ("0,5,0", "with a non-positive length"),
+        ("0,-5,5", "with a non-positive length"),
+        ("-1,5,5", "with a negative time"),
+        ("0,5", "unparsable"),
+        ("0,five,5", "unparsable"),
+        ("0,5.5,5", "unparsable"),
+        ("nan,5,5", "unparsable"),
+        ("0,inf,5", "unparsable"),
+        ("0,99999999999,5", "unparsable"),
+        ("soon,5,5", "unparsable"),
+    ],
+)
+def test_a_csv_row_that_cannot_be_is_counted_with_its_reason(tmp_path, row, reason):
+    text = f"arrived_at,num_prefill_tokens,num_decode_tokens\n3,10,20\n{row}\n"
+    trace, report = read_trace(_file(tmp_path, text))
+    assert (report.rows, report.kept, report.dropped) == (2, 1, {reason: 1})
+    assert trace.notes == report.lines()
+    assert f"dropped 1 rows: 1 {reason}" in trace.notes
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ('{"timestamp": 0, "input_length": 5', "unparsable"),
+        ("[1, 2]", "unparsable"),
+        ('{"timestamp": 0, "input_length": 5}', "unparsable"),
+        ('{"timestamp": 0, "input_length": true, "output_length": 5}', "unparsable"),
+        ('{"timestamp": NaN, "input_length": 5, "output_length": 5}', "unparsable"),
+        ('{"timestamp": 0, "input_length": 5, "output_length": 5, "status": "timeout"}', "failed responses"),
+        ('{"timestamp": 0, "input_length": 5, "output_length": 5, "status": ["ok"]}', "failed responses"),
+        ('{"timestamp": 0, "input_length": 5, "output_length": 9, "max_tokens": 8}', "longer than their max_tokens"),
+        ('{"timestamp": 0, "input_length": 5, "output_length": 9, "max_tokens": -1}', "with a non-positive length"),
+    ],
+)
+def test_a_json_line_that_cannot_be_is_counted_with_its_reason(tmp_path, line, reason):
+    _, report = read_trace(_file(tmp_path, MOONCAKE + line + "\n"))
+    assert (report.rows, report.kept, report.dropped) == (3, 2, {reason: 1})
+
+
+def test_a_broken_first_line_does_not_hide_the_columns(tmp_path):
+    _, report = read_trace(_file(tmp_path, '{"timestamp": \n' + MOONCAKE))
+    assert (report.kept, report.dropped) == (2, {"unparsable": 1})
+
+
+def test_a_failed_response_of_burstgpt_has_no_tokens(tmp_path):
+    assert read_trace(_file(tmp_path, BURSTGPT))[1].dropped == {"failed responses": 1}
+
+
+def test_rows_out_of_order_are_sorted_and_said_to_be(tmp_path):
+    lines = [{"timestamp": ms, "input_length": ms + 1, "output_length": 1} for ms in (30, 10, 20)]
+    trace, report = read_trace(_file(tmp_path, "\n".join(map(json.dumps, lines))))
+    assert trace.arrival_s.tolist() == pytest.approx([0, 0.01, 0.02])
+    assert trace.prompt_tokens.tolist() == [11, 21, 31]
+    assert report.reordered
+    assert "rows were not in order of arrival: sorted" in trace.notes
+
+
+def test_a_format_without_times_says_so(tmp_path):
+    trace, report = read_trace(_file(tmp_path, SHAREGPT_O1))
+    assert report.timeless
+    assert "the format has no arrival times: all requests arrive at 0 s" in trace.notes
+
+
+def test_a_missing_column_is_named_with_those_found(tmp_path):
+    with pytest.raises(InputError) as caught:
+        read_trace(_file(tmp_path, "TIMESTAMP,ContextTokens,Tokens\n2023-11-16 18:15:46,5,7\n"))
+    assert "column 'GeneratedTokens' of the azure format is missing" in caught.value.message
+    assert "found 'TIMESTAMP', 'ContextTokens', 'Tokens'" in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "the trace is empty"),
+        (b"\n \n", "the trace is empty"),
+        (b",,\n", "none of the known columns"),
+        (b"a,b\n1,2\n", "none of the known columns, found 'a', 'b'"),
+        (b"\xff\xfe\x00", "not UTF-8 text"),
+        (b"a" * 200_000, "line 1: field larger than"),
+        (b"[1, 2", "not a JSON array"),
+        (b"[1, 2]", "no JSON object"),
+        (b"{\n", "no JSON object"),
+        (b"arrived_at,num_prefill_tokens,num_decode_tokens\n", "no usable row: read 0 of 0 rows"),
+        (b"arrived_at,num_prefill_tokens,num_decode_tokens\n0,0,0\n", "1 with a non-positive length"),
+        (b"arrived_at,num_prefill_tokens,num_decode_tokens\n0,1," + b"9" * 200_000, "line 2: field larger than"),
+    ],
+)
+def test_a_file_that_is_no_trace_is_one_clear_error(tmp_path, content, message):
+    path = tmp_path / "trace"
+    path.write_bytes(content)
+    with pytest.raises(InputError) as caught:
+        read_trace(path)
+    assert message in caught.value.message
+
+
+def test_a_missing_file_is_an_input_error(tmp_path):
+    with pytest.raises(InputError, match="cannot read the trace: No such file"):
+        read_trace(tmp_path / "nothing.csv")
+
+
+def _file(folder: Path, text: str) -> Path:
+    path = folder / "trace"
+    path.write_text(text, encoding="utf-8")
+    return path

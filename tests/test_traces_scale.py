@@ -1,0 +1,86 @@
+"""Scaling a trace keeps its order and shape, and says what was done."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from toolkit.errors import InputError
+from toolkit.traces.scale import mean_rate, scale_lengths, scale_rate
+from toolkit.traces.types import Trace
+
+LENGTHS = st.lists(st.tuples(st.integers(1, 200_000), st.integers(1, 200_000)), min_size=1, max_size=60)
+
+
+def trace_of(prompts, outputs, arrivals=None, max_tokens=None) -> Trace:
+    count = len(prompts)
+    arrivals = np.arange(count, dtype=float) if arrivals is None else np.array(arrivals, dtype=float)
+    limits = np.zeros(count, dtype=np.int64) if max_tokens is None else np.array(max_tokens)
+    return Trace(arrivals, np.array(prompts), np.array(outputs), limits, source="t.csv")
+
+
+def test_the_rate_is_scaled_by_stretching_time():
+    scaled = scale_rate(trace_of([1, 2, 3], [1, 2, 3], arrivals=[0, 1, 4]), 2.0)
+    assert scaled.arrival_s.tolist() == [0, 0.25, 1]
+    assert mean_rate(scaled) == 2.0
+    assert scaled.notes == ("arrival times scaled by 0.25: 0.5 -> 2 requests/s",)
+
+
+@pytest.mark.parametrize("rate", [0, -1, float("nan"), float("inf")])
+def test_an_impossible_rate_is_refused(rate):
+    with pytest.raises(InputError, match="not possible"):
+        scale_rate(trace_of([1, 2], [1, 2]), rate)
+
+
+def test_a_trace_without_times_has_no_rate_to_scale():
+    with pytest.raises(InputError, match="2 requests arrive at once") as caught:
+        scale_rate(trace_of([1, 2], [1, 2], arrivals=[0, 0]), 2.0)
+    assert "--draw-rate" in caught.value.hint
+
+
+@given(lengths=LENGTHS, room=st.integers(1, 5000), max_new_tokens=st.integers(1, 5000))
+def test_scaled_lengths_fit_and_keep_their_order(lengths, room, max_new_tokens):
+    prompts, outputs = (np.array(column) for column in zip(*lengths, strict=True))
+    scaled = scale_lengths(trace_of(prompts, outputs), room + max_new_tokens, max_new_tokens)
+    for before, after, limit in (
+        (prompts, scaled.prompt_tokens, room),
+        (outputs, scaled.output_tokens, max_new_tokens),
+    ):
+        assert after.min() >= 1
+        assert after.max() <= limit
+        assert (np.diff(after[np.argsort(before, kind="stable")]) >= 0).all()
+    assert len(scaled.notes) == 2
+
+
+def test_lengths_are_divided_so_that_the_99th_percentile_fits_and_the_rest_is_clipped():
+    lengths = [*range(10, 1000, 10), 5000]  # the 99th percentile is 1030.1
+    scaled = scale_lengths(trace_of(lengths, lengths), 200, 100)
+    assert scaled.prompt_tokens[:3].tolist() == [1, 2, 3]
+    assert scaled.prompt_tokens[-2:].tolist() == [97, 100]
+    assert scaled.notes[0] == (
+        "prompts divided by 10.3 (99th percentile 1030 -> 100), clipped to 100 tokens (1 of 100, 1.0 %)"
+    )
+
+
+def test_lengths_that_fit_are_left_alone():
+    scaled = scale_lengths(trace_of([5, 6], [7, 8]), 100, 50)
+    assert scaled.prompt_tokens.tolist() == [5, 6]
+    assert scaled.notes == ("prompts unchanged: all within 50 tokens", "outputs unchanged: all within 50 tokens")
+
+
+def test_a_single_long_request_is_clipped_and_does_not_shrink_the_others():
+    scaled = scale_lengths(trace_of([5] * 999 + [90], [5] * 1000), 60, 10)
+    assert scaled.prompt_tokens[0] == 5
+    assert scaled.notes[0] == "prompts not divided, clipped to 50 tokens (1 of 1,000, 0.1 %)"
+
+
+def test_limits_of_clients_shrink_with_the_outputs_and_never_cut_them():
+    scaled = scale_lengths(trace_of([5, 5], [1000, 1000], max_tokens=[2000, 0]), 60, 10)
+    assert scaled.output_tokens.tolist() == [10, 10]
+    assert scaled.max_tokens.tolist() == [10, 0]
+
+
+@pytest.mark.parametrize(("max_model_len", "max_new_tokens"), [(100, 100), (100, 0), (0, 50)])
+def test_a_context_without_room_for_prompts_is_refused(max_model_len, max_new_tokens):
+    with pytest.raises(InputError, match="of context for the prompt"):
+        scale_lengths(trace_of([1], [1]), max_model_len, max_new_tokens)

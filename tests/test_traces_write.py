@@ -1,0 +1,70 @@
+"""The canonical format: what is written reads back the same."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from toolkit.errors import InputError
+from toolkit.traces.read import read_trace
+from toolkit.traces.types import Trace
+from toolkit.traces.write import Line, write_lines, write_trace
+
+ROWS = st.lists(
+    st.tuples(
+        st.integers(0, 10**12),  # microseconds
+        st.integers(1, 2**31 - 1),
+        st.integers(1, 2**31 - 1),
+        st.booleans(),
+    ),
+    min_size=1,
+)
+
+
+@given(rows=ROWS)
+def test_a_written_trace_reads_back_to_the_microsecond(tmp_path_factory, rows):
+    path = tmp_path_factory.getbasetemp() / "trace.jsonl"
+    trace = _trace(
+        [(us - min(row[0] for row in rows), prompt, output, limited) for us, prompt, output, limited in rows]
+    )
+    write_trace(trace, path)
+    again, report = read_trace(path)
+    assert report.dropped == {}
+    assert not report.reordered
+    assert np.array_equal(again.arrival_s.round(6), trace.arrival_s.round(6))
+    assert np.array_equal(again.prompt_tokens, trace.prompt_tokens)
+    assert np.array_equal(again.output_tokens, trace.output_tokens)
+    assert np.array_equal(again.max_tokens, trace.max_tokens)
+
+
+def test_writing_what_was_read_gives_the_same_bytes(tmp_path):
+    first, second = tmp_path / "first.jsonl", tmp_path / "second.jsonl"
+    write_trace(_trace([(0, 5, 6, False), (1_234_567, 7, 8, True)]), first)
+    write_trace(read_trace(first)[0], second)
+    assert second.read_bytes() == first.read_bytes()
+
+
+def test_a_line_holds_only_what_there_is_to_say(tmp_path):
+    path = tmp_path / "log.jsonl"
+    write_lines([Line(0, 5, 6), Line(1.5, 7, 8, max_tokens=9, ttft_ms=2.0, e2e_ms=3.0, status="ok")], path)
+    assert path.read_text() == (
+        '{"timestamp":0,"input_length":5,"output_length":6}\n'
+        '{"timestamp":1.5,"input_length":7,"output_length":8,'
+        '"max_tokens":9,"ttft_ms":2.0,"e2e_ms":3.0,"status":"ok"}\n'
+    )
+
+
+def test_a_place_that_cannot_be_written_is_an_input_error(tmp_path):
+    with pytest.raises(InputError, match="cannot be written"):
+        write_trace(_trace([(0, 5, 6, False)]), tmp_path)
+
+
+def _trace(rows):
+    """Rows of (arrival in microseconds, prompt, output, whether max_tokens is set), sorted by arrival."""
+    rows = sorted(rows, key=lambda row: row[0])
+    return Trace(
+        arrival_s=np.array([us / 1e6 for us, *_ in rows]),
+        prompt_tokens=np.array([row[1] for row in rows]),
+        output_tokens=np.array([row[2] for row in rows]),
+        max_tokens=np.array([row[2] if row[3] else 0 for row in rows]),
+    )

@@ -1,0 +1,150 @@
+"""`llmctl trace`: inspect, convert and generate workloads. Lengths and times only, never text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from toolkit.cli.arguments import JsonOption
+from toolkit.cli.output import emit, note, number, seconds, table
+
+if TYPE_CHECKING:
+    from toolkit.traces.describe import Description
+    from toolkit.traces.types import Trace
+
+BAR_WIDTH = 18
+
+app = typer.Typer(help="Inspect, convert and generate traces.", no_args_is_help=True, add_completion=False)
+
+TraceArgument = Annotated[
+    str, typer.Argument(metavar="TRACE", help="A trace in any known format, or the name of a shipped one.")
+]
+SeedOption = Annotated[int, typer.Option(min=0, help="Same seed, same trace.")]
+
+
+@app.command()
+def inspect(trace: TraceArgument, as_json: JsonOption = False) -> None:
+    """Show what a trace holds: rows kept and dropped, duration, rate, burstiness, lengths."""
+    from dataclasses import asdict
+
+    from toolkit.traces.describe import describe
+    from toolkit.traces.read import read_trace
+    from toolkit.traces.shipped import trace_path
+
+    loaded, report = read_trace(trace_path(trace))
+    found = describe(loaded)
+    emit(as_json, {"report": asdict(report), **asdict(found)}, lambda: _show(loaded, found))
+
+
+@app.command()
+def convert(
+    trace: TraceArgument,
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="The file to write, canonical JSONL.")],
+    start: Annotated[float, typer.Option(min=0.0, help="Leave out what arrives before this second.")] = 0.0,
+    duration: Annotated[float | None, typer.Option(min=0.0, help="Seconds to keep from --start on.")] = None,
+    rate: Annotated[float | None, typer.Option(help="Scale arrival times to this mean rate, requests/s.")] = None,
+    draw_rate: Annotated[
+        float | None, typer.Option(help="Draw new arrival times at this rate: for traces without times.")
+    ] = None,
+    cv: Annotated[float, typer.Option(help="With --draw-rate: variation of the gaps; 1 is Poisson.")] = 1.0,
+    seed: SeedOption = 0,
+    max_model_len: Annotated[
+        int | None, typer.Option(help="Scale lengths to this context, in tokens; needs --max-new-tokens.")
+    ] = None,
+    max_new_tokens: Annotated[int | None, typer.Option(help="Scale outputs to this many tokens.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Write a trace of any known format as canonical JSONL, cut and scaled where asked.
+
+    The order is: cut, draw or scale arrivals, scale lengths.
+    """
+    from toolkit.errors import InputError
+    from toolkit.traces.generate import Arrivals, draw_arrivals
+    from toolkit.traces.read import read_trace
+    from toolkit.traces.scale import scale_lengths, scale_rate
+    from toolkit.traces.shipped import trace_path
+    from toolkit.traces.windows import cut
+    from toolkit.traces.write import write_trace
+
+    if (max_model_len is None) != (max_new_tokens is None):
+        raise InputError("--max-model-len and --max-new-tokens belong together", "give both, or neither")
+    loaded, _ = read_trace(trace_path(trace))
+    if start > 0 or duration is not None:
+        loaded = cut(loaded, start, float("inf") if duration is None else start + duration)
+    if draw_rate is not None:
+        loaded = draw_arrivals(loaded, Arrivals(draw_rate, cv), seed)
+    if rate is not None:
+        loaded = scale_rate(loaded, rate)
+    if max_model_len is not None and max_new_tokens is not None:
+        loaded = scale_lengths(loaded, max_model_len, max_new_tokens)
+    write_trace(loaded, out)
+    _wrote(loaded, out, as_json)
+
+
+@app.command()
+def generate(
+    out: Annotated[Path, typer.Option(help="The file to write, canonical JSONL.")],
+    rate: Annotated[float, typer.Option(help="Mean arrival rate, requests/s.")] = 20.0,
+    duration: Annotated[float, typer.Option(help="Seconds.")] = 600.0,
+    cv: Annotated[float, typer.Option(help="Variation of the gaps: 1 is Poisson, above 1 is bursty.")] = 1.0,
+    prompt: Annotated[
+        str, typer.Option(help="lognormal:MEDIAN:SIGMA, uniform:LOW:HIGH, pareto:LOW:ALPHA or fixed:TOKENS.")
+    ] = "lognormal:400:1",
+    output: Annotated[str, typer.Option(help="The same for output lengths.")] = "lognormal:120:0.75",
+    longest: Annotated[int, typer.Option(min=1, help="Clip lengths to this many tokens.")] = 1024,
+    seed: SeedOption = 0,
+    as_json: JsonOption = False,
+) -> None:
+    """Write a synthetic trace. The defaults are the SCLS paper's setting, as far as it is known."""
+    from toolkit.traces.generate import Arrivals
+    from toolkit.traces.generate import generate as synthesize
+    from toolkit.traces.lengths import parse_lengths
+    from toolkit.traces.write import write_trace
+
+    made = synthesize(
+        Arrivals(rate, cv), duration, parse_lengths(prompt, longest), parse_lengths(output, longest), seed
+    )
+    write_trace(made, out)
+    _wrote(made, out, as_json)
+
+
+def _wrote(trace: Trace, out: Path, as_json: bool) -> None:
+    summary = {"out": str(out), "requests": len(trace), "notes": list(trace.notes)}
+    emit(as_json, summary, lambda: print(f"wrote {len(trace):,} requests to {out}"))
+    if not as_json:
+        for line in trace.notes:
+            note(f"  {line}")
+
+
+def _show(trace: Trace, found: Description) -> None:
+    print(trace.source)
+    for line in trace.notes:
+        print(f"  {line}")
+    print(
+        f"  {seconds(found.duration_s)}, {number(found.rate_rps)} requests/s, "
+        f"gaps with a variation (CV) of {number(found.burstiness_cv)} (Poisson: 1)\n"
+        f"  {number(found.input_tokens_per_s)} prompt and {number(found.output_tokens_per_s)} output tokens/s"
+    )
+    spreads = {"prompt": found.prompt, "output": found.output}
+    table(
+        ["tokens", *(f">{name}" for name in ("mean", *found.prompt.percentiles, "max"))],
+        [[name, *map(round, (s.mean, *s.percentiles.values(), s.max))] for name, s in spreads.items()],
+    )
+    table(["<length", ">prompts", "<", ">outputs", "<"], _bars(found))
+
+
+def _bars(found: Description) -> list[list[object]]:
+    """One row per bin that either histogram has, with bars drawn to the fuller of the two."""
+    prompts = {(low, high): count for low, high, count in found.prompt.histogram}
+    outputs = {(low, high): count for low, high, count in found.output.histogram}
+    most = max(*prompts.values(), *outputs.values())
+    rows: list[list[object]] = []
+    for low, high in sorted(prompts.keys() | outputs.keys()):
+        row: list[object] = [f"{low:,}-{high:,}" if high > low else f"{low:,}"]
+        for counts in (prompts, outputs):
+            count = counts.get((low, high), 0)
+            row += [count, "█" * -(-count * BAR_WIDTH // most)]
+        rows.append(row)
+    return rows

@@ -1,0 +1,70 @@
+"""Distributions of lengths for synthetic traces, spelled `lognormal:400:1`."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from toolkit.errors import InputError, nearest
+
+LONGEST = 2**31 - 1
+FORMS = {"lognormal": "MEDIAN:SIGMA", "uniform": "LOW:HIGH", "pareto": "LOW:ALPHA", "fixed": "TOKENS"}
+
+
+@dataclass(slots=True, frozen=True)
+class Lengths:
+    """A distribution of lengths in tokens, rounded, at least 1 and at most `longest`.
+
+    lognormal: median `a`, `b` the sigma of the logarithm; uniform: from `a` to `b`, both included; pareto: a heavy tail
+    from `a` on with exponent `b` (at 1 and below it has no mean); fixed: always `a`.
+    """
+
+    kind: str
+    a: float
+    b: float = 0.0
+    longest: int = LONGEST
+
+    def __post_init__(self) -> None:
+        if self.kind not in FORMS:
+            raise InputError(f"'{self.kind}' is no distribution of lengths", nearest(self.kind, FORMS))
+        second = {"uniform": self.b >= self.a, "fixed": True}.get(self.kind, self.b > 0)
+        if not (1 <= self.a < math.inf and second and self.b < math.inf):
+            raise InputError(f"'{self}' is not possible", f"{self.kind}:{FORMS[self.kind]}, lengths from 1 token up")
+        if not 1 <= self.longest <= LONGEST:
+            raise InputError(f"lengths cannot be clipped to {self.longest} tokens", f"give 1 to {LONGEST}")
+
+    def __str__(self) -> str:
+        numbers = [self.a] if self.kind == "fixed" else [self.a, self.b]
+        clipped = f" up to {self.longest}" if self.longest < LONGEST else ""
+        return ":".join([self.kind, *(f"{value:g}" for value in numbers)]) + clipped
+
+    def draw(self, rng: np.random.Generator, count: int) -> NDArray[np.int64]:
+        """`count` lengths."""
+        return np.clip(np.rint(self._values(rng, count)), 1, self.longest).astype(np.int64)
+
+    def _values(self, rng: np.random.Generator, count: int) -> NDArray[np.float64]:
+        if self.kind == "lognormal":
+            return self.a * np.exp(self.b * rng.standard_normal(count))
+        if self.kind == "uniform":
+            return rng.integers(round(self.a), round(self.b), count, endpoint=True).astype(np.float64)
+        if self.kind == "pareto":
+            return self.a * (1.0 - rng.random(count)) ** (-1.0 / self.b)
+        return np.full(count, self.a)
+
+
+def parse_lengths(text: str, longest: int = LONGEST) -> Lengths:
+    """`lognormal:400:1`, `uniform:32:4096`, `pareto:20:1.5` or `fixed:128`. InputError names what is wrong."""
+    kind, *rest = text.split(":")
+    if kind not in FORMS:
+        raise InputError(f"'{text}' is no distribution of lengths", nearest(kind, FORMS))
+    wanted = FORMS[kind].count(":") + 1
+    try:
+        numbers = [float(value) for value in rest]
+    except ValueError as error:
+        raise InputError(f"'{text}': {error}", f"give {kind}:{FORMS[kind]}") from error
+    if len(numbers) != wanted:
+        raise InputError(f"'{text}' has {len(numbers)} numbers, not {wanted}", f"give {kind}:{FORMS[kind]}")
+    return Lengths(kind, numbers[0], numbers[1] if wanted == 2 else 0.0, longest)

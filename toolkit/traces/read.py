@@ -1,0 +1,203 @@
+"""Reading traces of every known format, with a report of what was kept, and what was dropped and why.
+
+A row that cannot be (no tokens, a negative time, a failed response, something that is no number) is counted and left
+out, never repaired. The format follows from the column names, whatever the file is called.
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from pathlib import Path
+from typing import TextIO
+
+import msgspec
+import numpy as np
+
+from toolkit.errors import InputError
+from toolkit.traces.formats import SUCCESS, Format, detect, number
+from toolkit.traces.types import Trace
+
+LONGEST = 2**31 - 1  # tokens; a length beyond it is a mistake, and would overflow sums
+
+UNPARSABLE = "unparsable"
+NO_TOKENS = "with a non-positive length"
+NEGATIVE = "with a negative time"
+FAILED = "failed responses"
+BEYOND = "longer than their max_tokens"
+
+Record = Mapping[str, object] | None  # one row by column name; None: it could not be parsed
+Row = tuple[float, int, int, int]  # arrival in seconds, prompt, output, max_tokens
+
+
+@dataclass(slots=True, frozen=True)
+class ReadReport:
+    """What became of a file's rows."""
+
+    source: str
+    format: str
+    rows: int
+    kept: int
+    dropped: Mapping[str, int] = field(default_factory=dict)  # reason to count
+    reordered: bool = False  # rows were not in order of arrival, and were sorted
+    timeless: bool = False  # the format has no times: all arrive at 0
+
+    def lines(self) -> tuple[str, ...]:
+        """The report in words, one line each."""
+        lines = [f"read {self.kept:,} of {self.rows:,} rows ({self.format} format)"]
+        if self.dropped:
+            reasons = ", ".join(f"{count:,} {reason}" for reason, count in sorted(self.dropped.items()))
+            lines.append(f"dropped {self.rows - self.kept:,} rows: {reasons}")
+        if self.reordered:
+            lines.append("rows were not in order of arrival: sorted")
+        if self.timeless:
+            lines.append("the format has no arrival times: all requests arrive at 0 s")
+        return tuple(lines)
+
+
+class _Dropped(ValueError):  # noqa: N818  (a verdict on a row, never seen outside)
+    """A row that cannot be; its text is the reason that is counted."""
+
+
+def read_trace(path: Path) -> tuple[Trace, ReadReport]:
+    """The trace in `path`, sorted by arrival with the first at 0 s, and the report, which is also in its notes.
+
+    Raises InputError where the file cannot be read, is of no known format, lacks a column, or has no usable row.
+    """
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            found, records = _open_records(file, path.name)
+            form = detect(found, path.name)
+            return _collect(records, form, path.name)
+    except OSError as error:
+        raise InputError(f"{path}: cannot read the trace: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path}: not a trace: it is not UTF-8 text") from error
+
+
+def _open_records(file: TextIO, source: str) -> tuple[list[str], Iterator[Record]]:
+    """The column names, and the rows, of whatever the first character says the file holds."""
+    first = ""
+    while not first and (line := file.readline()):
+        first = line.strip()[:1]
+    file.seek(0)
+    if first == "":
+        raise InputError(f"{source}: the trace is empty")
+    if first in "[{":
+        return _json(_json_array(file, source) if first == "[" else _json_lines(file), source)
+    return _csv(file, source)
+
+
+def _csv(file: TextIO, source: str) -> tuple[list[str], Iterator[Record]]:
+    lines = _csv_lines(file, source)
+    columns = [name.strip() for name in next((line for line in lines if "".join(line).strip()), [])]
+    # A short row has None for what it lacks; a long one has more than its columns, and the rest is ignored.
+    return columns, (dict(zip_longest(columns, line[: len(columns)])) for line in lines if line)
+
+
+def _csv_lines(file: TextIO, source: str) -> Iterator[list[str]]:
+    reader = csv.reader(file)
+    try:
+        yield from reader
+    except csv.Error as error:
+        raise InputError(f"{source}: line {reader.line_num}: {error}") from error
+
+
+def _json_lines(file: TextIO) -> Iterator[object]:
+    for line in file:
+        if line.strip():
+            try:
+                yield msgspec.json.decode(line)
+            except msgspec.DecodeError:
+                yield None
+
+
+def _json_array(file: TextIO, source: str) -> Iterator[object]:
+    try:
+        yield from msgspec.json.decode(file.read(), type=list)
+    except msgspec.DecodeError as error:
+        raise InputError(f"{source}: not a JSON array: {error}") from error
+
+
+def _json(values: Iterable[object], source: str) -> tuple[list[str], Iterator[Record]]:
+    """Objects as records; the columns are those of the first object."""
+    rest = iter(values)
+    head: list[Record] = []
+    for value in rest:
+        head.append(value if isinstance(value, dict) else None)
+        if head[-1] is not None:
+            break
+    if not head or head[-1] is None:
+        raise InputError(f"{source}: not a trace: it holds no JSON object")
+
+    def rows() -> Iterator[Record]:
+        yield from head
+        for value in rest:
+            yield value if isinstance(value, dict) else None
+
+    return list(head[-1]), rows()
+
+
+def _collect(records: Iterator[Record], form: Format, source: str) -> tuple[Trace, ReadReport]:
+    kept: list[Row] = []
+    dropped: Counter[str] = Counter()
+    for record in records:
+        try:
+            kept.append(_row(record, form))
+        except _Dropped as reason:
+            dropped[str(reason)] += 1
+    rows = len(kept) + dropped.total()
+    arrivals = np.array([row[0] for row in kept], dtype=np.float64)
+    reordered = bool((np.diff(arrivals) < 0).any())
+    report = ReadReport(source, form.name, rows, len(kept), dict(dropped), reordered, timeless=not form.arrival)
+    if not kept:
+        raise InputError(f"{source}: no usable row: {'; '.join(report.lines())}")
+    order = np.argsort(arrivals, kind="stable")
+    lengths = np.array([row[1:] for row in kept], dtype=np.int64)[order]
+    arrivals = arrivals[order] - arrivals.min()
+    return Trace(arrivals, lengths[:, 0], lengths[:, 1], lengths[:, 2], source, report.lines()), report
+
+
+def _row(record: Record, form: Format) -> Row:
+    """One row's numbers; _Dropped says why it cannot be."""
+    if record is None:
+        raise _Dropped(UNPARSABLE)
+    if form.status and record.get(form.status) not in SUCCESS:
+        raise _Dropped(FAILED)
+    try:
+        arrival = form.seconds(record.get(form.arrival)) if form.arrival else 0.0
+        prompt = _length(record.get(form.prompt))
+        output = _length(record.get(form.output))
+        limit = record.get(form.max_tokens) if form.max_tokens else None
+        max_tokens = 0 if limit is None else _length(limit)
+    except (ValueError, OverflowError) as error:
+        raise _Dropped(UNPARSABLE) from error
+    if not math.isfinite(arrival):
+        raise _Dropped(UNPARSABLE)
+    if form.zero_output_failed and output == 0:
+        raise _Dropped(FAILED)
+    if prompt <= 0 or output <= 0 or max_tokens < 0:
+        raise _Dropped(NO_TOKENS)
+    if arrival < 0 and not form.absolute_time:
+        raise _Dropped(NEGATIVE)
+    if 0 < max_tokens < output:
+        raise _Dropped(BEYOND)
+    return arrival, prompt, output, max_tokens
+
+
+def _length(value: object) -> int:
+    """Tokens: a whole number (`374` or `374.0`); ValueError otherwise."""
+    if type(value) is str and value.isdecimal():
+        value = int(value)
+    elif type(value) is not int:
+        exact = number(value)
+        value = int(exact)
+        if value != exact:
+            raise ValueError(f"not a whole number: {exact}")
+    if value > LONGEST:
+        raise ValueError(f"longer than {LONGEST} tokens: {value}")
+    return value

@@ -1,0 +1,47 @@
+"""Writing the canonical format: Mooncake's JSONL, one request per line, times in milliseconds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import msgspec
+
+from toolkit.files.io import write_text
+from toolkit.traces.types import Trace
+
+
+class Line(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One line. The keys past `output_length` are left out where there is nothing to say."""
+
+    timestamp: float  # ms since the first request
+    input_length: int
+    output_length: int
+    max_tokens: int = 0  # the limit that the client set; 0: none
+    ttft_ms: float | None = None
+    e2e_ms: float | None = None
+    status: str = ""  # "ok", or why the request failed; readers drop what failed
+
+
+def to_ms(seconds: float) -> float:
+    """Milliseconds to the microsecond, whole ones without a fraction: lines stay short and read back the same."""
+    value = round(seconds * 1000.0, 3)
+    return int(value) if value == int(value) else value
+
+
+def write_trace(trace: Trace, path: Path) -> None:
+    """Write `trace` to `path` in one step: the file is whole or was not touched. Its notes are not kept."""
+    columns = zip(
+        trace.arrival_s.tolist(),
+        trace.prompt_tokens.tolist(),
+        trace.output_tokens.tolist(),
+        trace.max_tokens.tolist(),
+        strict=True,
+    )
+    write_lines((Line(to_ms(arrival), *lengths) for arrival, *lengths in columns), path)
+
+
+def write_lines(lines: Iterable[Line], path: Path) -> None:
+    """Write `lines` to `path` in one step. InputError where it cannot be written."""
+    encode = msgspec.json.Encoder().encode
+    write_text(path, "".join(encode(line).decode() + "\n" for line in lines))
