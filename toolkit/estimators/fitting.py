@@ -17,12 +17,11 @@ from toolkit.estimators.held_out import Floats, Rows, percent_error, predict_hel
 from toolkit.estimators.laws import SegmentedLaw
 from toolkit.estimators.memory_fit import fit_memory
 from toolkit.estimators.overhead import fit_overhead
-from toolkit.files.fit import Candidate, HeldOutError, LatencyFit, MemoryFit, OverheadFit, Range
+from toolkit.files.fit import Candidate, LatencyFit, MemoryFit, OverheadFit, Range
 from toolkit.files.profile import Profile
 
 POINTS_MIN = 8
-# A form with more coefficients must be better by this factor: less than that is luck in which points were held out.
-WORTH_IT = 0.95
+NO_DIFFERENCE = 1e-3  # of relative error, on exact data
 
 
 @dataclass(slots=True, frozen=True)
@@ -73,7 +72,7 @@ def fit_latency(name: str, points: Points, seed: int, *, square: bool) -> Fitted
     forms = candidates(points, square=square)
     predicted = [_predict_held_out(form, points, seed) for form in forms]
     errors = [percent_error(prediction, points.seconds) for prediction in predicted]
-    kept = choose(errors)
+    kept = choose([np.abs(prediction / points.seconds - 1.0) for prediction in predicted])
     form = forms[kept]
     fit = LatencyFit(
         form=form.name,
@@ -92,11 +91,19 @@ def _predict_held_out(form: Form, points: Points, seed: int) -> Floats:
     return predict_held_out(len(points), predict, seed)
 
 
-def choose(errors: Sequence[HeldOutError]) -> int:
-    """The index of the form to keep: the best by median + p95, or a simpler (earlier) one that is nearly as good."""
-    scores = [error.median_percent + error.p95_percent for error in errors]
-    limit = min(scores) / WORTH_IT
-    return next(index for index, score in enumerate(scores) if score <= limit)
+def choose(errors: Sequence[Floats]) -> int:
+    """The index of the form to keep, given each form's held-out errors [n], the simplest form first.
+
+    The one with the least mean, or the first that is not worse by more than the standard error of the paired
+    difference: less than that is luck in which points were held out.
+    """
+    best = min(errors, key=np.mean)
+
+    def as_good(error: Floats) -> bool:
+        worse = error - best
+        return bool(worse.mean() <= worse.std() / np.sqrt(len(worse)) + NO_DIFFERENCE)
+
+    return next(index for index, error in enumerate(errors) if as_good(error))
 
 
 def _prefill_points(profile: Profile) -> Points:

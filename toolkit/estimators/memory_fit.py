@@ -17,14 +17,16 @@ from toolkit.estimators.held_out import Floats
 from toolkit.files.fit import MemoryFit, Rule
 from toolkit.files.profile import EngineFacts, MemoryPoint
 
+SLACK = 0.05  # of the capacity
 UNIFORM_STD = 12**-0.5  # of a uniform distribution of width 1: all that a bracket says of what lies inside
 
 
 def fit_memory(probes: Sequence[MemoryPoint], engine: EngineFacts) -> MemoryFit:
     """The memory law that the probes show.
 
-    Zeta if N_max = floor(zeta * capacity / (L + S)) is within one row of every probe, rules otherwise. Raises
-    `InputError` without probes, where one contradicts itself, or where not even one row ever ran.
+    Zeta if N_max = floor(zeta * capacity / (L + S)) is within one row or 5 % of every probe, rules otherwise: a rule's
+    steps waste more than that between two probed lengths. Raises `InputError` without probes, where one contradicts
+    itself, or where not even one row ever ran.
     """
     _check(probes)
     totals = np.array([probe.input_length + probe.steps for probe in probes], dtype=float)
@@ -32,8 +34,9 @@ def fit_memory(probes: Sequence[MemoryPoint], engine: EngineFacts) -> MemoryFit:
     failed = np.array([np.inf if p.smallest_oom is None else p.smallest_oom for p in probes])
     share = totals / engine.capacity_tokens
     zeta, std = _edge(ran * share, failed * share)
-    one_row_off = np.max(np.maximum(ran - 1, 0) * share) < np.min((failed + 1) * share)
-    rules = [] if one_row_off else _rules(totals, ran, engine.max_model_len)
+    slack = np.maximum(share, SLACK)
+    explained = np.max(ran * share - slack) < np.min(failed * share + slack)
+    rules = [] if explained else _rules(totals, ran, engine.max_model_len)
     return MemoryFit(
         form="rules" if rules else "zeta",
         capacity_tokens=engine.capacity_tokens,

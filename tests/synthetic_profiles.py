@@ -1,0 +1,86 @@
+"""Profiles whose truth is known, for the tests of fitting and of what reads a fit."""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from toolkit.estimators.laws import SegmentedLaw, bilinear_law
+from toolkit.files.envelope import Environment
+from toolkit.files.profile import DecodePoint, EngineFacts, MemoryPoint, PrefillPoint, Profile, SlicePoint
+
+SIZES = (1, 2, 4, 8, 16, 32)
+LENGTHS = (16, 32, 64, 128, 256)
+FACTS = EngineFacts(
+    engine="fake",
+    engine_version="1",
+    model_type="llama",
+    parameters=1,
+    dtype="float32",
+    device="cpu",
+    threads=1,
+    kv_bytes_per_token=4096,
+    kv_budget_bytes=8192 * 4096,
+    capacity_tokens=8192,
+    max_model_len=512,
+    vocab_size=512,
+    prefill_emits_token=True,
+)
+ENVIRONMENT = Environment(
+    python="3.11", platform="any", processor="any", cpu_count=2, packages={}, device="cpu", device_memory_bytes=None
+)
+LAW = bilinear_law(p=(1e-4, 2e-4, 5e-5, 3e-3), d=(2e-6, 1e-4, 1e-6, 3e-3), prefill_emits_token=True)
+
+Latency = Callable[[int, int], float]  # of N and L
+
+
+def make_profile(
+    prefill: Latency = LAW.prefill_s,
+    decode: Latency = lambda size, length: LAW.decode_s(size, length - 1, 1),
+    sizes: Sequence[int] = SIZES,
+    lengths: Sequence[int] = LENGTHS,
+    noise: float = 0.0,
+    law: SegmentedLaw = LAW,
+    batch_s: float = 2e-3,
+    stretch: float = 1.2,
+    slices: int = 24,
+    memory: Sequence[MemoryPoint] | None = None,
+    seed: int = 0,
+) -> Profile:
+    """A profile of five repeats per point with lognormal `noise`, and slices that take batch_s + stretch * `law`."""
+    rng = np.random.default_rng(seed)
+    grid = [(size, length) for size in sizes for length in lengths]
+
+    def samples(seconds: float, count: int = 5) -> list[float]:
+        return [float(seconds * factor) for factor in rng.lognormal(0.0, noise, count)]
+
+    served = [(int(rng.choice(sizes)), int(rng.integers(16, 256)), int(rng.choice([16, 32]))) for _ in range(slices)]
+    return Profile(
+        tool_version="0",
+        environment=ENVIRONMENT,
+        inputs={},
+        recipe_name="synthetic",
+        workers=2,
+        clock="wall",
+        engine=FACTS,
+        prefill=[PrefillPoint(batch_size=n, input_length=at, seconds=samples(prefill(n, at))) for n, at in grid],
+        decode=[DecodePoint(batch_size=n, cached_length=at, seconds=samples(decode(n, at))) for n, at in grid],
+        slices=[
+            SlicePoint(
+                batch_size=n,
+                input_length=length,
+                steps=steps,
+                seconds=samples(batch_s + stretch * law.serve_s(n, length, steps), 1)[0],
+            )
+            for n, length, steps in served
+        ],
+        memory=probe_all(1.0) if memory is None else list(memory),
+    )
+
+
+def probe_all(zeta: float, lengths: Sequence[int] = (16, 64, 128, 256), steps: int = 16) -> list[MemoryPoint]:
+    """What exact probes of an engine find that holds zeta * capacity tokens."""
+    fits = [int(zeta * FACTS.capacity_tokens / (length + steps)) for length in lengths]
+    return [
+        MemoryPoint(input_length=length, steps=steps, largest_ok=rows, smallest_oom=rows + 1)
+        for length, rows in zip(lengths, fits, strict=True)
+    ]

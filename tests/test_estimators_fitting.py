@@ -1,0 +1,202 @@
+"""Fits find the truth behind synthetic profiles, and refuse profiles that cannot tell."""
+
+import numpy as np
+import pytest
+from synthetic_profiles import FACTS, LAW, SIZES, make_profile, probe_all
+
+from toolkit.errors import InputError
+from toolkit.estimators.fitting import choose, fit_profile
+from toolkit.estimators.forms import Form, Points, candidates
+from toolkit.estimators.load import memory_from_fit
+from toolkit.estimators.memory import RuleMemory
+from toolkit.estimators.memory_fit import fit_memory
+from toolkit.files.fit import Segment
+from toolkit.files.profile import MemoryPoint
+
+
+def predicted(segments: list[Segment], size: int, length: int) -> float:
+    s = [segment for segment in segments if segment.batch_size_min <= size][-1]
+    return s.nl * size * length + s.n * size + s.l * length + s.const + s.nll * size * length**2
+
+
+def test_coefficients_come_back_from_exact_times():
+    fit = fit_profile(make_profile()).prefill.fit
+    assert fit.form == "bilinear"
+    assert fit.error.worst_percent < 1e-6
+    [found], [true] = fit.segments, LAW.prefill
+    assert [found.nl, found.n, found.l, found.const] == pytest.approx([true.nl, true.n, true.l, true.const])
+
+
+def test_times_come_back_from_noisy_ones():
+    fit = fit_profile(make_profile(noise=0.1))
+    for size, length in ((1, 16), (3, 100), (16, 64), (32, 256)):
+        assert predicted(fit.prefill.fit.segments, size, length) == pytest.approx(LAW.prefill_s(size, length), rel=0.1)
+        assert predicted(fit.decode.fit.segments, size, length) == pytest.approx(
+            LAW.decode_s(size, length - 1, 1), rel=0.1
+        )
+
+
+def test_held_out_error_is_the_noise_that_was_put_in():
+    error = fit_profile(make_profile(noise=0.2)).decode.fit.error
+    assert (
+        2.0 < error.median_percent < 12.0
+    )  # medians of 5 samples of sigma 0.2 scatter by 0.11, their median |x| by 7 %
+
+
+def test_every_point_is_held_out_once():
+    held_out = fit_profile(make_profile()).prefill.held_out
+    assert len(held_out.predicted_s) == len(SIZES) * 5
+    np.testing.assert_allclose(held_out.predicted_s, held_out.points.seconds)
+
+
+def test_the_square_is_chosen_when_prefill_is_quadratic():
+    fit = fit_profile(
+        make_profile(prefill=lambda size, length: LAW.prefill_s(size, length) + 1e-6 * size * length**2, noise=0.02)
+    ).prefill.fit
+    assert fit.form == "bilinear + N*L^2"
+    assert fit.segments[0].nll == pytest.approx(1e-6, rel=0.1)
+
+
+def test_bends_are_chosen_when_small_batches_have_kernels_of_their_own():
+    def kernel(size: int, length: int) -> float:
+        slow = {1: 1.0, 2: 3.0, 3: 4.0}.get(size, 1.6)  # not monotone in N
+        return slow * 1e-3 + 1e-5 * slow * length + 1e-6 * size * length
+
+    sizes = (1, 2, 3, 4, 8, 16, 32)
+    fit = fit_profile(make_profile(decode=kernel, sizes=sizes, noise=0.02)).decode.fit
+    assert fit.form == "bends at N = 1, 2, 3, 4"
+    assert [segment.batch_size_min for segment in fit.segments] == [1, 2, 3, 4]
+    assert fit.error.median_percent < 3.0
+    for size in sizes:
+        assert predicted(fit.segments, size, 100) == pytest.approx(kernel(size, 100), rel=0.05)
+
+
+def test_the_simplest_form_is_chosen_when_bends_gain_nothing():
+    assert fit_profile(make_profile(noise=0.05, sizes=(1, 2, 3, 4, 8, 16, 32))).decode.fit.form == "bilinear"
+
+
+def test_a_better_form_must_be_better_by_more_than_luck():
+    rng = np.random.default_rng(0)
+    plain = rng.uniform(0.05, 0.15, 40)
+    assert choose([plain, plain + rng.normal(-0.002, 0.03, 40)]) == 0
+    assert choose([plain, plain - 0.04, plain - 0.04 + rng.normal(-0.002, 0.03, 40)]) == 1
+
+
+def test_no_law_falls_beyond_its_data():
+    rng = np.random.default_rng(0)
+    size = np.repeat([1.0, 2.0, 4.0, 8.0, 16.0, 32.0], 5)
+    length = np.tile([16.0, 32.0, 64.0, 128.0, 256.0], 6)
+    points = Points(size, length, rng.lognormal(-5, 1.0, 30))  # no order in it at all
+    for form in candidates(points, square=True):
+        segments = form.segments(form.solve(points))
+        far = [predicted(segments, rows, length) for rows in (32, 64, 128) for length in (256, 512, 2048)]
+        assert min(far) >= 0.0
+        assert predicted(segments, 128, 2048) >= predicted(segments, 64, 2048) >= predicted(segments, 32, 512)
+
+
+def test_segments_say_the_same_as_the_form():
+    size = np.repeat([1.0, 2.0, 4.0, 8.0, 16.0, 32.0], 5)
+    length = np.tile([16.0, 32.0, 64.0, 128.0, 256.0], 6)
+    points = Points(size, length, 1e-3 + 1e-5 * size**0.7 * length + 1e-7 * length**2)
+    form = Form(knots=(1, 2, 4, 8), square=True)
+    coefficients = form.solve(points)
+    segments = form.segments(coefficients)
+    expected = form.predict(coefficients, points)
+    found = [predicted(segments, int(n), int(at)) for n, at in zip(size, length, strict=True)]
+    assert found == pytest.approx(expected.tolist())
+
+
+def test_one_disturbed_repeat_does_not_move_a_point():
+    profile = make_profile()
+    point = profile.prefill[7]
+    disturbed = point.model_copy(update={"seconds": [*point.seconds[:4], 100 * point.seconds[4]]})
+    changed = profile.model_copy(update={"prefill": [*profile.prefill[:7], disturbed, *profile.prefill[8:]]})
+    assert fit_profile(changed).prefill.fit == fit_profile(profile).prefill.fit
+
+
+def test_the_same_seed_gives_the_same_fit():
+    profile = make_profile(noise=0.1)
+    assert fit_profile(profile, 3).prefill.fit == fit_profile(profile, 3).prefill.fit
+
+
+def test_overhead_comes_back():
+    overhead = fit_profile(make_profile(batch_s=4e-3, stretch=1.3)).overhead
+    assert overhead.batch_s == pytest.approx(4e-3, rel=1e-3)
+    assert overhead.stretch == pytest.approx(1.3, rel=1e-3)
+    assert overhead.error.points == 24
+
+
+def test_a_disturbed_slice_does_not_bend_the_overhead():
+    profile = make_profile(batch_s=4e-3, stretch=1.3)
+    first = profile.slices[0].model_copy(update={"seconds": 10 * profile.slices[0].seconds})
+    disturbed = profile.model_copy(update={"slices": [first, *profile.slices[1:]]})
+    assert fit_profile(disturbed).overhead.stretch == pytest.approx(1.3, rel=0.05)
+
+
+def test_zeta_comes_back_from_probes():
+    fit = fit_memory(probe_all(0.9), FACTS)
+    assert fit.form == "zeta"
+    assert fit.zeta == pytest.approx(0.9, abs=0.01)
+    assert fit.zeta_std < 0.01
+
+
+def test_zeta_with_an_edge_that_differs_from_length_to_length():
+    probes = [
+        MemoryPoint(input_length=length, steps=0, largest_ok=int(share * 8192 / length), smallest_oom=None)
+        for length, share in ((32, 0.92), (64, 0.90), (128, 0.91), (256, 0.89))
+    ]
+    probes = [probe.model_copy(update={"smallest_oom": probe.largest_ok + 1}) for probe in probes]
+    fit = fit_memory(probes, FACTS)
+    assert fit.zeta == pytest.approx(0.91, abs=0.02)
+    assert 0.003 < fit.zeta_std < 0.05
+
+
+def test_rules_where_no_zeta_explains_the_probes():
+    table = {200: 28, 500: 28, 900: 22, 1500: 12}  # Algorithm 2: tokens from 5,600 to 19,800
+    probes = [
+        MemoryPoint(input_length=total - 16, steps=16, largest_ok=rows, smallest_oom=rows + 1)
+        for total, rows in table.items()
+    ]
+    fit = fit_memory(probes, FACTS.model_copy(update={"capacity_tokens": 20_000, "max_model_len": 2048}))
+    assert fit.form == "rules"
+    assert [(rule.length_above, rule.max_batch_size) for rule in fit.rules] == [
+        (1500, 8),
+        (900, 12),
+        (500, 22),
+        (0, 28),
+    ]
+    law, edge = memory_from_fit(fit)
+    assert isinstance(law, RuleMemory)
+    for total, rows in table.items():
+        assert law.max_batch(np.array([total - 16]), 16, 0.0).tolist() == [rows]
+        assert not edge.runs_out(rows, total - 16, 16, 0.5)
+        assert edge.runs_out(rows + 1, total - 16, 16, 0.5)
+
+
+def test_an_edge_that_was_never_reached_is_the_largest_batch_that_ran():
+    probes = [MemoryPoint(input_length=112, steps=16, largest_ok=32, smallest_oom=None)]
+    fit = fit_memory(probes, FACTS)
+    assert (fit.zeta, fit.zeta_std) == (32 * 128 / 8192, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"sizes": (1, 2), "lengths": (16, 32)}, "prefill: 4 points measured, at least 8"),
+        ({"lengths": (64,), "sizes": range(1, 10)}, "prefill: all 9 points have length 64"),
+        ({"sizes": (4,), "lengths": range(1, 10)}, "prefill: all 9 points have batch size 4"),
+        ({"slices": 2}, "overhead: 2 slices measured, at least 6"),
+        ({"memory": []}, "memory: no length was probed"),
+        ({"prefill": lambda size, length: 0.0}, "prefill at N=1, L=16: a sample of 0.0 s"),
+        ({"decode": lambda size, length: -1.0}, "decode at N=1, L=16: a sample of -1.0 s"),
+        (
+            {"memory": [MemoryPoint(input_length=9, steps=1, largest_ok=5, smallest_oom=5)]},
+            "memory at L=9: 5 rows ran and 5 ran out",
+        ),
+        ({"memory": [MemoryPoint(input_length=9, steps=1, largest_ok=0, smallest_oom=1)]}, "not even one row of 9"),
+    ],
+)
+def test_a_profile_that_cannot_be_fitted_says_what_it_lacks(change, message):
+    with pytest.raises(InputError, match=message) as error:
+        fit_profile(make_profile(**change))
+    assert error.value.hint

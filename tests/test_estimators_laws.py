@@ -1,0 +1,151 @@
+"""Laws of time and memory: closed forms equal what they stand for, and the papers' figures come out."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from toolkit.errors import InputError
+from toolkit.estimators.laws import SegmentedLaw, WithOverhead, bilinear_law, unit_step
+from toolkit.estimators.memory import PAPER_DEEPSPEED_RULES, RuleMemory, ZetaMemory
+from toolkit.files.fit import Rule, Segment
+
+PAPER = bilinear_law(p=(1.3e-4, 1e-3, 1e-5, 0.03), d=(3.5421e-6, 2e-4, 5e-7, 0.022956))
+
+coefficient = st.floats(0.0, 0.1)
+
+
+@st.composite
+def segments(draw, square: bool) -> tuple[Segment, ...]:
+    starts = [1, *sorted(draw(st.sets(st.integers(2, 20), max_size=3)))]
+    return tuple(
+        Segment(
+            batch_size_min=start,
+            nl=draw(coefficient),
+            n=draw(coefficient),
+            l=draw(coefficient),
+            const=draw(coefficient),
+            nll=draw(coefficient) if square else 0.0,
+        )
+        for start in starts
+    )
+
+
+laws = st.builds(SegmentedLaw, segments(square=True), segments(square=False), st.booleans())
+batches = st.tuples(st.integers(1, 40), st.integers(1, 2000), st.integers(0, 150))
+
+
+def at(law_segments: tuple[Segment, ...], size: int) -> Segment:
+    return [segment for segment in law_segments if segment.batch_size_min <= size][-1]
+
+
+@given(laws, batches)
+def test_prefill_is_equation_3_with_the_square_of_its_segment(law, batch):
+    size, length, _ = batch
+    s = at(law.prefill, size)
+    expected = s.nl * size * length + s.n * size + s.l * length + s.const + s.nll * size * length**2
+    assert law.prefill_s(size, length) == pytest.approx(expected)
+
+
+@given(laws, batches)
+def test_decode_in_closed_form_equals_the_sum_over_steps(law, batch):
+    size, length, steps = batch
+    s = at(law.decode, size)
+    expected = math.fsum(
+        s.nl * size * (length + i) + s.n * size + s.l * (length + i) + s.const for i in range(1, steps + 1)
+    )
+    assert law.decode_s(size, length, steps) == pytest.approx(expected)
+
+
+@given(laws, batches)
+def test_the_table_equals_the_scalar_law(law, batch):
+    size, length, tokens = batch
+    steps = tokens - law.prefill_emits_token if tokens else 0
+    table = law.serve_table(40, tokens)
+    expected = law.prefill_s(size, length) + law.decode_s(size, length, steps)
+    assert table[:, size] @ [1, length, length**2] == pytest.approx(expected)
+    assert law.serve_s(size, length, tokens) == pytest.approx(expected)
+
+
+@given(laws, batches, st.floats(0, 1), st.floats(0.5, 2))
+def test_overhead_adds_once_per_batch_and_stretches_the_rest(law, batch, batch_s, stretch):
+    size, length, tokens = batch
+    slower = WithOverhead(law, batch_s, stretch)
+    expected = batch_s + stretch * law.serve_s(size, length, tokens)
+    assert slower.prefill_s(size, length) + slower.decode_s(size, length, law.iterations(tokens)) == pytest.approx(
+        expected
+    )
+    assert slower.serve_table(40, tokens)[:, size] @ [1, length, length**2] == pytest.approx(expected)
+    assert slower.prefill_emits_token == law.prefill_emits_token
+
+
+def test_a_slice_has_one_iteration_less_where_prefill_emits_a_token():
+    law = bilinear_law(p=(0, 0, 0, 1.0), d=(0, 0, 0, 1.0), prefill_emits_token=True)
+    assert law.serve_s(1, 10, 8) == 1 + 7
+
+
+def test_figure_11_batching_fifteen_short_requests_with_a_long_one():
+    assert PAPER.serve_s(16, 1024, 128) == pytest.approx(13.5, abs=0.001)
+
+
+def test_figure_11_batching_them_apart():
+    assert PAPER.serve_s(15, 10, 128) + PAPER.serve_s(1, 1024, 128) == pytest.approx(7.6, abs=0.001)
+
+
+def test_unit_step_counts_decode_steps_alone():
+    assert unit_step().serve_s(7, 300, 20) == 20
+
+
+def test_tables_are_shared_and_cannot_be_written_to():
+    table = PAPER.serve_table(8, 16)
+    assert PAPER.serve_table(8, 16) is table
+    with pytest.raises(ValueError, match="read-only"):
+        table[0, 0] = 1.0
+
+
+@pytest.mark.parametrize("starts", [[], [2], [1, 1], [1, 8, 4]])
+def test_segments_begin_at_one_and_ascend(starts):
+    one = Segment(batch_size_min=1, nl=0, n=0, l=0, const=1)
+    bad = tuple(one.model_copy(update={"batch_size_min": start}) for start in starts)
+    with pytest.raises(InputError, match="must begin at 1 and ascend"):
+        SegmentedLaw(bad, (one,), True)
+
+
+def test_decode_has_no_square():
+    one = Segment(batch_size_min=1, nl=0, n=0, l=0, const=1)
+    with pytest.raises(InputError, match="no square"):
+        SegmentedLaw((one,), (one.model_copy(update={"nll": 1e-9}),), True)
+
+
+def test_zeta_memory_is_equation_9():
+    lengths = np.array([100, 1000, 1024, 5000])
+    assert ZetaMemory(10_000, 0.9).max_batch(lengths, 128, 0.0).tolist() == [39, 7, 7, 1]
+    assert ZetaMemory(10_000, 0.9).max_batch(lengths, 128, 0.5).tolist() == [19, 3, 3, 0]
+
+
+@given(st.integers(1, 500), st.integers(1, 300), st.integers(1, 200), st.sampled_from([0.0, 0.05, 0.1, 0.3]))
+def test_a_row_is_not_lost_to_rounding(rows, length, steps, reserve):
+    capacity = rows * (length + steps)
+    zeta = 1.0 / (1.0 - reserve)
+    assert ZetaMemory(capacity, zeta).max_batch(np.array([length]), steps, reserve).tolist() == [rows]
+
+
+def test_algorithm_2_as_the_paper_prints_it():
+    totals = np.array([1, 512, 513, 1024, 1025, 2048])
+    assert RuleMemory(PAPER_DEEPSPEED_RULES).max_batch(totals - 1, 1, 0.0).tolist() == [28, 28, 22, 22, 12, 12]
+
+
+def test_a_reserve_takes_its_share_off_a_rule():
+    assert RuleMemory(PAPER_DEEPSPEED_RULES).max_batch(np.array([100]), 28, 0.1).tolist() == [25]
+
+
+def test_rules_must_descend():
+    with pytest.raises(InputError, match="must descend"):
+        RuleMemory((Rule(length_above=0, max_batch_size=2), Rule(length_above=10, max_batch_size=1)))
+
+
+def test_a_capacity_that_cannot_be_is_named():
+    with pytest.raises(InputError, match="capacity of 0 tokens"):
+        ZetaMemory(0)

@@ -1,0 +1,146 @@
+"""`llmctl fit`: the laws of time and memory from a profile, chosen by held-out error."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from toolkit.cli.arguments import JsonOption
+from toolkit.cli.output import emit, note, number, percent, seconds, table
+
+if TYPE_CHECKING:
+    from toolkit.estimators.fitting import FittedLaw, FittedProfile
+    from toolkit.files.fit import Fit, HeldOutError, MemoryFit, Segment
+
+ProfileArgument = Annotated[Path, typer.Argument(metavar="PROFILE", help="profile.json, from `llmctl profile`.")]
+OutOption = Annotated[Path, typer.Option("--out", help="Where to write the fit.")]
+SeedOption = Annotated[int, typer.Option("--seed", min=0, help="Deals the points into held-out parts.")]
+PointsOption = Annotated[bool, typer.Option("--points", help="Show the held-out error of every point too.")]
+MaxErrorOption = Annotated[
+    float | None,
+    typer.Option(
+        "--max-error", min=0.0, help="Exit with 4 where a law's held-out median error is above this percentage."
+    ),
+]
+
+
+def command(
+    profile: ProfileArgument,
+    out: OutOption = Path("fit.json"),
+    seed: SeedOption = 0,
+    points: PointsOption = False,
+    max_error: MaxErrorOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Fit the laws of time and memory to a profile, and say how far off they are on points they did not see.
+
+    Several forms of each law compete; the one with the least held-out error is kept and fitted to all points.
+    """
+    from toolkit.estimators.fitting import fit_profile
+    from toolkit.files.fit import Fit
+    from toolkit.files.io import head, read_file, write_file
+    from toolkit.files.profile import Profile
+
+    measured = read_file(Profile, profile)
+    fitted = fit_profile(measured, seed)
+    fit = Fit(
+        **head(inputs={"profile": profile}, device=measured.environment.device),
+        recipe_name=measured.recipe_name,
+        workers=measured.workers,
+        engine=measured.engine,
+        prefill=fitted.prefill.fit,
+        decode=fitted.decode.fit,
+        overhead=fitted.overhead,
+        memory=fitted.memory,
+    )
+    write_file(fit, out)
+    emit(as_json, fit, lambda: show(fit, fitted if points else None))
+    note(f"wrote {out}")
+    if max_error is not None:
+        _hold_to(fit, max_error)
+
+
+def show(fit: Fit, fitted: FittedProfile | None = None) -> None:
+    """Print a fit for people; with `fitted`, every point's held-out error too."""
+    laws = (("prefill", fit.prefill), ("decode", fit.decode))
+    rows: list[tuple[object, ...]] = [
+        (name, law.form, *_errors(law.error), f"N {law.valid.batch_size_max}, L {law.valid.length_max}")
+        for name, law in laws
+    ]
+    overhead = f"{seconds(fit.overhead.batch_s)} + {number(fit.overhead.stretch)} x laws"
+    rows.append(("slice", overhead, *_errors(fit.overhead.error), f"{fit.workers} workers busy"))
+    title = f"{fit.recipe_name}: absolute error on held-out points"
+    table(["law", "form", ">median", ">p95", ">worst", "measured up to"], rows, title)
+    print(f"memory: {_memory(fit.memory)}\n")
+    coefficients = [(name, *_coefficients(segment)) for name, law in laws for segment in law.segments]
+    table(["law", ">N from", ">N*L", ">N", ">L", ">1", ">N*L^2"], coefficients, "coefficients in microseconds")
+    _show_candidates(fit)
+    if fitted:
+        _show_points("prefill", fitted.prefill)
+        _show_points("decode", fitted.decode)
+
+
+def _errors(error: HeldOutError) -> tuple[str, str, str]:
+    return (f"{error.median_percent:.1f} %", f"{error.p95_percent:.1f} %", f"{error.worst_percent:.1f} %")
+
+
+def _coefficients(segment: Segment) -> tuple[str, ...]:
+    values = (segment.nl, segment.n, segment.l, segment.const, segment.nll)
+    return (str(segment.batch_size_min), *(number(value * 1e6) for value in values))
+
+
+def _memory(fit: MemoryFit) -> str:
+    if fit.form == "zeta":
+        share = f"zeta {fit.zeta:.3f} (+- {fit.zeta_std:.3f}) of {number(fit.capacity_tokens)} tokens"
+        return f"N <= zeta * capacity / (L + S), {share}"
+    rules = "; ".join(f"L+S > {rule.length_above}: N <= {rule.max_batch_size}" for rule in fit.rules)
+    return f"no zeta explains the probes, so rules: {rules}"
+
+
+def _show_candidates(fit: Fit) -> None:
+    prefill = {tried.form: tried.error for tried in fit.prefill.candidates}
+    decode = {tried.form: tried.error for tried in fit.decode.candidates}
+    kept = {True: " <", False: ""}
+    rows = [
+        (
+            form,
+            *_tried(prefill.get(form), kept[form == fit.prefill.form]),
+            *_tried(decode.get(form), kept[form == fit.decode.form]),
+        )
+        for form in prefill | decode
+    ]
+    columns = ["form", ">prefill median", ">p95", ">decode median", ">p95"]
+    table(columns, rows, "forms that competed (<: kept)")
+
+
+def _tried(error: HeldOutError | None, mark: str) -> tuple[str, str]:
+    return (f"{error.median_percent:.1f} %", f"{error.p95_percent:.1f} %{mark}") if error else ("-", "-")
+
+
+def _show_points(name: str, law: FittedLaw) -> None:
+    """A grid of signed errors, a row per batch size and a column per length."""
+    points, predicted = law.held_out.points, law.held_out.predicted_s
+    errors = {
+        (int(size), int(length)): percent(100.0 * (value / measured - 1.0)).removesuffix(" %")
+        for size, length, measured, value in zip(
+            points.batch_size, points.length, points.seconds, predicted, strict=True
+        )
+    }
+    lengths = sorted({length for _, length in errors})
+    rows = [
+        (f"N={size}", *(errors.get((size, length), "") for length in lengths))
+        for size in sorted({size for size, _ in errors})
+    ]
+    columns = ["", *(f">L={length}" for length in lengths)]
+    table(columns, rows, f"{name}: held-out prediction against measurement, percent")
+
+
+def _hold_to(fit: Fit, max_error: float) -> None:
+    from toolkit.errors import TargetMissedError
+
+    for name, law in (("prefill", fit.prefill), ("decode", fit.decode)):
+        if law.error.median_percent > max_error:
+            found = f"{name}: held-out median error {law.error.median_percent:.1f} % is above --max-error {max_error:g}"
+            raise TargetMissedError(found, "profile on a quieter machine, or with more repeats")
