@@ -54,7 +54,7 @@ def _make(recipe: Path, fit: Path, tuning: Path | None) -> Plan:
     made_from = {"recipe": recipe, "fit": fit}
     tuned = read_file(Tuning, tuning, inputs=made_from) if tuning else None
     inputs = made_from | ({"tuning": tuning} if tuning else {})
-    return make_plan(open_recipe(recipe), read_file(Fit, fit), tuned, inputs)
+    return make_plan(open_recipe(recipe), read_file(Fit, fit, inputs={"recipe": recipe}), tuned, inputs)
 
 
 def _show(plan: Plan) -> None:

@@ -71,7 +71,8 @@ def _from_tuning(tuning: Tuning) -> Choice:
         source = f"kept: no trial of {trials} did better than the recipe's settings, held out"
     else:
         outcome = tuning.best_held_out
-        source = f"{_trial(tuning, outcome)} of {trials}: {tuning.gain_percent:+.1f} % goodput, held out"
+        gain = "goodput from none" if tuning.gain_percent is None else f"{tuning.gain_percent:+.1f} % goodput"
+        source = f"{_trial(tuning, outcome)} of {trials}: {gain}, held out"
     windows = f"simulated with the fit on {len(tuning.held_out_windows)} held-out windows of the trace"
     return Choice(outcome.policy, outcome.parameters, source, _searched(tuning), dict(outcome.metrics), windows)
 

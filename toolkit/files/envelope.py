@@ -32,14 +32,19 @@ class Input(Strict):
 
     name: str = Field(description="file name without its folder")
     sha256: str
+    sections: dict[str, str] = Field(
+        default_factory=dict, description="of a recipe: the sha256 of each section's content"
+    )
 
 
 class Envelope(Strict):
     """The common head of profile.json, fit.json, tuning.json and plan.json."""
 
     remake: ClassVar[str] = ""  # the command that makes this kind of file, for error messages
+    remeasure: ClassVar[str] = ""  # the same where the recipe changed, if that takes more
+    recipe_sections: ClassVar[tuple[str, ...]] = ()  # those that this kind of file depends on
 
     schema_version: Literal[1] = 1
     tool_version: str
     environment: Environment
-    inputs: dict[str, Input] = Field(description="role (recipe, profile, fit, trace, ...) to file")
+    inputs: dict[str, Input] = Field(description="role (recipe, profile, fit, trace, ...) to file, theirs included")

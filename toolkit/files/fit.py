@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 from pydantic import Field
 
 from toolkit.files.envelope import Envelope, Strict
-from toolkit.files.profile import EngineFacts
+from toolkit.files.profile import MEASURED_SECTIONS, EngineFacts
 
 
 class Segment(Strict):
@@ -87,6 +87,8 @@ class Fit(Envelope):
     """fit.json, whole."""
 
     remake: ClassVar[str] = "llmctl fit PROFILE"
+    remeasure: ClassVar[str] = "llmctl profile RECIPE; llmctl fit PROFILE"
+    recipe_sections: ClassVar[tuple[str, ...]] = MEASURED_SECTIONS
 
     recipe_name: str
     workers: int

@@ -8,6 +8,8 @@ from pydantic import Field
 
 from toolkit.files.envelope import Envelope, Strict
 
+MEASURED_SECTIONS = ("model", "hardware", "engine", "workers", "profile")  # of the recipe: what measurements depend on
+
 
 class PrefillPoint(Strict):
     """T_prefill(N, L), every repeat."""
@@ -74,6 +76,7 @@ class Profile(Envelope):
     """profile.json, whole."""
 
     remake: ClassVar[str] = "llmctl profile RECIPE"
+    recipe_sections: ClassVar[tuple[str, ...]] = MEASURED_SECTIONS
 
     recipe_name: str
     workers: int

@@ -7,6 +7,7 @@ from typing import ClassVar
 from pydantic import Field
 
 from toolkit.files.envelope import Envelope, Strict
+from toolkit.files.profile import MEASURED_SECTIONS
 
 Value = bool | int | float | str
 
@@ -48,6 +49,7 @@ class Tuning(Envelope):
     """tuning.json, whole."""
 
     remake: ClassVar[str] = "llmctl tune RECIPE --fit FIT --trace TRACE"
+    recipe_sections: ClassVar[tuple[str, ...]] = (*MEASURED_SECTIONS, "sla", "policy", "tune", "serve")
 
     recipe_name: str
     seed: int

@@ -1,0 +1,60 @@
+"""Finding and loading recipes."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+
+import toolkit
+from toolkit.errors import InputError, nearest
+from toolkit.files.recipe import NAME_PATTERN, Recipe
+from toolkit.files.safe_yaml import load_yaml
+from toolkit.files.validate import validate
+
+AnyPath = str | os.PathLike[str]
+
+
+def shipped_recipes() -> Path:
+    """The folder of recipes inside the installed package, or the repository's in a source tree."""
+    package = Path(toolkit.__file__).parent
+    installed = package / "_data" / "recipes"
+    return installed if installed.is_dir() else package.parent / "recipes"
+
+
+def recipe_path(recipe: AnyPath) -> Path:
+    """A recipe's file: a path that exists, or the bare name of a shipped recipe. `InputError` for neither."""
+    path = Path(recipe)
+    if path.is_file():
+        return path
+    text = os.fspath(recipe)
+    if path.is_dir():
+        raise InputError(f"{text}: a folder, not a recipe")
+    if os.sep in text or path.suffix in (".yaml", ".yml"):
+        raise InputError(f"{text}: no such file", f"shipped recipes have bare names; {_nearest_recipe(path.stem)}")
+    if not re.fullmatch(NAME_PATTERN, text):
+        raise InputError(f"{text!r}: neither a file nor a recipe's name", f"names match {NAME_PATTERN}")
+    shipped = shipped_recipes() / f"{text}.yaml"
+    if not shipped.is_file():
+        raise InputError(f"{text}: no such recipe", _nearest_recipe(text))
+    return shipped
+
+
+def _nearest_recipe(name: str) -> str:
+    return nearest(name, [path.stem for path in shipped_recipes().glob("*.yaml")])
+
+
+def load_recipe(path: AnyPath) -> Recipe:
+    """The recipe at `path`, or the shipped one of that name.
+
+    Raises `InputError`: no such recipe, not YAML, or keys and values that are not a recipe's, a line for each of the
+    first three. Policies are checked by those who run them: this floor does not know them.
+    """
+    file = recipe_path(path)
+    data = load_yaml(file)
+    if not isinstance(data, dict):
+        shown = "empty" if data is None else f"a {type(data).__name__}, not a mapping"
+        raise InputError(f"{file.name}: {shown}", "a recipe starts with `name:`; see docs/recipes.md")
+    # Through JSON, because pydantic's strict mode then takes lists for tuples, and still no "5" for 5.
+    return validate(Recipe, json.dumps(data), file, "see docs/recipes.md for every key")

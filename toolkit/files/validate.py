@@ -1,0 +1,58 @@
+"""From text to a checked model, with errors that a person can act on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from toolkit.errors import InputError
+from toolkit.files.problems import problems
+
+MAX_FILE_BYTES = 1 << 28
+
+ModelT = TypeVar("ModelT", bound=BaseModel)
+
+
+def read_bytes(file: Path, hint: str = "") -> bytes:
+    """A whole file. `InputError` where it cannot be read or is too large to be one of ours."""
+    try:
+        with file.open("rb") as stream:
+            content = stream.read(MAX_FILE_BYTES + 1)
+    except OSError as error:
+        raise InputError(f"{file}: cannot be read: {error.strerror}", hint) from None
+    if len(content) > MAX_FILE_BYTES:
+        raise InputError(f"{file}: larger than {MAX_FILE_BYTES >> 20} MiB", hint)
+    return content
+
+
+def validate(
+    model: type[ModelT], text: str | bytes, file: Path, hint: str, kinds: Sequence[type[BaseModel]] = ()
+) -> ModelT:
+    """`text` as a `model`. `InputError` with a line for each of the first problems, naming key, value and remedy.
+
+    `kinds` are what `file` might be instead: where it is, the error says so.
+    """
+    try:
+        return model.model_validate_json(text, strict=True)
+    except ValidationError as error:
+        try:
+            data = json.loads(text)
+        except ValueError as reason:
+            raise InputError(f"{file.name}: not JSON: {reason}", hint) from None
+        kind = _other_kind(model, data, kinds)
+        if kind:
+            raise InputError(f"{file.name}: a {kind} file, not a {model.__name__.lower()} file", hint) from None
+        lines = [f"{file.name}: {line}" for line in problems(error, model, data)]
+        raise InputError("\n".join(lines), hint) from None
+
+
+def _other_kind(model: type[BaseModel], data: object, kinds: Sequence[type[BaseModel]]) -> str:
+    """'fit' for a whole fit.json that was given where another file is wanted, '' otherwise."""
+    if not isinstance(data, dict):
+        return ""
+    others = (kind for kind in kinds if kind is not model and data.keys() == kind.model_fields.keys())
+    return next((kind.__name__.lower() for kind in others), "")
