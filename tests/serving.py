@@ -1,0 +1,197 @@
+"""What the server's tests share: a toy model, a tokenizer, workers that run on the test's loop, a whole server.
+
+The toy model's next token is a function of all tokens before it, so a request that was moved or run again gives the
+same text, and a token that was lost or doubled gives another.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+
+import httpx
+import msgspec
+import samples
+
+from toolkit.engines.protocol import Row, SliceOutput, StepOutput
+from toolkit.estimators.laws import bilinear_law
+from toolkit.estimators.memory import ZetaMemory
+from toolkit.sched.policies import make_policy
+from toolkit.sched.scheduler import Scheduler
+from toolkit.sched.types import Worker
+from toolkit.serve.api import make_app
+from toolkit.serve.driver import Driver
+from toolkit.serve.metrics import Stats
+from toolkit.serve.settings import Settings
+from toolkit.workers.protocol import BatchDone, BatchProgress, OnEvent, WorkerLost, WorkerReady
+
+LAW = bilinear_law(p=(1e-4, 1e-3, 0.0, 0.01), d=(1e-6, 1e-4, 0.0, 0.01))
+FACTS = samples.fit().engine
+EOS = 0
+SETTINGS = Settings(model="toy", max_model_len=512, vocab_size=256, max_new_tokens=256, max_waiting=64)
+
+
+def next_token(tokens: Sequence[int]) -> int:
+    """A lower-case letter."""
+    return 97 + hash(tuple(tokens)) % 26
+
+
+def generate(prompt: Sequence[int] | str, count: int) -> list[int]:
+    """What the toy model says after `prompt`, undisturbed."""
+    tokens = list(prompt.encode() if isinstance(prompt, str) else prompt)
+    start = len(tokens)
+    for _ in range(count):
+        tokens.append(next_token(tokens))
+    return tokens[start:]
+
+
+def text(prompt: Sequence[int] | str, count: int) -> str:
+    return bytes(generate(prompt, count)).decode()
+
+
+def run_row(row: Row, steps: int) -> tuple[tuple[int, ...], str]:
+    """The new tokens of a row, and how it ended."""
+    tokens = list(row.tokens)
+    count = min(steps, row.max_new_tokens - row.generated)
+    for _ in range(count):
+        ends = row.end_after is not None and row.generated + len(tokens) - len(row.tokens) + 1 >= row.end_after
+        tokens.append(EOS if ends else next_token(tokens))
+        if ends:
+            return tuple(tokens[len(row.tokens) :]), "stop"
+    new = tuple(tokens[len(row.tokens) :])
+    return new, "length" if row.generated + len(new) >= row.max_new_tokens else ""
+
+
+class HandWorkers:
+    """Workers that a test moves by hand: batches wait in `running` until it says what became of them."""
+
+    def __init__(self, size: int = 1) -> None:
+        self.size = size
+        self.running: dict[int, tuple[int, list[Row], int]] = {}
+        self.rows: list[list[Row]] = []  # of every batch that was started
+        self.unwanted: list[str] = []
+        self.stopped = False
+
+    async def start(self, on_event: OnEvent) -> None:
+        self.on_event = on_event
+        for worker in range(self.size):
+            on_event(WorkerReady(worker, FACTS))
+
+    def run(self, worker: int, batch_id: int, rows: Sequence[Row], steps: int) -> None:
+        assert worker not in self.running, "one batch at a time"
+        self.running[worker] = (batch_id, list(rows), steps)
+        self.rows.append(list(rows))
+
+    def cancel(self, worker: int, batch_id: int, request_ids: Sequence[str]) -> None:
+        assert self.running[worker][0] == batch_id
+        self.unwanted += request_ids
+
+    async def stop(self) -> None:
+        self.stopped = True
+
+    def progress(self, worker: int = 0, steps: int = 1, done_before: int = 0) -> None:
+        """The batch's rows get `steps` more tokens each, after `done_before`."""
+        batch_id, rows, _ = self.running[worker]
+        frames = []
+        for step in range(done_before, done_before + steps):
+            new = [(row, run_row(one, step + 1)) for row, one in enumerate(rows)]
+            new = [(row, tokens, finish) for row, (tokens, finish) in new if len(tokens) == step + 1]
+            ended = tuple((row, finish) for row, _, finish in new if finish)
+            frames.append(StepOutput(tuple(row for row, _, _ in new), tuple(t[-1] for _, t, _ in new), ended))
+        self.on_event(BatchProgress(worker, batch_id, tuple(frames)))
+
+    def finish(self, worker: int = 0, *, steps: int | None = None, failure: str = "") -> None:
+        """The batch is over, having run `steps` of its steps."""
+        batch_id, rows, planned = self.running.pop(worker)
+        results = [run_row(row, planned if steps is None else steps) for row in rows]
+        output = SliceOutput(tuple(tokens for tokens, _ in results), tuple(finish for _, finish in results))
+        self.on_event(BatchDone(worker, batch_id, output, 0.01, failure))
+
+    def crash(self, worker: int = 0, *, steps: int = 0) -> None:
+        self.finish(worker, steps=steps, failure="crashed")
+        self.on_event(WorkerLost(worker, "killed"))
+
+    def recover(self, worker: int = 0) -> None:
+        self.on_event(WorkerReady(worker, FACTS))
+
+
+class ToyWorkers(HandWorkers):
+    """Workers that run by themselves: progress every `stride` steps, each in a turn of the loop."""
+
+    def __init__(self, size: int = 2, stride: int = 4) -> None:
+        super().__init__(size)
+        self.stride = stride
+
+    def run(self, worker: int, batch_id: int, rows: Sequence[Row], steps: int) -> None:
+        super().run(worker, batch_id, rows, steps)
+        asyncio.get_running_loop().call_soon(self._go_on, worker, 0)
+
+    def _go_on(self, worker: int, at: int) -> None:
+        _, rows, steps = self.running[worker]
+        wanted = [row for row in rows if row.request_id not in self.unwanted]
+        longest = max((row.max_new_tokens - row.generated for row in wanted), default=0)
+        if at >= min(steps, longest):
+            self.finish(worker, steps=at)
+            return
+        stride = min(self.stride, steps - at)
+        self.progress(worker, stride, at)
+        asyncio.get_running_loop().call_soon(self._go_on, worker, at + stride)
+
+
+class Letters:
+    """Detokenizes ASCII, and knows nothing of unfinished characters."""
+
+    def feed(self, tokens: Sequence[int]) -> str:
+        return bytes(tokens).decode("latin-1")
+
+    def flush(self) -> str:
+        return ""
+
+
+class ToyTokenizer:
+    """A byte is a token."""
+
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return bytes(tokens).decode("latin-1")
+
+    def encode_chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
+        return self.encode("".join(f"<{one['role']}>{one['content']}" for one in messages))
+
+    def detokenizer(self) -> Letters:
+        return Letters()
+
+
+def make_driver(workers: HandWorkers, *, policy: str = "slice", capacity: int = 4096, **parameters) -> Driver:
+    memory = ZetaMemory(capacity)
+    planned = [Worker(index, LAW, memory) for index in range(workers.size)]
+    parameters = parameters or {"slice_tokens": 8}
+    return Driver(Scheduler(make_policy(policy, parameters), planned), workers, Stats())
+
+
+@asynccontextmanager
+async def client(workers: HandWorkers | None = None, *, capacity: int = 4096, **settings):
+    """An HTTP client of a server in this process; `.driver` and `.workers` on it."""
+    workers = workers or ToyWorkers()
+    driver = make_driver(workers, capacity=capacity)
+    await driver.start()
+    app = make_app(driver, ToyTokenizer(), replace(SETTINGS, **settings))
+    transport = httpx.ASGITransport(app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
+        http.driver, http.workers = driver, workers
+        yield http
+    await driver.stop()
+
+
+def events(body: str) -> list[dict | str]:
+    """The data of server-sent events."""
+    lines = [line.removeprefix("data: ") for line in body.split("\n\n") if line.startswith("data: ")]
+    return [line if line == "[DONE]" else msgspec.json.decode(line) for line in lines]
+
+
+async def turns(count: int = 20) -> None:
+    """Let the loop run, without waiting for any clock."""
+    for _ in range(count):
+        await asyncio.sleep(0)

@@ -1,0 +1,275 @@
+"""The driver between scheduler, workers and replies, moved by hand, on a loop whose clock plays no role."""
+
+import asyncio
+import dataclasses
+from collections.abc import Callable, Coroutine
+
+import pytest
+from serving import HandWorkers, Letters, generate, make_driver, turns
+
+from toolkit.engines.protocol import SamplingParams
+from toolkit.serve.driver import SHUTTING_DOWN, Ask, Driver, Live, RefusedError
+from toolkit.serve.reply import Delta, Reply
+from toolkit.serve.text import TextOutput
+
+
+def ask(name: str = "a", prompt: str = "hello", limit: int = 20, end_after: int | None = None) -> Ask:
+    return Ask(name, tuple(prompt.encode()), limit, SamplingParams(), 0, end_after)
+
+
+def submit(driver: Driver, what: Ask, stops: tuple[str, ...] = ()) -> tuple[Live, Reply]:
+    reply = Reply(1)
+    return driver.submit(what, TextOutput(Letters(), stops), reply, 0), reply
+
+
+async def take(reply: Reply) -> Delta:
+    (delta,) = await reply.take(10.0)
+    return delta
+
+
+def drive(test: Callable[[Driver, HandWorkers], Coroutine], workers: int = 1, **options) -> None:
+    async def run() -> None:
+        hands = HandWorkers(workers)
+        driver = make_driver(hands, **options)
+        await driver.start()
+        try:
+            await test(driver, hands)
+            assert driver.crashed is not None
+            assert not driver.crashed.done()
+        finally:
+            await driver.stop()
+
+    asyncio.run(run())
+
+
+def test_tokens_reach_the_client_before_their_batch_ends():
+    async def test(driver: Driver, hands: HandWorkers) -> None:
+        _, reply = submit(driver, ask())
+        await turns()
+        hands.progress(steps=3)
+        delta = await take(reply)
+        assert delta.text.encode() == bytes(generate("hello", 3))
+        assert (delta.tokens, delta.finish) == (3, "")
+
+    drive(test)
+
+
+def test_a_request_goes_on_from_prompt_and_generated_in_the_next_slice():
+    async def test(driver: Driver, hands: HandWorkers) -> None:
+        live, _ = submit(driver, ask(limit=20))
+        for _ in range(3):  # slices of 8: 8, 8, 4
+            await turns()
+            hands.finish()
+        assert live.tokens == generate("hello", 20)
+        assert live.status == "length"
+        assert [(len(rows[0].tokens), rows[0].generated) for rows in hands.rows] == [(5, 0), (13, 8), (21, 16)]
+
+    drive(test)
+
+
+def test_requests_of_one_turn_share_one_tick_and_one_batch():
+    async def test(driver: Driver, hands: HandWorkers) -> None:
+        for name in "abc":
+            submit(driver, ask(name))
+        await turns()
+        assert [[row.request_id for row in rows] for rows in hands.rows] == [["a", "b", "c"]]
+
+    drive(test)
+
+
+def test_a_row_that_ended_is_told_at_once_though_its_batch_goes_on():
+    async def test(driver: Driver, hands: HandWorkers) -> None:
+        short, reply = submit(driver, ask("short", limit=2))
+        long, _ = submit(driver, ask("long", limit=50))
+        await turns()
+        hands.progress(steps=4)
+        assert (await take(reply)).finish == "length"
+        assert (short.status, long.status) == ("length", "")
+        assert (driver.running, driver.waiting) == (1, 0)
+
+    drive(test)
+
+
+def test_a_killed_worker_costs_no_token_and_doubles_none():
+    async def test(driver: Driver, hands: HandWorkers) -> None:
+        live, reply = submit(driver, ask(limit=20))
+        await turns()
+        hands.progress(0, steps=5)
+        hands.crash(0, steps=5)
+        await turns()
+        hands.finish(1)
+        await turns()
+        hands.finish(1 if 1 in hands.running else 0)
+        await turns()
+        assert live.tokens == generate("hello", 20)
+        assert (await take(reply)).text.encode() == bytes(generate("hello", 20))
+        assert driver.stats.worker_restarts == 1
+
+    drive(test, workers=2)
+
+
+def test_with_its_only_worker_gone_a_request_waits_for_it():
+    async def test(driver: Driver, hands: HandWorkers) -> None:
+        live, _ = submit(driver, ask(limit=8))
+        await turns()
+        hands.crash(0, steps=3)
+        await turns()
+        assert not hands.running
+        hands.recover(0)
+        await turns()
+        hands.finish(0)
+        assert live.tokens == generate("hello", 8)
+
+    drive(test)
+
+
+def test_a_request_that_kills_its_worker_alone_twice_fails_alone():
+    async def test(driver: Driver, hands: HandWorkers) -> None:
+        poison, reply = submit(driver, ask("poison"))
+        await turns()
+        for _ in range(2):
+            hands.crash(0)
+            hands.recover(0)
+            await turns()
+        assert poison.status == "failed"
+        assert (await take(reply)).failure == "the worker died while it ran alone, twice"
+        assert not hands.running
+
+    drive(test)
+
+
+def test_out_of_memory_costs_no_request():
+    async def test(driver: Driver, hands: HandWorkers) -> None:
+        lives = [submit(driver, ask(name, limit=8))[0] for name in "abcd"]
+        await turns()
+        hands.finish(steps=3, failure="oom")
+        while any(not live.status for live in lives):
+            await turns()
+            hands.finish()
+        assert [live.tokens for live in lives] == [generate("hello", 8)] * 4
+        assert [len(rows) for rows in hands.rows] == [4, 2, 2]
+        assert driver.stats.oom_events == 1
+
+    drive(test)
+
+
+def test_a_cancelled_row_is_named_to_its_worker_and_not_run_again():
+    async def test(driver: Driver, hands: HandWorkers) -> None:
+        live, _ = submit(driver, ask(limit=100))
+        await turns()
+        driver.cancel(live)
+        assert hands.unwanted == ["a"]
+        hands.finish(steps=1)
+        await turns()
+        assert not hands.running
+        assert (driver.running, driver.waiting, driver.scheduler.jobs) == (0, 0, 0)
+        assert live.tokens == []
+
+    drive(test)
+
+
+def test_a_waiting_request_that_is_cancelled_is_gone_at_once():
+    async def test(driver: Driver, hands: HandWorkers) -> None:
+        submit(driver, ask("first", limit=100))
+        await turns()
+        live, _ = submit(driver, ask("second"))
+        assert driver.waiting == 1
+        driver.cancel(live)
+        driver.cancel(live)
+        assert (driver.waiting, driver.scheduler.jobs) == (0, 1)
+
+    drive(test)
+
+
+def test_a_stop_string_ends_a_row_that_its_worker_would_go_on_with():
+    async def test(driver: Driver, hands: HandWorkers) -> None:
+        whole = bytes(generate("hello", 8)).decode()
+        live, reply = submit(driver, ask(limit=100), stops=(whole[3:5],))
+        await turns()
+        hands.progress(steps=8)
+        delta = await take(reply)
+        assert (delta.text, delta.tokens, delta.finish) == (whole[:3], 5, "stop")
+        assert hands.unwanted == ["a"]
+        hands.finish()
+        await turns()
+        assert not hands.running
+        assert live.output.tokens == 5
+
+    drive(test)
+
+
+def test_the_scheduler_never_sees_where_a_replayed_request_ends():
+    async def test(driver: Driver, hands: HandWorkers) -> None:
+        live, reply = submit(driver, ask(limit=100, end_after=6))
+        await turns()
+        (batch,) = [worker.running for worker in driver.scheduler.workers]
+        _, _, *seen = dataclasses.astuple(batch.jobs[0].request)
+        assert seen == [5, 100, 0]
+        assert batch.steps == 8
+        hands.finish()
+        delta = await take(reply)
+        assert (delta.tokens, delta.finish, len(delta.text)) == (6, "stop", 5)
+        assert live.tokens[:5] == generate("hello", 5)
+
+    drive(test)
+
+
+def test_a_request_beyond_all_memory_is_refused():
+    async def test(driver: Driver, hands: HandWorkers) -> None:
+        with pytest.raises(RefusedError, match="memory holds 40"):
+            submit(driver, ask(limit=100))
+        assert driver.waiting == 0
+
+    drive(test, capacity=40)
+
+
+def test_draining_waits_for_what_runs_and_fails_what_is_late():
+    async def test(driver: Driver, hands: HandWorkers) -> None:
+        _, quick = submit(driver, ask("quick", limit=2))
+        _, late = submit(driver, ask("late", limit=100))
+        await turns()
+        draining = asyncio.create_task(driver.drain(0.01))
+        await turns()
+        hands.progress(steps=2)
+        assert await draining == 1
+        assert (await take(quick)).finish == "length"
+        assert (await take(late)).failure == SHUTTING_DOWN
+
+    drive(test)
+
+
+def test_an_idle_driver_drains_at_once():
+    async def test(driver: Driver, hands: HandWorkers) -> None:
+        assert await driver.drain(3600.0) == 0
+
+    drive(test)
+
+
+def test_the_timer_wakes_a_policy_that_asked_for_it():
+    async def test(driver: Driver, hands: HandWorkers) -> None:
+        submit(driver, ask("first"))
+        await turns()
+        submit(driver, ask("second"))
+        hands.finish()
+        while not hands.running:  # both wait for the interval now
+            await asyncio.sleep(0.001)
+        assert [row.request_id for row in hands.running[0][1]] == ["second", "first"]
+
+    drive(test, slice_tokens=8, eager=False, min_interval_s=0.02)
+
+
+def test_a_bug_in_the_scheduler_is_raised_to_whoever_runs_the_driver():
+    async def test() -> None:
+        hands = HandWorkers()
+        driver = make_driver(hands)
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: None)
+        await driver.start()
+        driver.scheduler.policy = None
+        submit(driver, ask())
+        await turns()
+        assert driver.crashed is not None
+        with pytest.raises(AttributeError):
+            driver.crashed.result()
+        await driver.stop()
+
+    asyncio.run(test())

@@ -1,0 +1,107 @@
+"""Stop strings and counts do not depend on how the tokens were delivered."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+from serving import Letters
+
+from toolkit.serve.text import Shown, StopFinder, TextOutput
+
+PIECES = st.lists(st.text("ab", max_size=4), max_size=12)
+STOPS = st.lists(st.text("ab", min_size=1, max_size=4), max_size=3)
+
+
+def find(pieces: list[str], stops: list[str]) -> tuple[str, bool]:
+    finder = StopFinder(stops)
+    shown = ""
+    for piece in pieces:
+        more, stopped = finder.feed(piece)
+        shown += more
+        if stopped:
+            return shown, True
+    return shown + finder.flush(), False
+
+
+@given(PIECES, STOPS)
+def test_a_stop_string_is_found_wherever_the_pieces_end(pieces: list[str], stops: list[str]):
+    assert find(pieces, stops) == find(list("".join(pieces)), stops)
+
+
+@given(PIECES, STOPS)
+def test_what_is_shown_holds_no_stop_string_and_loses_no_text(pieces: list[str], stops: list[str]):
+    shown, stopped = find(pieces, stops)
+    whole = "".join(pieces)
+    assert not any(stop in shown for stop in stops)
+    assert whole.startswith(shown)
+    assert stopped == any(stop in whole for stop in stops)
+    assert stopped or shown == whole
+
+
+@given(PIECES, STOPS.filter(bool))
+def test_only_what_may_begin_a_stop_string_is_held_back(pieces: list[str], stops: list[str]):
+    finder = StopFinder(stops)
+    shown, stopped = finder.feed("".join(pieces))
+    held = "".join(pieces)[len(shown) :]
+    assert stopped or held == "" or any(stop.startswith(held) for stop in stops)
+
+
+def test_the_first_match_to_be_complete_wins_and_then_the_longer():
+    assert find(["xabcx"], ["abcx", "b"]) == ("xa", True)
+    assert find(["xabx"], ["b", "ab"]) == ("x", True)
+
+
+def feed_all(chunks: list[bytes], finish: str, **options) -> Shown:
+    output = TextOutput(Letters(), **options)
+    shown = [output.feed(chunk, finish if last else "") for last, chunk in _marked(chunks)]
+    ended = next((index for index, one in enumerate(shown) if one.finish), len(shown) - 1)
+    kept = shown[: ended + 1]
+    return Shown("".join(one.text for one in kept), sum(one.tokens for one in kept), kept[-1].finish)
+
+
+def _marked(chunks: list[bytes]) -> list[tuple[bool, bytes]]:
+    return [(index == len(chunks) - 1, chunk) for index, chunk in enumerate(chunks)]
+
+
+def test_tokens_are_counted_up_to_the_stop_however_they_come():
+    expected = Shown("ab", 4, "stop")
+    assert feed_all([b"abcdef"], "length", stops=["cd"]) == expected
+    assert feed_all([b"abc", b"def"], "length", stops=["cd"]) == expected
+    assert feed_all([b"a", b"b", b"c", b"d", b"e"], "length", stops=["cd"]) == expected
+
+
+def test_text_that_only_began_like_a_stop_string_is_shown_at_the_end():
+    assert feed_all([b"abc"], "length", stops=["cd"]) == Shown("abc", 3, "length")
+
+
+def test_the_token_that_ended_the_row_counts_and_is_not_shown():
+    assert feed_all([b"ab", b"c\0"], "stop") == Shown("abc", 4, "stop")
+    assert feed_all([b"abc\0"], "stop", stops=["zz"]) == Shown("abc", 4, "stop")
+
+
+def test_stop_strings_are_not_looked_for_before_min_tokens():
+    assert feed_all([b"abab"], "length", stops=["a"], min_tokens=2) == Shown("ab", 3, "stop")
+
+
+class Halves:
+    """A character is two tokens, as in bytes of UTF-8."""
+
+    def __init__(self) -> None:
+        self.held: list[int] = []
+
+    def feed(self, tokens) -> str:
+        self.held += tokens
+        whole, self.held = self.held[: len(self.held) // 2 * 2], self.held[len(self.held) // 2 * 2 :]
+        return bytes(whole[::2]).decode()
+
+    def flush(self) -> str:
+        return "?" if self.held else ""
+
+
+def test_half_a_character_at_the_end_is_shown_as_what_it_is():
+    output = TextOutput(Halves(), ["x"])
+    assert output.feed(b"aab", "").text == "a"
+    assert output.feed(b"bc", "length") == Shown("b?", 2, "length")
+
+
+def test_a_stop_string_in_the_last_flush_ends_the_text():
+    output = TextOutput(Halves(), ["?"])
+    assert output.feed(b"aab", "length") == Shown("a", 3, "stop")

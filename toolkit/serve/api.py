@@ -1,0 +1,148 @@
+"""The HTTP surface: OpenAI's routes, health, metrics. Each route reads a form, calls one thing, writes the answer."""
+
+from __future__ import annotations
+
+import time
+
+import msgspec
+from fastapi import FastAPI, Request
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+from starlette.types import ASGIApp
+
+import toolkit
+from toolkit.engines.tokenizer import Tokenizer
+from toolkit.serve.body import read_json
+from toolkit.serve.driver import Driver
+from toolkit.serve.errors import ApiError, on_api_error, on_bug, on_http_exception
+from toolkit.serve.gate import Gate
+from toolkit.serve.generation import Generation, unknown_model
+from toolkit.serve.health import gauges, is_ready, problem
+from toolkit.serve.metrics import Exposition
+from toolkit.serve.schemas import (
+    ChatForm,
+    CompletionForm,
+    DetokenizeForm,
+    FormT,
+    GenerationForm,
+    TokenizeForm,
+    validate,
+)
+from toolkit.serve.settings import Settings
+from toolkit.serve.sse import EventStream, Exchange, json_response
+
+
+def make_app(driver: Driver, tokenizer: Tokenizer, settings: Settings) -> ASGIApp:
+    """The application over a driver that somebody else starts and stops."""
+    app = FastAPI(title="llmctl", openapi_url=None, redirect_slashes=False)
+    app.add_exception_handler(ApiError, on_api_error)
+    app.add_exception_handler(HTTPException, on_http_exception)
+    app.add_exception_handler(Exception, on_bug)
+    routes = Routes(driver, tokenizer, settings)
+    for path, endpoint, methods in (
+        ("/v1/completions", routes.completions, ["POST"]),
+        ("/v1/chat/completions", routes.chat_completions, ["POST"]),
+        ("/v1/models", routes.models, ["GET"]),
+        ("/v1/models/{name:path}", routes.model, ["GET"]),
+        ("/tokenize", routes.tokenize, ["POST"]),
+        ("/detokenize", routes.detokenize, ["POST"]),
+        ("/health", routes.health, ["GET", "HEAD"]),
+        ("/ready", routes.ready, ["GET", "HEAD"]),
+        ("/metrics", routes.metrics, ["GET"]),
+        ("/version", routes.version, ["GET"]),
+    ):
+        app.add_api_route(path, endpoint, methods=methods, response_model=None)
+    open_paths = ["/health", "/ready", *(["/metrics"] if settings.open_metrics else [])]
+    return Gate(app, api_key=settings.api_key, open_paths=open_paths)
+
+
+class Routes:
+    """What the routes share."""
+
+    def __init__(self, driver: Driver, tokenizer: Tokenizer, settings: Settings) -> None:
+        self._driver = driver
+        self._tokenizer = tokenizer
+        self._settings = settings
+        self._generation = Generation(driver, tokenizer, settings)
+        self._created = int(time.time())
+        self._registry = CollectorRegistry()
+        self._registry.register(
+            Exposition(driver.stats, lambda: gauges(driver), settings.model, vllm_names=settings.vllm_metrics)
+        )
+
+    async def completions(self, request: Request) -> Response:
+        form = await self._form(request, CompletionForm)
+        return await self._answer(request, form, await self._generation.completion(form))
+
+    async def chat_completions(self, request: Request) -> Response:
+        form = await self._form(request, ChatForm)
+        return await self._answer(request, form, await self._generation.chat(form))
+
+    async def models(self) -> Response:
+        return _json({"object": "list", "data": [self._model()]})
+
+    async def model(self, name: str) -> Response:
+        if name != self._settings.model:
+            raise unknown_model(name)
+        return _json(self._model())
+
+    async def tokenize(self, request: Request) -> Response:
+        """The tokens of a prompt, or of messages in the model's chat template."""
+        form = await self._form(request, TokenizeForm)
+        if (form.prompt is None) == (form.messages is None):
+            raise ApiError("one of 'prompt' and 'messages' is needed", param="prompt")
+        if form.messages is not None:
+            tokens = await self._generation.chat_tokens(form.messages)
+        else:
+            tokens = await self._generation.text_tokens(form.prompt or "")
+        return _json({"count": len(tokens), "max_model_len": self._settings.max_model_len, "tokens": tokens})
+
+    async def detokenize(self, request: Request) -> Response:
+        form = await self._form(request, DetokenizeForm)
+        self._generation.check_tokens(form.tokens, "tokens")
+        return _json({"prompt": self._tokenizer.decode(form.tokens)})
+
+    async def health(self) -> Response:
+        """200 while the workers make progress."""
+        found = problem(self._driver)
+        return _json({"status": found or "ok"}, 503 if found else 200)
+
+    async def ready(self) -> Response:
+        """200 from when all workers are loaded until the end is announced."""
+        ready = is_ready(self._driver)
+        state = "leaving" if self._driver.leaving else self._driver.state
+        return _json({"status": state}, 200 if ready else 503)
+
+    async def metrics(self) -> Response:
+        return Response(generate_latest(self._registry), media_type=CONTENT_TYPE_LATEST)
+
+    async def version(self) -> Response:
+        return _json({"version": toolkit.__version__})
+
+    async def _form(self, request: Request, form: type[FormT]) -> FormT:
+        return validate(form, await read_json(request, self._settings.max_body_bytes))
+
+    async def _answer(self, request: Request, form: GenerationForm, exchange: Exchange) -> Response:
+        if not form.stream:
+            return await json_response(exchange, request.receive)
+        return EventStream(
+            exchange,
+            include_usage=form.include_usage,
+            keepalive_s=self._settings.keepalive_s,
+            write_timeout_s=self._settings.write_timeout_s,
+        )
+
+    def _model(self) -> dict[str, object]:
+        return {
+            "id": self._settings.model,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "llmctl",
+            "max_model_len": self._settings.max_model_len,
+        }
+
+
+def _json(content: object, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(content), status, media_type="application/json")

@@ -1,0 +1,51 @@
+"""From a plan to the objects that serve it: the scheduler as planned, and the front's settings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from toolkit.estimators.load import laws_from_fit
+from toolkit.files.plan import Plan
+from toolkit.sched.eventlog import Event, Header, Recorder
+from toolkit.sched.policies import make_policy
+from toolkit.sched.scheduler import Scheduler
+from toolkit.sched.types import Worker
+from toolkit.serve.metrics import Stats
+from toolkit.serve.settings import Settings
+
+
+def make_scheduler(plan: Plan, event_sink: Callable[[Event], None] | None = None) -> Scheduler:
+    """The plan's scheduler in its first state: for a server, or for the replay of a server's log."""
+    laws = laws_from_fit(plan.fit)
+    policy = make_policy(plan.policy.name, plan.policy.parameters)
+    workers = [Worker(index, laws.latency, laws.memory) for index in range(plan.workers)]
+    if event_sink is None:
+        return Scheduler(policy, workers)
+    event_sink(Header(plan.policy.name, dict(plan.policy.parameters), plan.workers))
+    return Recorder(policy, workers, event_sink)
+
+
+def make_stats(plan: Plan) -> Stats:
+    """Counters that know how far the plan's laws were measured."""
+    valid = (plan.fit.prefill.valid, plan.fit.decode.valid)
+    return Stats(min(one.batch_size_max for one in valid), min(one.length_max for one in valid))
+
+
+def model_name(plan: Plan) -> str:
+    """What clients call the model, where nobody said otherwise."""
+    recipe = plan.recipe
+    return recipe.serve.served_model_name or (recipe.name if recipe.model.source == "random" else recipe.model.source)
+
+
+def make_settings(plan: Plan, *, model: str = "", api_key: str = "", **others: bool) -> Settings:
+    """The front's settings: limits from the plan, the rest as given (`Settings` has the names)."""
+    serve, engine = plan.recipe.serve, plan.fit.engine
+    return Settings(
+        model=model or model_name(plan),
+        max_model_len=engine.max_model_len,
+        vocab_size=engine.vocab_size,
+        max_new_tokens=serve.max_new_tokens,
+        max_waiting=serve.max_waiting,
+        api_key=api_key,
+        **others,
+    )

@@ -1,0 +1,330 @@
+"""The scheduler on the real clock: asyncio moves requests, batches and tokens between clients, scheduler and workers.
+
+All decisions are the scheduler's. The driver tells it what happened, starts the batches it wants, and passes tokens on
+as they come. It keeps each request's tokens, so a slice that was lost goes on from what its client has seen.
+Everything runs on one event loop and nothing here waits for a client.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Literal
+
+from toolkit.engines.protocol import FinishReason, Row, SamplingParams, StepOutput
+from toolkit.files.profile import EngineFacts
+from toolkit.sched.scheduler import Scheduler
+from toolkit.sched.types import Batch, BatchResult, Request
+from toolkit.serve.metrics import Stats
+from toolkit.serve.reply import Delta, Reply
+from toolkit.serve.text import TextOutput
+from toolkit.workers.protocol import BatchDone, BatchProgress, WorkerEvent, WorkerLost, WorkerReady, Workers
+
+SHUTTING_DOWN = "the server is shutting down"
+State = Literal["loading", "ready", "draining", "stopped"]
+Status = Literal["", "stop", "length", "cancelled", "failed"]
+
+TIMER_SLACK_S = 0.001  # event loops may fire this early, and a tick before its time decides nothing
+
+
+class RefusedError(Exception):
+    """A request that can never be served; the message may be shown to its client."""
+
+
+@dataclass(slots=True, frozen=True)
+class Ask:
+    """What one choice asks for, in tokens."""
+
+    request_id: str
+    prompt: tuple[int, ...]
+    max_new_tokens: int
+    sampling: SamplingParams
+    priority: int = 0
+    end_after: int | None = None  # for replayed traces; the scheduler never sees it
+
+
+@dataclass(slots=True, eq=False)
+class Live:
+    """A request on its way, and when what happened to it, in seconds on the driver's clock."""
+
+    ask: Ask
+    output: TextOutput
+    reply: Reply
+    index: int
+    arrival_s: float
+    tokens: list[int] = field(default_factory=list)  # generated so far
+    started_s: float = math.nan
+    first_token_s: float = math.nan
+    last_token_s: float = math.nan
+    status: Status = ""
+    flight: Flight | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Flight:
+    """A batch on a worker: its rows, and how many tokens of each have come."""
+
+    batch: Batch
+    lives: tuple[Live, ...]
+    received: list[int]
+    sign_s: float  # the last sign of life of the worker
+
+
+class Driver:
+    """Owns the scheduler and the workers.
+
+    Args:
+        scheduler: in its first state; a `Recorder` for a log that replays.
+        workers: as many as the scheduler has.
+        stats: what is counted.
+        on_end: called with each request that has ended, whatever became of it.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        workers: Workers,
+        stats: Stats,
+        *,
+        on_end: Callable[[Live], None] | None = None,
+    ) -> None:
+        if workers.size != len(scheduler.workers):
+            raise ValueError(f"{workers.size} workers, and the scheduler has {len(scheduler.workers)}")
+        self.scheduler = scheduler
+        self.stats = stats
+        self.state: State = "loading"
+        self.leaving = False  # the end was announced: balancers should look elsewhere, though requests are still taken
+        self.facts: dict[int, EngineFacts] = {}
+        self.flights: dict[int, Flight] = {}
+        self.crashed: asyncio.Future[None] | None = None  # gets the exception of a bug: whoever started us must stop
+        self._workers = workers
+        self._on_end = on_end
+        self._lives: dict[str, Live] = {}
+        self._empty = asyncio.Event()
+        self._start_s = 0.0
+        self._tick_soon: asyncio.Handle | None = None
+        self._wake: asyncio.TimerHandle | None = None
+
+    @property
+    def now_s(self) -> float:
+        """Seconds since `start`."""
+        return asyncio.get_running_loop().time() - self._start_s
+
+    @property
+    def running(self) -> int:
+        """Requests in batches that run now."""
+        return sum(not live.status for flight in self.flights.values() for live in flight.lives)
+
+    @property
+    def waiting(self) -> int:
+        """Requests that no worker runs now: new ones, and ones between two slices."""
+        return len(self._lives) - self.running
+
+    async def start(self) -> None:
+        """Load the workers. `EngineError` if one cannot."""
+        loop = asyncio.get_running_loop()
+        self._start_s = loop.time()
+        self.crashed = loop.create_future()
+        self._empty.set()
+        await self._workers.start(self._on_event)
+        self.state = "ready"
+
+    async def drain(self, timeout_s: float) -> int:
+        """Take nothing new, and wait until all requests have ended; those that have not in time fail. How many did."""
+        self.state = "draining"
+        try:
+            await asyncio.wait_for(self._empty.wait(), timeout_s)
+        except TimeoutError:
+            late = list(self._lives.values())
+            for live in late:
+                self._give_up(live, SHUTTING_DOWN)
+            return len(late)
+        return 0
+
+    async def stop(self) -> None:
+        """End the workers; whoever still waits, fails."""
+        self.state = "stopped"
+        for live in list(self._lives.values()):
+            self._give_up(live, SHUTTING_DOWN)
+        for handle in (self._tick_soon, self._wake):
+            if handle:
+                handle.cancel()
+        await self._workers.stop()
+
+    def submit(self, ask: Ask, output: TextOutput, reply: Reply, index: int) -> Live:
+        """A request whose text goes to choice `index` of `reply`. `RefusedError` if it can never fit."""
+        if self.state != "ready":
+            raise ValueError(f"submitted while the driver is {self.state}")
+        now_s = self.now_s
+        request = Request(ask.request_id, now_s, len(ask.prompt), ask.max_new_tokens, ask.priority)
+        refusal = self.scheduler.submit(request, now_s)
+        if refusal:
+            raise RefusedError(refusal.reason)
+        live = Live(ask, output, reply, index, now_s)
+        self._lives[ask.request_id] = live
+        self._empty.clear()
+        self.stats.prompt_tokens += len(ask.prompt)
+        self._tick_later()
+        return live
+
+    def cancel(self, live: Live) -> None:
+        """Its client is gone. A row that runs ends with its batch, or sooner where the worker can."""
+        if live.status:
+            return
+        self.scheduler.cancel(live.ask.request_id, self.now_s)
+        self._unwanted(live)
+        self._end(live, "cancelled")
+        self._tick_later()
+
+    def _unwanted(self, live: Live) -> None:
+        flight = live.flight
+        if flight:
+            self._workers.cancel(flight.batch.worker, flight.batch.batch_id, (live.ask.request_id,))
+
+    def _give_up(self, live: Live, reason: str) -> None:
+        self.scheduler.cancel(live.ask.request_id, self.now_s)
+        self._unwanted(live)
+        self._fail(live, reason)
+
+    def _fail(self, live: Live, reason: str) -> None:
+        self._end(live, "failed")
+        live.reply.put(Delta(live.index, failure=reason))
+
+    def _end(self, live: Live, status: Status) -> None:
+        live.status = status
+        del self._lives[live.ask.request_id]
+        if not self._lives:
+            self._empty.set()
+        self.stats.count_end(status, live.arrival_s, live.first_token_s, live.last_token_s, live.output.tokens)
+        if self._on_end:
+            self._on_end(live)
+
+    def _tick_later(self) -> None:
+        """One tick for all that happens in this turn of the loop."""
+        if self._tick_soon is None and self.state != "stopped":
+            self._tick_soon = asyncio.get_running_loop().call_soon(self._tick)
+
+    def _tick(self) -> None:
+        with self._loud():
+            self._tick_soon = None
+            now_s = self.now_s
+            for batch in self.scheduler.tick(now_s):
+                self._launch(batch, now_s)
+            for refusal in self.scheduler.take_refusals():
+                if refusal.request_id in self._lives:
+                    self._fail(self._lives[refusal.request_id], refusal.reason)
+            self._arm(now_s)
+
+    def _arm(self, now_s: float) -> None:
+        if self._wake:
+            self._wake.cancel()
+            self._wake = None
+        wake_at_s = self.scheduler.wake_at_s
+        if wake_at_s < math.inf:
+            delay_s = max(wake_at_s - now_s, 0.0) + TIMER_SLACK_S
+            self._wake = asyncio.get_running_loop().call_later(delay_s, self._tick_later)
+
+    def _launch(self, batch: Batch, now_s: float) -> None:
+        lives = tuple(self._lives[job.request_id] for job in batch.jobs)
+        flight = Flight(batch, lives, [0] * len(lives), now_s)
+        self.flights[batch.worker] = flight
+        for live in lives:
+            live.flight = flight
+            if math.isnan(live.started_s):
+                live.started_s = now_s
+                self.stats.queue.observe(now_s - live.arrival_s)
+        self._workers.run(batch.worker, batch.batch_id, [_row(live) for live in lives], batch.steps)
+
+    def _on_event(self, event: WorkerEvent) -> None:
+        with self._loud():
+            match event:
+                case BatchProgress():
+                    self._progress(event)
+                case BatchDone():
+                    self._done(event)
+                case WorkerReady():
+                    self.facts[event.worker] = event.facts
+                    if not self.scheduler.workers[event.worker].alive:
+                        self.scheduler.worker_ready(event.worker, self.now_s)
+                        self._tick_later()
+                case WorkerLost():
+                    self.stats.worker_restarts += 1
+                    self.scheduler.worker_lost(event.worker, self.now_s)
+                    self._tick_later()
+
+    def _progress(self, event: BatchProgress) -> None:
+        flight = self.flights.get(event.worker)
+        if flight is None or flight.batch.batch_id != event.batch_id:
+            return
+        flight.sign_s = now_s = self.now_s
+        for row, (tokens, finish) in merge(event.steps).items():
+            flight.received[row] += len(tokens)
+            self._deliver(flight.lives[row], tokens, finish, now_s)
+
+    def _done(self, event: BatchDone) -> None:
+        flight = self.flights.pop(event.worker)
+        now_s = self.now_s
+        output = event.output
+        for live in flight.lives:
+            live.flight = None
+        for live, received, tokens, finish in zip(
+            flight.lives, flight.received, output.tokens, output.finish, strict=True
+        ):
+            self._deliver(live, tokens[received:], finish, now_s)
+        result = BatchResult(
+            event.batch_id,
+            event.worker,
+            tuple(len(tokens) for tokens in output.tokens),
+            tuple(bool(live.status) for live in flight.lives),
+            event.failure,
+        )
+        self.stats.count_batch(flight.batch, result, now_s, self.scheduler.workers[event.worker].latency)
+        self.scheduler.complete(result, now_s)
+        self._tick_later()
+
+    def _deliver(self, live: Live, tokens: Sequence[int], finish: FinishReason, now_s: float) -> None:
+        """New tokens go to the client at once. A row that has ended gets no more, whatever its batch still does."""
+        if live.status or not (tokens or finish):
+            return
+        live.tokens += tokens
+        shown = live.output.feed(tokens, finish)
+        if shown.tokens:
+            if math.isnan(live.first_token_s):
+                live.first_token_s = now_s
+            self.stats.count_tokens(shown.tokens, live.arrival_s, live.last_token_s, now_s)
+            live.last_token_s = now_s
+        if shown.finish:
+            if not finish:  # a stop string, which the worker does not know of
+                self._unwanted(live)
+            self._end(live, shown.finish)
+        live.reply.put(Delta(live.index, shown.text, shown.tokens, shown.finish))
+
+    @contextmanager
+    def _loud(self) -> Iterator[None]:
+        """An event loop logs what its callbacks raise and goes on; a scheduler in an unknown state must not."""
+        try:
+            yield
+        except Exception as error:
+            if self.crashed and not self.crashed.done():
+                self.crashed.set_exception(error)
+            raise
+
+
+def _row(live: Live) -> Row:
+    ask = live.ask
+    tokens = ask.prompt + tuple(live.tokens)
+    return Row(ask.request_id, tokens, len(live.tokens), ask.max_new_tokens, ask.sampling, ask.end_after)
+
+
+def merge(steps: Sequence[StepOutput]) -> dict[int, tuple[list[int], FinishReason]]:
+    """Row to its tokens of all `steps`, and how it ended or ''."""
+    tokens: dict[int, list[int]] = {}
+    ended: dict[int, FinishReason] = {}
+    for step in steps:
+        for row, token in zip(step.rows, step.tokens, strict=True):
+            tokens.setdefault(row, []).append(token)
+        ended.update(step.ended)
+    return {row: (tokens.get(row, []), ended.get(row, "")) for row in {**tokens, **ended}}

@@ -1,0 +1,219 @@
+"""From a validated form to submitted requests: limits, tokens, sampling, one request per prompt and choice.
+
+What can be refused is refused before the work is done: a full queue before tokenizing, all of a request or none of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+import secrets
+import time
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from toolkit.engines.protocol import SamplingParams
+from toolkit.engines.tokenizer import Tokenizer
+from toolkit.errors import InputError
+from toolkit.serve.driver import Ask, Driver, Live, RefusedError
+from toolkit.serve.errors import ApiError
+from toolkit.serve.reply import Reply
+from toolkit.serve.responses import ChatShape, CompletionShape, Head
+from toolkit.serve.schemas import ChatForm, CompletionForm, GenerationForm, Message, Prompt
+from toolkit.serve.settings import Settings
+from toolkit.serve.sse import Exchange
+from toolkit.serve.text import TextOutput
+
+LONG_TEXT = 1 << 15  # characters from which on a text is tokenized in a thread
+MAX_RETRY_AFTER_S = 60
+MAX_SEED = (1 << 63) - 1
+
+
+class Generation:
+    """Submits what forms ask for. One per server."""
+
+    def __init__(self, driver: Driver, tokenizer: Tokenizer, settings: Settings) -> None:
+        self._driver = driver
+        self._tokenizer = tokenizer
+        self._settings = settings
+
+    async def completion(self, form: CompletionForm) -> Exchange:
+        """`ApiError` where it cannot be served; nothing of it is submitted then."""
+        self._admit(form, len(form.prompt))
+        prompts = [await self._tokens(prompt) for prompt in form.prompt]
+        head = self._head("cmpl")
+        return self._submit(form, prompts, form.max_tokens, 16, CompletionShape(head), head.id)
+
+    async def chat(self, form: ChatForm) -> Exchange:
+        """`ApiError` where it cannot be served."""
+        self._admit(form, 1)
+        prompt = await self.chat_tokens(form.messages)
+        head = self._head("chatcmpl")
+        limit = form.max_completion_tokens or form.max_tokens
+        default = self._settings.max_new_tokens
+        return self._submit(form, [prompt], limit, default, ChatShape(head), head.id)
+
+    async def chat_tokens(self, messages: Sequence[Message]) -> list[int]:
+        """The messages in the model's chat template. 'developer' is what newer clients call 'system'."""
+        roles = {"developer": "system"}
+        plain = [{"role": roles.get(one.role, one.role), "content": one.content} for one in messages]
+        size = sum(len(one.content) for one in messages)
+        return await _tokenized(lambda: self._tokenizer.encode_chat(plain), size, "messages")
+
+    async def text_tokens(self, text: str) -> list[int]:
+        return await _tokenized(lambda: self._tokenizer.encode(text), len(text), "prompt")
+
+    async def _tokens(self, prompt: Prompt) -> list[int]:
+        if isinstance(prompt, str):
+            return await self.text_tokens(prompt)
+        self.check_tokens(prompt, "prompt")
+        return prompt
+
+    def check_tokens(self, tokens: Sequence[int], param: str) -> None:
+        """`ApiError` for a token that the model does not have."""
+        size = self._settings.vocab_size
+        for token in tokens:
+            if not 0 <= token < size:
+                raise ApiError(f"'{param}' holds token {_short(token)}; tokens here are 0 to {size - 1}", param=param)
+
+    def _admit(self, form: GenerationForm, prompts: int) -> None:
+        """Refuse by what is known before any tokenizing: the model, the server's state, the length of the queue."""
+        settings, driver = self._settings, self._driver
+        if form.model not in (None, settings.model):
+            raise unknown_model(form.model)
+        if form.llmctl_end_after is not None and not settings.allow_end_after:
+            text = "'llmctl_end_after' needs a server that was started with --allow-end-after"
+            raise ApiError(text, param="llmctl_end_after")
+        self._check_ready()
+        choices = prompts * (form.n or 1)
+        if driver.waiting + choices > settings.max_waiting:
+            text = f"{driver.waiting} requests wait; with {choices} more it would exceed {settings.max_waiting}"
+            raise ApiError(text, status=503, code="overloaded", headers={"Retry-After": str(self._retry_after_s())})
+
+    def _check_ready(self) -> None:
+        if self._driver.state != "ready":
+            text = f"the server is {self._driver.state}"
+            raise ApiError(text, status=503, code="unavailable", headers={"Retry-After": "5"})
+
+    def _retry_after_s(self) -> int:
+        """The fitted backlog: when the least loaded worker will have done what it was given."""
+        loads_s = [worker.load_s for worker in self._driver.scheduler.workers if worker.alive]
+        return min(max(math.ceil(min(loads_s, default=MAX_RETRY_AFTER_S)), 1), MAX_RETRY_AFTER_S)
+
+    def _head(self, prefix: str) -> Head:
+        return Head(f"{prefix}-{secrets.token_hex(12)}", int(time.time()), self._settings.model)
+
+    def _submit(
+        self,
+        form: GenerationForm,
+        prompts: Sequence[list[int]],
+        limit: int | None,
+        default: int,
+        shape: CompletionShape | ChatShape,
+        request_id: str,
+    ) -> Exchange:
+        n = form.n or 1
+        limits = [self._limit(len(prompt), limit, default) for prompt in prompts]
+        sampling = self._sampling(form, min(limits))
+        reply = Reply(len(prompts) * n, patient=not form.stream)
+        asks = [
+            Ask(
+                f"{request_id}-{index}",
+                tuple(prompts[index // n]),
+                limits[index // n],
+                _another_seed(sampling, index % n),
+                form.priority or 0,
+                form.llmctl_end_after,
+            )
+            for index in range(reply.choices)
+        ]
+        lives = self._submit_all(asks, form.stop, reply)
+
+        def cancel() -> None:
+            for live in lives:
+                self._driver.cancel(live)
+
+        return Exchange(reply, shape, sum(map(len, prompts)), cancel)
+
+    def _submit_all(self, asks: Sequence[Ask], stops: Sequence[str], reply: Reply) -> list[Live]:
+        self._check_ready()  # it may have changed while the prompts were tokenized
+        lives: list[Live] = []
+        try:
+            for index, ask in enumerate(asks):
+                output = TextOutput(self._tokenizer.detokenizer(), stops, ask.sampling.min_tokens)
+                lives.append(self._driver.submit(ask, output, reply, index))
+        except RefusedError as error:
+            for live in lives:
+                self._driver.cancel(live)
+            raise ApiError(str(error), code="context_length_exceeded") from None
+        return lives
+
+    def _limit(self, prompt_tokens: int, asked: int | None, default: int) -> int:
+        """How many tokens may be generated. `ApiError` naming the limit where that is not possible."""
+        settings = self._settings
+        room = settings.max_model_len - prompt_tokens
+        if prompt_tokens < 1:
+            raise ApiError("the prompt has no tokens", param="prompt")
+        if room < 1:
+            text = f"the prompt has {prompt_tokens} tokens; the limit of prompt + output is {settings.max_model_len}"
+            raise ApiError(text, param="prompt", code="context_length_exceeded")
+        if asked is None:
+            return min(default, settings.max_new_tokens, room)
+        if asked > settings.max_new_tokens:
+            text = f"max_tokens is {_short(asked)}; the limit is {settings.max_new_tokens}"
+            raise ApiError(text, param="max_tokens")
+        if asked > room:
+            text = (
+                f"the prompt has {prompt_tokens} tokens and max_tokens is {asked}, together "
+                f"{prompt_tokens + asked}; the limit is {settings.max_model_len}"
+            )
+            raise ApiError(text, param="max_tokens", code="context_length_exceeded")
+        return asked
+
+    def _sampling(self, form: GenerationForm, limit: int) -> SamplingParams:
+        """OpenAI's defaults. Without a seed sampling gets one here, so that a slice run again draws the same."""
+        stop_token_ids = form.stop_token_ids or []
+        self.check_tokens(stop_token_ids, "stop_token_ids")
+        min_tokens = form.min_tokens or 0
+        if min_tokens > limit:
+            text = f"min_tokens is {_short(min_tokens)}; max_tokens is {limit}"
+            raise ApiError(text, param="min_tokens")
+        temperature = 1.0 if form.temperature is None else form.temperature
+        return SamplingParams(
+            temperature=temperature,
+            top_p=1.0 if form.top_p is None else form.top_p,
+            top_k=max(form.top_k or 0, 0),
+            min_p=form.min_p or 0.0,
+            repetition_penalty=form.repetition_penalty or 1.0,
+            seed=(random.getrandbits(62) if form.seed is None and temperature else form.seed or 0) & MAX_SEED,
+            ignore_eos=bool(form.ignore_eos),
+            min_tokens=min_tokens,
+            stop_token_ids=tuple(stop_token_ids),
+        )
+
+
+async def _tokenized(work: Callable[[], list[int]], characters: int, param: str) -> list[int]:
+    """The tokens, worked out in a thread where that takes long enough to hold others up."""
+    try:
+        return work() if characters < LONG_TEXT else await asyncio.to_thread(work)
+    except InputError as error:
+        raise ApiError(error.message, param=param) from None
+
+
+def unknown_model(name: str | None) -> ApiError:
+    text = f"there is no model {name!r} here; GET /v1/models lists those there are"
+    return ApiError(text, status=404, param="model", code="model_not_found")
+
+
+def _another_seed(sampling: SamplingParams, choice: int) -> SamplingParams:
+    """Choices of one prompt draw apart from each other; greedy ones are equal anyway."""
+    if not choice or not sampling.temperature:
+        return sampling
+    return msgspec.structs.replace(sampling, seed=(sampling.seed + choice) & MAX_SEED)
+
+
+def _short(number: int) -> str:
+    """A number for a message; JSON's may have thousands of digits."""
+    return str(number) if abs(number) < 10**20 else "too large a number"

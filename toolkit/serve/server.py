@@ -1,0 +1,150 @@
+"""The process: listen, load, serve, and end in order when told to.
+
+uvicorn speaks HTTP. What it does on a signal is replaced: first /ready turns 503 and streams go on, then nothing new is
+taken, then what is left gets a final error, and only then does the listener close.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import signal
+import socket
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+
+import uvicorn
+import uvloop
+from starlette.types import ASGIApp
+
+from toolkit.errors import InputError
+from toolkit.serve.driver import Driver
+
+BACKLOG = 2048
+KEEP_ALIVE_S = 60  # longer than clients' connection pools keep theirs, so that they do not meet a closed one
+LAST_BYTES_S = 5  # for final chunks to leave
+
+
+@dataclass(slots=True, frozen=True)
+class Ending:
+    """How long a server that was told to stop takes requests still (`notice_s`), and waits for them (`timeout_s`)."""
+
+    notice_s: float = 0.0
+    timeout_s: float = 30.0
+
+
+def check_exposure(host: str, api_key: str, *, insecure: bool) -> None:
+    """`InputError` for an address that others can reach, without a key."""
+    if api_key or insecure or is_loopback(host):
+        return
+    raise InputError(
+        f"host {host} can be reached from other machines, and there is no API key",
+        "set LLMCTL_API_KEY, or serve on 127.0.0.1, or add --insecure",
+    )
+
+
+def is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A bound socket, before anything slow is done. `InputError` where the address is taken or not ours."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        return socket.create_server(address[:2], family=family, backlog=BACKLOG)
+    except OSError as error:
+        raise InputError(f"cannot listen on {host} port {port}: {error.strerror}", "choose another --port") from None
+
+
+def url(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+class SignalFreeServer(uvicorn.Server):
+    """uvicorn that leaves the signals to us."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class Signals:
+    """SIGTERM and SIGINT as events: the first asks for an orderly end, the second for one at once."""
+
+    def __init__(self) -> None:
+        self.first = asyncio.Event()
+        self.second = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._on_signal)
+
+    def _on_signal(self) -> None:
+        (self.second if self.first.is_set() else self.first).set()
+
+
+def run(driver: Driver, app: ASGIApp, listener: socket.socket, ending: Ending, on_ready: Callable[[], None]) -> None:
+    """Serve until a signal ends it. `EngineError` where a worker cannot load; a bug of the scheduler is raised."""
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(serve(driver, app, listener, ending, on_ready))
+
+
+async def serve(
+    driver: Driver, app: ASGIApp, listener: socket.socket, ending: Ending, on_ready: Callable[[], None]
+) -> None:
+    """As `run`, on the running loop."""
+    signals = Signals()
+    config = uvicorn.Config(
+        app,
+        http="httptools",
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        backlog=BACKLOG,
+        timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_graceful_shutdown=LAST_BYTES_S,
+    )
+    server = SignalFreeServer(config)
+    listening = asyncio.create_task(server.serve(sockets=[listener]))
+    loading = asyncio.create_task(driver.start())
+    try:
+        await first_of(loading, signals.first.wait())
+        if not signals.first.is_set():
+            loading.result()
+            on_ready()
+            assert driver.crashed is not None
+            await first_of(signals.first.wait(), driver.crashed, listening)
+            if driver.crashed.done():
+                driver.crashed.result()
+            await leave(driver, ending, signals)
+    finally:
+        loading.cancel()
+        await asyncio.wait([loading])
+        await driver.stop()
+        server.should_exit = True
+        await listening
+
+
+async def leave(driver: Driver, ending: Ending, signals: Signals) -> None:
+    """Announce the end, keep serving for the notice, then wait for what runs. A second signal cuts both short."""
+    driver.leaving = True
+    with suppress(TimeoutError):
+        await asyncio.wait_for(signals.second.wait(), ending.notice_s)
+    await first_of(driver.drain(ending.timeout_s), signals.second.wait())
+
+
+async def first_of(*waits: Awaitable[object]) -> None:
+    """Return when one of these is done; coroutines among them are cancelled then, tasks and futures go on."""
+    tasks = [asyncio.ensure_future(wait) for wait in waits]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task, wait in zip(tasks, waits, strict=True):
+            if task is not wait:
+                task.cancel()

@@ -1,0 +1,27 @@
+"""What a server is told, apart from the plan: names, limits, who may call."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(slots=True, frozen=True)
+class Settings:
+    """The front's settings. Lengths in tokens.
+
+    `max_new_tokens` bounds what one request may ask for; `max_waiting` how many may wait before new ones get 503.
+    Without an `api_key` everything is open.
+    """
+
+    model: str
+    max_model_len: int
+    vocab_size: int
+    max_new_tokens: int
+    max_waiting: int
+    api_key: str = ""
+    open_metrics: bool = False
+    allow_end_after: bool = False
+    vllm_metrics: bool = False
+    max_body_bytes: int = 8 << 20
+    keepalive_s: float = 10.0
+    write_timeout_s: float = 30.0
