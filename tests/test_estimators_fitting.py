@@ -64,7 +64,7 @@ def test_bends_are_chosen_when_small_batches_have_kernels_of_their_own():
 
     sizes = (1, 2, 3, 4, 8, 16, 32)
     fit = fit_profile(make_profile(decode=kernel, sizes=sizes, noise=0.02)).decode.fit
-    assert fit.form == "bends at N = 1, 2, 3, 4"
+    assert fit.form == "bends at 1, 2, 3, 4"
     assert [segment.batch_size_min for segment in fit.segments] == [1, 2, 3, 4]
     assert fit.error.median_percent < 3.0
     for size in sizes:

@@ -111,8 +111,8 @@ def _show_candidates(fit: Fit) -> None:
         )
         for form in prefill | decode
     ]
-    columns = ["form", ">prefill median", ">p95", ">decode median", ">p95"]
-    table(columns, rows, "forms that competed (<: kept)")
+    columns = ["form", ">prefill", ">p95", ">decode", ">p95"]
+    table(columns, rows, "forms that competed: held-out median and p95 (<: kept)")
 
 
 def _tried(error: HeldOutError | None, mark: str) -> tuple[str, str]:

@@ -45,7 +45,7 @@ class Form:
 
     @property
     def name(self) -> str:
-        bends = f"bends at N = {', '.join(map(str, self.knots))}" if self.knots else "bilinear"
+        bends = f"bends at {', '.join(map(str, self.knots))}" if self.knots else "bilinear"
         return f"{bends} + N*L^2" if self.square else bends
 
     def solve(self, points: Points) -> Floats:
