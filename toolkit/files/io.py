@@ -92,7 +92,8 @@ def write_text(path: AnyPath, text: str) -> None:
     except OSError as error:
         raise InputError(f"{target}: cannot be written: {error.strerror}", "choose another place with --out") from None
     finally:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            temporary.unlink()
 
 
 def _sync_folder(folder: Path) -> None:

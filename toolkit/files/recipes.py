@@ -29,7 +29,7 @@ def recipe_path(recipe: AnyPath) -> Path:
     if path.is_file():
         return path
     text = os.fspath(recipe)
-    if path.is_dir():
+    if text and path.is_dir():
         raise InputError(f"{text}: a folder, not a recipe")
     if os.sep in text or path.suffix in (".yaml", ".yml"):
         raise InputError(f"{text}: no such file", f"shipped recipes have bare names; {_nearest_recipe(path.stem)}")

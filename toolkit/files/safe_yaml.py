@@ -99,11 +99,12 @@ class _RecipeLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-# YAML 1.2, section 10.3.2 (core schema), without octal and hexadecimal.
+# YAML 1.2, section 10.3.2 (core schema), without octal and hexadecimal. PyYAML would read 010 as octal.
+_RecipeLoader.add_constructor("tag:yaml.org,2002:int", lambda _, node: int(node.value))
 for _tag, _pattern, _first in (
     ("null", r"^(?:~|null|Null|NULL|)$", ["~", "n", "N", ""]),
     ("bool", r"^(?:true|True|TRUE|false|False|FALSE)$", list("tTfF")),
-    ("int", r"^[-+]?(?:0|[1-9][0-9]*)$", list("-+0123456789")),
+    ("int", r"^[-+]?[0-9]{1,18}$", list("-+0123456789")),
     (
         "float",
         r"^[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?$|^[-+]?\.(?:inf|nan)$",

@@ -1,0 +1,183 @@
+"""Workflow files: what is written is what is read, and a file knows what it was made from."""
+
+import json
+from pathlib import Path
+
+import pytest
+import samples
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from toolkit.errors import InputError, StaleError
+from toolkit.files.fit import Fit
+from toolkit.files.io import digest, environment, head, read_file, write_file, write_text
+from toolkit.files.profile import PrefillPoint, Profile
+from toolkit.files.recipe import Recipe
+from toolkit.files.tuning import Tuning
+
+RECIPE = """\
+name: small  # a comment
+model: {source: org/model, max_model_len: 64}
+hardware: {device: cpu, name: any}
+profile: {batch_sizes: [1], input_lengths: [8], cached_lengths: [8], memory_lengths: [8]}
+sla: {ttft_p99_s: 2}
+"""
+
+
+def profile(recipe: Path) -> Profile:
+    return Profile(
+        **head({"recipe": recipe}),
+        recipe_name="small",
+        workers=1,
+        clock="wall",
+        engine=samples.fit().engine,
+        prefill=[],
+        decode=[],
+        slices=[],
+        memory=[],
+    )
+
+
+@pytest.fixture
+def chain(tmp_path: Path) -> dict[str, Path]:
+    """recipe.yaml -> profile.json -> fit.json."""
+    paths = {
+        role: tmp_path / name
+        for role, name in (("recipe", "recipe.yaml"), ("profile", "profile.json"), ("fit", "fit.json"))
+    }
+    paths["recipe"].write_text(RECIPE)
+    write_file(profile(paths["recipe"]), paths["profile"])
+    write_file(samples.fit().model_copy(update=dict(head({"profile": paths["profile"]}))), paths["fit"])
+    return paths
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=50)
+@given(st.lists(st.floats(allow_nan=False, allow_infinity=False), max_size=20))
+def test_every_float_survives_the_file(tmp_path: Path, seconds: list[float]) -> None:
+    path = tmp_path / "profile.json"
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(RECIPE)
+    point = PrefillPoint(batch_size=1, input_length=8, seconds=seconds)
+    written = profile(recipe).model_copy(update={"prefill": [point]})
+    write_file(written, path)
+    assert read_file(Profile, path) == written
+
+
+def test_the_same_model_gives_the_same_bytes(tmp_path: Path) -> None:
+    first, second = tmp_path / "a.json", tmp_path / "b.json"
+    write_file(samples.fit(), first)
+    write_file(read_file(Fit, first), second)
+    assert first.read_bytes() == second.read_bytes()
+    assert first.read_bytes().endswith(b"}\n")
+
+
+def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    write_text(path, "old")
+    with pytest.raises(UnicodeEncodeError):
+        write_text(path, "new \ud800")
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_folders_are_made(tmp_path: Path) -> None:
+    write_text(tmp_path / "a" / "b" / "plan.json", "x")
+    assert (tmp_path / "a" / "b" / "plan.json").read_text() == "x"
+
+
+def test_a_place_that_cannot_be_written_is_an_input_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match="cannot be written"):
+        write_text(tmp_path / "file" / "plan.json", "x")
+    with pytest.raises(InputError, match="cannot be written: Is a directory"):
+        write_text(tmp_path, "x")
+
+
+def test_a_file_that_is_missing_names_the_command_that_makes_it(tmp_path: Path) -> None:
+    with pytest.raises(InputError) as caught:
+        read_file(Fit, tmp_path / "fit.json")
+    assert "cannot be read: No such file" in caught.value.message
+    assert caught.value.hint == "make it with: llmctl fit PROFILE"
+
+
+def test_a_file_of_another_kind_is_named(chain: dict[str, Path]) -> None:
+    with pytest.raises(InputError, match=r"fit\.json: a fit file, not a profile file"):
+        read_file(Profile, chain["fit"])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"schema_version": 2}, "fit.json: schema_version: 2: should be 1"),
+        ({"workers": "2"}, "fit.json: workers: '2': should be a valid integer"),
+        ({"wrkers": 2}, "fit.json: wrkers: unknown key; did you mean 'workers'?"),
+        ({"workers": float("nan")}, "fit.json: workers: nan: should be a valid integer"),
+    ],
+)
+def test_a_damaged_file_names_the_key(chain: dict[str, Path], change: dict[str, object], message: str) -> None:
+    chain["fit"].write_text(json.dumps(json.loads(chain["fit"].read_text()) | change))
+    with pytest.raises(InputError) as caught:
+        read_file(Fit, chain["fit"])
+    assert caught.value.message.startswith(message)
+
+
+def test_half_a_file_is_not_json(chain: dict[str, Path]) -> None:
+    chain["fit"].write_text(chain["fit"].read_text()[:100])
+    with pytest.raises(InputError, match=r"fit\.json: not JSON"):
+        read_file(Fit, chain["fit"])
+
+
+def test_unchanged_inputs_are_accepted(chain: dict[str, Path]) -> None:
+    fit = read_file(Fit, chain["fit"], inputs={"recipe": chain["recipe"], "profile": chain["profile"]})
+    assert fit.inputs["profile"] == digest(chain["profile"])
+
+
+def test_a_changed_profile_makes_its_fit_stale(chain: dict[str, Path]) -> None:
+    write_file(read_file(Profile, chain["profile"]).model_copy(update={"workers": 7}), chain["profile"])
+    with pytest.raises(StaleError) as caught:
+        read_file(Fit, chain["fit"], inputs={"profile": chain["profile"]})
+    assert caught.value.message.startswith("fit.json is stale: its profile profile.json has changed since")
+    assert caught.value.hint == "make it again: llmctl fit PROFILE"
+
+
+def test_another_profile_is_named(chain: dict[str, Path], tmp_path: Path) -> None:
+    other = tmp_path / "other.json"
+    other.write_text("{}")
+    with pytest.raises(StaleError, match=r"its profile other\.json is not profile\.json, which it was made from"):
+        read_file(Fit, chain["fit"], inputs={"profile": other})
+
+
+def test_a_fit_knows_the_recipe_of_its_profile_and_which_section_changed(chain: dict[str, Path]) -> None:
+    chain["recipe"].write_text(RECIPE.replace("max_model_len: 64", "max_model_len: 63"))
+    with pytest.raises(StaleError) as caught:
+        read_file(Fit, chain["fit"], inputs={"recipe": chain["recipe"]})
+    assert caught.value.message.startswith("fit.json is stale: 'model' of recipe.yaml changed")
+    assert caught.value.hint == "make it again: llmctl profile RECIPE; llmctl fit PROFILE"
+
+
+@pytest.mark.parametrize(
+    "old_new", [("ttft_p99_s: 2", "ttft_p99_s: 3"), ("  # a comment", ""), ("sla:", "workers: 1\nsla:")]
+)
+def test_what_was_not_measured_makes_no_fit_stale(chain: dict[str, Path], old_new: tuple[str, str]) -> None:
+    chain["recipe"].write_text(RECIPE.replace(*old_new))
+    assert read_file(Fit, chain["fit"], inputs={"recipe": chain["recipe"]}).recipe_name == "test"
+
+
+def test_a_file_without_the_role_says_so(chain: dict[str, Path], tmp_path: Path) -> None:
+    alone = tmp_path / "alone.json"
+    write_file(samples.fit(), alone)
+    with pytest.raises(StaleError, match="does not say from which profile"):
+        read_file(Fit, alone, inputs={"profile": chain["profile"]})
+
+
+@pytest.mark.parametrize("model", [Profile, Fit, Tuning])
+def test_sections_that_a_file_depends_on_are_sections_of_a_recipe(model: type[Profile | Fit | Tuning]) -> None:
+    assert set(model.recipe_sections) <= Recipe.model_fields.keys()
+    assert model.recipe_sections != ()
+
+
+def test_the_environment_names_no_host_and_is_steady() -> None:
+    first = environment(device="cpu")
+    assert first == environment(device="cpu")
+    assert first.cpu_count >= 1
+    assert first.packages["numpy"]

@@ -1,0 +1,111 @@
+"""The floors of the project and the walls around its libraries, held by reading every import."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import toolkit
+
+PACKAGE = Path(toolkit.__file__).parent
+
+FLOORS = {
+    "errors": 0,
+    "sched": 1, "files": 1,
+    "estimators": 2, "engines": 2, "workers": 2, "traces": 2, "metrics": 2,
+    "sim": 3, "profiling": 3, "serve": 3,
+    "tuning": 4, "deploy": 4, "bench": 4,
+    "cli": 5,
+}  # fmt: skip
+SAME_FLOOR = {("workers", "engines")}
+
+# A library, and where under toolkit/ it may be imported.
+ONLY_IN = {
+    "torch": "engines/", "transformers": "engines/", "tokenizers": "engines/", "safetensors": "engines/",
+    "deepspeed": "engines/",
+    "optuna": "tuning/",
+    "scipy": "estimators/",
+    "numba": "sched/kernels.py",
+    "fastapi": "serve/", "starlette": "serve/", "uvicorn": "serve/", "prometheus_client": "serve/",
+    "httpx": "bench/",
+    "yaml": "files/",
+    "typer": "cli/",
+}  # fmt: skip
+NOWHERE = {"pickle", "cPickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"}
+NOT_IN_SCHED = {"time", "asyncio", "random", "os", "socket", "threading", "datetime", "logging", "uuid", "secrets"}
+NEVER_CALLED = {"yaml.load", "yaml.load_all", "yaml.unsafe_load", "yaml.full_load", "torch.load"}
+
+
+def imports(tree: ast.AST) -> Iterator[str]:
+    """Every module that is imported, also inside functions, absolutely named."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield node.module or ""
+            if node.module == "toolkit":
+                yield from (f"toolkit.{alias.name}" for alias in node.names)
+
+
+def violations(path: str, source: str) -> list[str]:
+    """What a file at `path`, relative to toolkit/, may not do and does."""
+    tree = ast.parse(source)
+    room = path.split("/")[0].removesuffix(".py")
+    found = []
+    for name in imports(tree):
+        top, _, inside = name.partition(".")
+        if top == "toolkit":
+            other = inside.split(".")[0]
+            allowed = other not in FLOORS or other == room or (room, other) in SAME_FLOOR
+            if not allowed and FLOORS[other] >= FLOORS[room]:
+                found.append(f"{room} imports toolkit.{other}")
+        elif not path.startswith(ONLY_IN.get(top, "")) or top in NOWHERE or (room == "sched" and top in NOT_IN_SCHED):
+            found.append(f"{room} imports {top}")
+    found += [f"calls {name}" for name in map(dotted, ast.walk(tree)) if name in NEVER_CALLED]
+    return found
+
+
+def dotted(node: ast.AST) -> str:
+    """'yaml.load' of an attribute of a name, '' of anything else."""
+    return (
+        f"{node.value.id}.{node.attr}" if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) else ""
+    )
+
+
+def sources() -> list[str]:
+    return sorted(str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py") if path.parent != PACKAGE) + [
+        "metrics.py",
+        "errors.py",
+    ]
+
+
+@pytest.mark.parametrize("path", sources())
+def test_imports_go_downwards_and_libraries_stay_in_their_room(path: str) -> None:
+    assert violations(path, (PACKAGE / path).read_text(encoding="utf-8")) == []
+
+
+def test_every_room_has_its_floor() -> None:
+    rooms = {path.name.removesuffix(".py") for path in PACKAGE.iterdir() if not path.name.startswith(("_", "."))}
+    assert rooms - {"py.typed"} == FLOORS.keys()
+
+
+@pytest.mark.parametrize(
+    ("path", "source", "expected"),
+    [
+        ("sched/policies/x.py", "import toolkit.sim.api", ["sched imports toolkit.sim"]),
+        ("sim/x.py", "from toolkit.serve import app", ["sim imports toolkit.serve"]),
+        ("sim/x.py", "from toolkit import serve", ["sim imports toolkit.serve"]),
+        ("engines/x.py", "from toolkit.workers import pool", ["engines imports toolkit.workers"]),
+        ("workers/x.py", "from toolkit.engines import load", []),
+        ("sim/x.py", "from toolkit.sched.types import Job", []),
+        ("serve/x.py", "def f():\n    import torch.nn", ["serve imports torch"]),
+        ("sched/scheduler.py", "import numba", ["sched imports numba"]),
+        ("sched/scheduler.py", "import time", ["sched imports time"]),
+        ("files/x.py", "import pickle", ["files imports pickle"]),
+        ("files/x.py", "import yaml\nyaml.load('')", ["calls yaml.load"]),
+        ("engines/x.py", "import torch\ntorch.load('')", ["calls torch.load"]),
+    ],
+)
+def test_the_walls_stop_what_they_should(path: str, source: str, expected: list[str]) -> None:
+    assert violations(path, source) == expected
