@@ -1,4 +1,4 @@
-"""What the server's tests share: a toy model, a tokenizer, workers that run on the test's loop, a whole server.
+"""What the server's tests share: a toy model, workers that run on the test's loop, a whole server.
 
 The toy model's next token is a function of all tokens before it, so a request that was moved or run again gives the
 same text, and a token that was lost or doubled gives another.
@@ -13,6 +13,7 @@ import httpx
 import msgspec
 import samples
 
+from toolkit.engines.bytes_tokenizer import EOS, VOCAB_SIZE, ByteTokenizer
 from toolkit.engines.protocol import Row, SliceOutput, StepOutput
 from toolkit.estimators.laws import bilinear_law
 from toolkit.estimators.memory import ZetaMemory
@@ -27,8 +28,7 @@ from toolkit.workers.protocol import BatchDone, BatchProgress, OnEvent, WorkerLo
 
 LAW = bilinear_law(p=(1e-4, 1e-3, 0.0, 0.01), d=(1e-6, 1e-4, 0.0, 0.01))
 FACTS = samples.fit().engine
-EOS = 0
-SETTINGS = Settings(model="toy", max_model_len=512, vocab_size=256, max_new_tokens=256, max_waiting=64)
+SETTINGS = Settings(model="toy", max_model_len=512, vocab_size=VOCAB_SIZE, max_new_tokens=256, max_waiting=64)
 
 
 def next_token(tokens: Sequence[int]) -> int:
@@ -138,32 +138,6 @@ class ToyWorkers(HandWorkers):
         asyncio.get_running_loop().call_soon(self._go_on, worker, at + stride)
 
 
-class Letters:
-    """Detokenizes ASCII, and knows nothing of unfinished characters."""
-
-    def feed(self, tokens: Sequence[int]) -> str:
-        return bytes(tokens).decode("latin-1")
-
-    def flush(self) -> str:
-        return ""
-
-
-class ToyTokenizer:
-    """A byte is a token."""
-
-    def encode(self, text: str, *, special: bool = True) -> list[int]:
-        return list(text.encode())
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        return bytes(tokens).decode("latin-1")
-
-    def encode_chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
-        return self.encode("".join(f"<{one['role']}>{one['content']}" for one in messages))
-
-    def detokenizer(self) -> Letters:
-        return Letters()
-
-
 def make_driver(workers: HandWorkers, *, policy: str = "slice", capacity: int = 4096, **parameters) -> Driver:
     memory = ZetaMemory(capacity)
     planned = [Worker(index, LAW, memory) for index in range(workers.size)]
@@ -177,7 +151,7 @@ async def client(workers: HandWorkers | None = None, *, capacity: int = 4096, **
     workers = workers or ToyWorkers()
     driver = make_driver(workers, capacity=capacity)
     await driver.start()
-    app = make_app(driver, ToyTokenizer(), replace(SETTINGS, **settings))
+    app = make_app(driver, ByteTokenizer(), replace(SETTINGS, **settings))
     transport = httpx.ASGITransport(app)
     async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
         http.driver, http.workers = driver, workers

@@ -5,8 +5,9 @@ import dataclasses
 from collections.abc import Callable, Coroutine
 
 import pytest
-from serving import HandWorkers, Letters, generate, make_driver, turns
+from serving import HandWorkers, generate, make_driver, turns
 
+from toolkit.engines.bytes_tokenizer import ByteDetokenizer
 from toolkit.engines.protocol import SamplingParams
 from toolkit.serve.driver import SHUTTING_DOWN, Ask, Driver, Live, RefusedError
 from toolkit.serve.reply import Delta, Reply
@@ -19,7 +20,7 @@ def ask(name: str = "a", prompt: str = "hello", limit: int = 20, end_after: int 
 
 def submit(driver: Driver, what: Ask, stops: tuple[str, ...] = ()) -> tuple[Live, Reply]:
     reply = Reply(1)
-    return driver.submit(what, TextOutput(Letters(), stops), reply, 0), reply
+    return driver.submit(what, TextOutput(ByteDetokenizer(), stops), reply, 0), reply
 
 
 async def take(reply: Reply) -> Delta:

@@ -2,8 +2,8 @@
 
 from hypothesis import given
 from hypothesis import strategies as st
-from serving import Letters
 
+from toolkit.engines.bytes_tokenizer import ByteDetokenizer
 from toolkit.serve.text import Shown, StopFinder, TextOutput
 
 PIECES = st.lists(st.text("ab", max_size=4), max_size=12)
@@ -50,7 +50,7 @@ def test_the_first_match_to_be_complete_wins_and_then_the_longer():
 
 
 def feed_all(chunks: list[bytes], finish: str, **options) -> Shown:
-    output = TextOutput(Letters(), **options)
+    output = TextOutput(ByteDetokenizer(), **options)
     shown = [output.feed(chunk, finish if last else "") for last, chunk in _marked(chunks)]
     ended = next((index for index, one in enumerate(shown) if one.finish), len(shown) - 1)
     kept = shown[: ended + 1]
@@ -73,8 +73,8 @@ def test_text_that_only_began_like_a_stop_string_is_shown_at_the_end():
 
 
 def test_the_token_that_ended_the_row_counts_and_is_not_shown():
-    assert feed_all([b"ab", b"c\0"], "stop") == Shown("abc", 4, "stop")
-    assert feed_all([b"abc\0"], "stop", stops=["zz"]) == Shown("abc", 4, "stop")
+    assert feed_all([b"ab", [*b"c", 257]], "stop") == Shown("abc", 4, "stop")
+    assert feed_all([[*b"abc", 257]], "stop", stops=["zz"]) == Shown("abc", 4, "stop")
 
 
 def test_stop_strings_are_not_looked_for_before_min_tokens():

@@ -1,0 +1,265 @@
+"""Every bad request gets its 4xx with OpenAI's body; none a 500, none a 422, none something else."""
+
+import asyncio
+import json
+from contextlib import suppress
+
+import httpx
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from serving import client
+
+from toolkit.serve.body import MAX_DEPTH, parse_json
+from toolkit.serve.errors import ApiError
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+USER = [{"role": "user", "content": "hi"}]
+JSON = {"content-type": "application/json"}
+
+
+def send(method: str, path: str, **options) -> httpx.Response:
+    async def run() -> httpx.Response:
+        async with client(max_body_bytes=20_000) as http:
+            response = await http.request(method, path, **options)
+            assert http.driver.scheduler.jobs == 0
+            return response
+
+    return asyncio.run(run())
+
+
+def error(response: httpx.Response) -> dict:
+    body = response.json()
+    assert body.keys() == {"error"}
+    assert body["error"].keys() == {"message", "type", "param", "code"}
+    assert response.headers["content-type"] == "application/json"
+    assert "Traceback" not in body["error"]["message"]
+    return body["error"]
+
+
+RAW = {
+    "empty": (b"", "not JSON"),
+    "torn": (b'{"prompt": "a"', "not JSON"),
+    "two objects": (b'{"prompt": "a"}{}', "Extra data"),
+    "not an object": (b'["prompt"]', "must be a JSON object"),
+    "NaN": (b'{"prompt": "a", "temperature": NaN}', "NaN is not a JSON number"),
+    "Infinity": (b'{"prompt": "a", "top_p": -Infinity}', "-Infinity is not a JSON number"),
+    "a key twice": (b'{"prompt": "a", "prompt": "b"}', "the key 'prompt' comes twice"),
+    "a byte order mark": (b'\xef\xbb\xbf{"prompt": "a"}', "BOM"),
+    "not UTF-8": (b'{"prompt": "\xff"}', "not UTF-8: byte 12"),
+    "UTF-16": ('{"prompt": "a"}'.encode("utf-16"), "not UTF-8"),
+    "a lone surrogate": (b'{"prompt": "\\ud800"}', "half of a surrogate pair"),
+    "a lone surrogate in a key": (b'{"prompt": "a", "\\udfff": 1}', "half of a surrogate pair"),
+    "a lone surrogate in a message": (b'{"messages": [{"role": "user", "content": "\\uDC00"}]}', "half of a surrogate"),
+    "deep": (b'{"prompt": "a", "x": ' + b"[" * 40 + b"]" * 40 + b"}", "nests deeper than 32"),
+    "very deep": (b'{"prompt": ' + b"[" * 9000 + b"]" * 9000 + b"}", "nests deeper than 32"),
+    "a huge integer": (b'{"prompt": "a", "max_tokens": ' + b"9" * 5000 + b"}", "integer string conversion"),
+    "a raw line break in a string": (b'{"prompt": "a\nb"}', "not JSON"),
+}
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT, "/tokenize", "/detokenize"])
+@pytest.mark.parametrize("what", RAW)
+def test_bodies_that_are_not_plain_json(path: str, what: str):
+    body, message = RAW[what]
+    response = send("POST", path, content=body, headers=JSON)
+    assert response.status_code == 400
+    assert message in error(response)["message"]
+
+
+FIELDS = [
+    ({}, "prompt", "Field required"),
+    ({"prompt": 5}, "prompt", "string"),
+    ({"prompt": ""}, "prompt", "no tokens"),
+    ({"prompt": []}, "prompt", "string"),
+    ({"prompt": [[]]}, "prompt", "no tokens"),
+    ({"prompt": ["a", 5]}, "prompt", "alone"),
+    ({"prompt": [1, True]}, "prompt", "alone"),
+    ({"prompt": [1, 2.0]}, "prompt", "alone"),
+    ({"prompt": [259]}, "prompt", "holds token 259; tokens here are 0 to 258"),
+    ({"prompt": [-1]}, "prompt", "holds token -1"),
+    ({"prompt": [10**30]}, "prompt", "too large a number"),
+    ({"prompt": ["a"] * 257}, "prompt", "257 prompts; the limit is 256"),
+    ({"prompt": "a" * 512}, "prompt", "512 tokens; the limit of prompt + output is 512"),
+    ({"prompt": "a" * 412, "max_tokens": 101}, "max_tokens", "together 513; the limit is 512"),
+    ({"prompt": "a", "max_tokens": 257}, "max_tokens", "max_tokens is 257; the limit is 256"),
+    ({"prompt": "a", "max_tokens": 10**30}, "max_tokens", "too large a number; the limit is 256"),
+    ({"prompt": "a", "max_tokens": 0}, "max_tokens", "greater than or equal to 1"),
+    ({"prompt": "a", "max_tokens": "5"}, "max_tokens", "integer"),
+    ({"prompt": "a", "max_tokens": 5.0}, "max_tokens", "integer"),
+    ({"prompt": "a", "max_tokens": True}, "max_tokens", "integer"),
+    ({"prompt": "a", "temperature": -0.1}, "temperature", "greater than or equal to 0"),
+    ({"prompt": "a", "temperature": 2.1}, "temperature", "less than or equal to 2"),
+    ({"prompt": "a", "temperature": 1e999}, "temperature", "finite"),
+    ({"prompt": "a", "top_p": 0}, "top_p", "greater than 0"),
+    ({"prompt": "a", "top_k": -2}, "top_k", "greater than or equal to -1"),
+    ({"prompt": "a", "min_p": 1.5}, "min_p", "less than or equal to 1"),
+    ({"prompt": "a", "repetition_penalty": 0}, "repetition_penalty", "greater than 0"),
+    ({"prompt": "a", "n": 0}, "n", "greater than or equal to 1"),
+    ({"prompt": "a", "n": 17}, "n", "less than or equal to 16"),
+    ({"prompt": "a", "seed": 2**63}, "seed", "less than"),
+    ({"prompt": "a", "seed": "x"}, "seed", "integer"),
+    ({"prompt": "a", "stop": 5}, "stop", "list of strings"),
+    ({"prompt": "a", "stop": [""]}, "stop", "1 to 256 characters"),
+    ({"prompt": "a", "stop": "x" * 257}, "stop", "1 to 256 characters"),
+    ({"prompt": "a", "stop": ["x"] * 17}, "stop", "17 strings; the limit is 16"),
+    ({"prompt": "a", "stop_token_ids": [300]}, "stop_token_ids", "holds token 300"),
+    ({"prompt": "a", "stop_token_ids": [1] * 65}, "stop_token_ids", "at most 64"),
+    ({"prompt": "a", "min_tokens": 17}, "min_tokens", "min_tokens is 17; max_tokens is 16"),
+    ({"prompt": "a", "stream": "yes"}, "stream", "boolean"),
+    ({"prompt": "a", "stream_options": {"include_usage": 1}}, "stream_options.include_usage", "boolean"),
+    ({"prompt": "a", "priority": 2**40}, "priority", "less than"),
+    ({"prompt": "a", "llmctl_end_after": 5}, "llmctl_end_after", "--allow-end-after"),
+    ({"prompt": "a", "logprobs": 0}, "logprobs", "not supported"),
+    ({"prompt": "a", "echo": True}, "echo", "not supported"),
+    ({"prompt": "a", "best_of": 2}, "best_of", "not supported"),
+    ({"prompt": "a", "suffix": "z"}, "suffix", "not supported"),
+    ({"prompt": "a", "logit_bias": {"5": 1}}, "logit_bias", "not supported"),
+    ({"prompt": "a", "presence_penalty": 0.5}, "presence_penalty", "not supported"),
+    ({"prompt": "a", "frequency_penalty": -1}, "frequency_penalty", "not supported"),
+]
+
+
+@pytest.mark.parametrize(("body", "param", "message"), FIELDS, ids=[json.dumps(one[0])[:60] for one in FIELDS])
+def test_fields_that_cannot_be(body: dict, param: str, message: str):
+    response = send("POST", COMPLETIONS, content=json.dumps(body).replace("Infinity", "1e999"), headers=JSON)
+    assert response.status_code == 400
+    said = error(response)
+    assert said["type"] == "invalid_request_error"
+    assert said["param"] == param
+    assert message in said["message"]
+
+
+CHATS = [
+    ({}, "messages", "Field required"),
+    ({"messages": []}, "messages", "at least 1"),
+    ({"messages": "hi"}, "messages", "list"),
+    ({"messages": [{"role": "user"}]}, "messages.0.content", "Field required"),
+    ({"messages": [{"role": "user", "content": None}]}, "messages.0.content", "string"),
+    ({"messages": [{"role": "king", "content": "a"}]}, "messages.0.role", "'system'"),
+    ({"messages": [{"role": "tool", "content": "a"}]}, "messages.0.role", "'system'"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+        "messages.0.content",
+        "not of type 'text'",
+    ),
+    ({"messages": USER, "max_completion_tokens": 0}, "max_completion_tokens", "greater than or equal to 1"),
+    ({"messages": USER, "tools": [{"type": "function"}]}, "tools", "not supported"),
+    ({"messages": USER, "tool_choice": "required"}, "tool_choice", "not supported"),
+    ({"messages": USER, "response_format": {"type": "json_schema"}}, "response_format", "not supported"),
+    ({"messages": USER, "logprobs": True}, "logprobs", "not supported"),
+    ({"messages": USER, "top_logprobs": 2}, "top_logprobs", "not supported"),
+    ({"messages": USER, "modalities": ["audio"]}, "modalities", "not supported"),
+]
+
+
+@pytest.mark.parametrize(("body", "param", "message"), CHATS, ids=[json.dumps(one[0])[:60] for one in CHATS])
+def test_chats_that_cannot_be(body: dict, param: str, message: str):
+    response = send("POST", CHAT, json=body)
+    assert response.status_code == 400
+    assert (error(response)["param"], message in error(response)["message"]) == (param, True)
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("GET", "/", 404),
+        ("GET", "/docs", 404),
+        ("GET", "/openapi.json", 404),
+        ("GET", "/v1/models/", 404),
+        ("POST", "/v1/embeddings", 404),
+        ("GET", COMPLETIONS, 405),
+        ("DELETE", "/v1/models", 405),
+        ("POST", "/health", 405),
+    ],
+)
+def test_routes_that_are_not(method: str, path: str, status: int):
+    response = send(method, path)
+    assert response.status_code == status
+    error(response)
+    assert ("allow" in response.headers) == (status == 405)
+
+
+@pytest.mark.parametrize(("path", "body"), [(COMPLETIONS, {"prompt": "a"}), (CHAT, {"messages": USER})])
+def test_a_model_that_is_not_here(path: str, body: dict):
+    response = send("POST", path, json={"model": "gpt-5", **body})
+    assert response.status_code == 404
+    assert error(response)["code"] == "model_not_found"
+
+
+def test_a_body_that_says_it_is_too_large_is_refused_unread():
+    response = send("POST", COMPLETIONS, content=b"", headers={**JSON, "content-length": "20001"})
+    assert response.status_code == 413
+    assert error(response)["message"] == "the body is larger than 20000 bytes"
+
+
+def test_a_body_is_refused_once_it_is_too_large():
+    pieces = []
+
+    async def body():
+        for _ in range(100):
+            pieces.append(1)
+            yield b"x" * 1000
+
+    response = send("POST", COMPLETIONS, content=body(), headers=JSON)
+    assert response.status_code == 413
+    assert response.headers["connection"] == "close"
+    assert len(pieces) == 21
+
+
+@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", ""])
+def test_other_content_types(kind: str):
+    response = send("POST", COMPLETIONS, content=b'{"prompt": "a"}', headers={"content-type": kind})
+    assert response.status_code == 415
+    error(response)
+
+
+@pytest.mark.parametrize("body", [{}, {"prompt": "a", "messages": USER}])
+def test_tokenize_needs_one_of_prompt_and_messages(body: dict):
+    assert send("POST", "/tokenize", json=body).status_code == 400
+
+
+def test_detokenize_refuses_tokens_that_are_not():
+    assert error(send("POST", "/detokenize", json={"tokens": [259]}))["param"] == "tokens"
+
+
+def test_surrogate_pairs_are_characters():
+    assert parse_json(b'{"prompt": "\\ud83d\\ude00"}') == {"prompt": "\N{GRINNING FACE}"}
+
+
+def test_nesting_is_counted_to_the_level():
+    def nested(levels: int) -> bytes:
+        return b'{"x": ' + b"[" * (levels - 1) + b"]" * (levels - 1) + b"}"
+
+    parse_json(nested(MAX_DEPTH))
+    with pytest.raises(ApiError, match="nests deeper"):
+        parse_json(nested(MAX_DEPTH + 1))
+
+
+@given(st.binary(max_size=40) | st.text(alphabet='{}[]",:\\ud8eE0+-.NaInfity \n', max_size=40).map(str.encode))
+def test_no_body_raises_anything_but_an_api_error(body: bytes):
+    with suppress(ApiError):
+        assert isinstance(parse_json(body), dict)
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=6,
+)
+NAMES = st.sampled_from(["prompt", "messages", "max_tokens", "stop", "n", "stream_options", "seed", "stop_token_ids"])
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.dictionaries(NAMES, VALUES, max_size=4))
+def test_no_field_gives_a_server_error(fields: dict):
+    async def run() -> None:
+        async with client() as http:
+            for path in (COMPLETIONS, CHAT):
+                body = {"prompt": "a", "messages": USER, "max_tokens": 2, **fields}
+                response = await http.post(path, content=json.dumps(body), headers=JSON)
+                assert response.status_code in (200, 400)
+                if response.status_code == 400:
+                    error(response)
+
+    asyncio.run(run())
