@@ -16,7 +16,7 @@ FinishReason = Literal["", "stop", "length"]
 
 
 class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
-    """How the next token is drawn. Drawing is keyed by (seed, position), so a row that is moved or run again draws the same."""
+    """How the next token is drawn: keyed by (seed, position), so a row that is moved or run again draws the same."""
 
     temperature: float = 0.0
     top_p: float = 1.0
@@ -37,7 +37,8 @@ class Row(msgspec.Struct, frozen=True, omit_defaults=True):
     generated: int  # how many of `tokens` were generated: the position of the next draw
     max_new_tokens: int  # of the whole request, so `max_new_tokens - generated` more at most
     sampling: SamplingParams = SamplingParams()
-    end_after: int | None = None  # for replayed traces: the model 'says' EOS as its end_after-th token, unknown to the scheduler
+    # For replayed traces, unknown to the scheduler: the model 'says' EOS as its end_after-th token, and no earlier.
+    end_after: int | None = None
 
 
 class SliceOutput(msgspec.Struct, frozen=True):

@@ -1,0 +1,17 @@
+"""Which class runs a recipe's engine. Imports only the one that is asked for."""
+
+from __future__ import annotations
+
+from toolkit.engines.protocol import Engine
+from toolkit.files.recipe import EngineSpec, HardwareSpec, ModelSpec
+
+
+def make_engine(model: ModelSpec, engine: EngineSpec, hardware: HardwareSpec) -> Engine:
+    """Load the engine. `EngineError` or `InputError` where that is not possible."""
+    if engine.name == "fake":
+        from toolkit.engines.fake import FakeEngine
+
+        return FakeEngine.from_specs(model, engine)
+    from toolkit.engines.transformers_engine import TransformersEngine
+
+    return TransformersEngine(model, engine, hardware)

@@ -1,0 +1,193 @@
+"""An engine without a model: the protocol, deterministic tokens, and failures on demand. Needs no torch.
+
+The next token of a row is a hash of all its tokens so far, so a row served in slices gets what it gets in one piece.
+Tokens are printable ASCII, so that a byte tokenizer shows text.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import zlib
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+import toolkit
+from toolkit.engines.bytes_tokenizer import EOS, VOCAB_SIZE
+from toolkit.engines.endings import SliceRecord, remaining
+from toolkit.engines.hashing import mix
+from toolkit.engines.protocol import OnStep, OutOfMemory, Row, SliceOutput
+from toolkit.errors import InputError, nearest
+from toolkit.files.profile import EngineFacts
+from toolkit.files.recipe import EngineSpec, ModelSpec
+
+FIRST_TOKEN, LAST_TOKEN = 32, 126  # printable ASCII
+DEFAULT_KV_BYTES = 1024
+DEFAULT_BUDGET_MIB = 64.0
+
+
+@dataclass(slots=True, frozen=True)
+class FakeConfig:
+    """What `model.config` may say where the engine is 'fake'.
+
+    `eos_one_in`: one token in so many is EOS; 0: none. The latencies make T_prefill = prefill_s + prefill_token_s N L
+    and tau = decode_s + decode_row_s N. A batch with `crash_token` in a prompt raises; one with `hang_token` gives one
+    token per row and then hangs for ever.
+    """
+
+    model_type: str = "fake"
+    vocab_size: int = VOCAB_SIZE
+    eos_token_id: int = EOS
+    eos_one_in: int = 64
+    prefill_s: float = 0.0
+    prefill_token_s: float = 0.0
+    decode_s: float = 0.0
+    decode_row_s: float = 0.0
+    crash_token: int | None = None
+    hang_token: int | None = None
+
+    @classmethod
+    def of(cls, model: ModelSpec) -> FakeConfig:
+        """`InputError`, naming the nearest key, for one that is not known."""
+        known = cls.__dataclass_fields__
+        for key in model.config:
+            if key not in known:
+                raise InputError(f"model.config.{key}: the fake engine has no such key", nearest(key, known))
+        try:
+            return msgspec.convert(model.config, cls)
+        except msgspec.ValidationError as error:
+            raise InputError(f"model.config: {error}") from None
+
+    def prefill_latency_s(self, batch_size: int, length: int) -> float:
+        return self.prefill_s + self.prefill_token_s * batch_size * length
+
+    def decode_latency_s(self, batch_size: int, length: int) -> float:
+        return self.decode_s + self.decode_row_s * batch_size
+
+
+Latency = Callable[[int, int], float]  # (batch size, length) to seconds
+
+
+class FakeEngine:
+    """`toolkit.engines.protocol.Engine` in memory.
+
+    Args:
+        facts: what it says of itself; past `capacity_tokens`, N * (L + S) runs out of memory.
+        config: tokens, ends and failures.
+        prefill_s, decode_s: latencies; None: those of `config`.
+        sleep: how time passes. A test may give one that moves a clock.
+    """
+
+    def __init__(
+        self,
+        facts: EngineFacts,
+        config: FakeConfig | None = None,
+        *,
+        prefill_s: Latency | None = None,
+        decode_s: Latency | None = None,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self.facts = facts
+        self._config = config or FakeConfig()
+        self._prefill_s = prefill_s or self._config.prefill_latency_s
+        self._decode_s = decode_s or self._config.decode_latency_s
+        self._sleep = sleep
+
+    @classmethod
+    def from_specs(cls, model: ModelSpec, engine: EngineSpec) -> FakeEngine:
+        """From a recipe. `InputError` for keys that the fake engine does not know."""
+        config = FakeConfig.of(model)
+        return cls(_facts(model, engine, config), config)
+
+    def run_slice(self, rows: Sequence[Row], steps: int, on_step: OnStep) -> SliceOutput:
+        """See `Engine.run_slice`."""
+        config = self._config
+        width = max(len(row.tokens) for row in rows)
+        steps = min(steps, max(remaining(row) for row in rows))
+        self._check_memory(len(rows), width + steps)
+        if any(config.crash_token in row.tokens for row in rows):
+            raise RuntimeError(f"a prompt holds the token {config.crash_token} that crashes this engine")
+        record = SliceRecord(rows, (config.eos_token_id,))
+        texts = [_Text(row, config) for row in rows]
+        for step in range(steps):
+            self._wait(self._decode_s(len(rows), width + step) if step else self._prefill_s(len(rows), width))
+            wanted = on_step(record.advance([text.next() for text in texts]))
+            if not wanted or record.all_ended:
+                break
+            if any(config.hang_token in row.tokens for row in rows):
+                threading.Event().wait()
+        return record.output()
+
+    def time_prefill(self, batch_size: int, input_length: int, clock: Callable[[], float]) -> float:
+        """See `Engine.time_prefill`."""
+        return self._time(self._prefill_s, batch_size, input_length, clock)
+
+    def time_decode(self, batch_size: int, cached_length: int, clock: Callable[[], float]) -> float:
+        """See `Engine.time_decode`."""
+        return self._time(self._decode_s, batch_size, cached_length, clock)
+
+    def _time(self, latency: Latency, batch_size: int, length: int, clock: Callable[[], float]) -> float:
+        self._check_memory(batch_size, length + 1)
+        start = clock()
+        self._wait(latency(batch_size, length))
+        return clock() - start
+
+    def _check_memory(self, batch_size: int, columns: int) -> None:
+        needed, capacity = batch_size * columns, self.facts.capacity_tokens
+        if needed > capacity:
+            raise OutOfMemory(f"{needed} tokens do not fit into {capacity}")
+
+    def _wait(self, seconds: float) -> None:
+        if seconds > 0:
+            self._sleep(seconds)
+
+
+class _Text:
+    """One row's tokens: a checksum of all so far, which can be carried on from any point."""
+
+    def __init__(self, row: Row, config: FakeConfig) -> None:
+        sampling = row.sampling
+        self._salt = sampling.seed if sampling.temperature > 0 else 0
+        self._config = config
+        self._generated = row.generated
+        self._may_end_after = sampling.min_tokens
+        self._state = zlib.crc32(array("q", row.tokens))
+
+    def next(self) -> int:
+        draw = mix(self._state, self._salt, self._generated)
+        token = self._token(draw)
+        self._generated += 1
+        self._state = zlib.crc32(array("q", (token,)), self._state)
+        return token
+
+    def _token(self, draw: int) -> int:
+        config = self._config
+        may_end = config.eos_one_in and self._generated >= self._may_end_after
+        if may_end and (draw >> 32) % config.eos_one_in == 0:
+            return config.eos_token_id
+        last = min(LAST_TOKEN, config.vocab_size - 1)
+        first = min(FIRST_TOKEN, last)
+        return first + draw % (last - first + 1)
+
+
+def _facts(model: ModelSpec, engine: EngineSpec, config: FakeConfig) -> EngineFacts:
+    kv_bytes = model.kv_bytes_per_token or DEFAULT_KV_BYTES
+    budget = int((engine.kv_cache_memory_mib or DEFAULT_BUDGET_MIB) * (1 << 20))
+    return EngineFacts(
+        engine="fake",
+        engine_version=toolkit.__version__,
+        model_type=config.model_type,
+        parameters=0,
+        dtype=model.dtype,
+        device="none",
+        threads=engine.threads,
+        kv_bytes_per_token=kv_bytes,
+        kv_budget_bytes=budget,
+        capacity_tokens=budget // kv_bytes,
+        max_model_len=model.max_model_len,
+        vocab_size=config.vocab_size,
+        prefill_emits_token=True,
+    )

@@ -1,0 +1,212 @@
+"""From a recipe's `model` to a transformers model on its device.
+
+Random weights are drawn from the recipe's seed, so every worker builds the same model. Real ones come from safetensors
+only: nothing is unpickled. What is not covered here: tokenizers, memory budgets, and making slices of it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from toolkit.engines.bytes_tokenizer import BOS, EOS, PAD, VOCAB_SIZE
+from toolkit.engines.memory import is_out_of_memory
+from toolkit.errors import EngineError, nearest
+from toolkit.files.recipe import HardwareSpec, ModelSpec
+
+LEGACY_KEYS = ("rope_theta",)  # accepted by transformers, and moved into rope_parameters
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def load_model(spec: ModelSpec, hardware: HardwareSpec) -> PreTrainedModel:
+    """The model, in evaluation mode on its device. `EngineError`, one line, for all that can be wrong with it."""
+    device = _device(hardware)
+    config = load_config(spec)
+    _check_lengths(spec, config)
+    try:
+        model = _random_model(spec, config, device) if _is_random(spec) else _stored_model(spec, device)
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        raise EngineError(f"{_name(spec)} does not fit into {hardware.name}'s memory", "use a smaller model") from None
+    _check_interface(model)
+    return model.eval()
+
+
+def load_config(spec: ModelSpec) -> PreTrainedConfig:
+    """The model's config: built from `spec.config`, or the stored one, which `spec.config` must agree with."""
+    if spec.source == "random" or (spec.load_format == "dummy" and "model_type" in spec.config):
+        return _built_config(spec)
+    config = _stored_config(spec)
+    for key, value in spec.config.items():
+        if getattr(config, key, None) != value:
+            raise EngineError(
+                f"model.config.{key} is {value}; that of {spec.source} is {getattr(config, key, None)}",
+                "leave the key out, or correct it",
+            )
+    return config
+
+
+def eos_token_ids(model: PreTrainedModel) -> tuple[int, ...]:
+    """The tokens that end a text: those of the generation config, which may name several, or of the config."""
+    ids = getattr(model.generation_config, "eos_token_id", None)
+    if ids is None:
+        ids = getattr(model.config.get_text_config(decoder=True), "eos_token_id", None)
+    if ids is None:
+        return ()
+    return tuple(ids) if isinstance(ids, (list, tuple)) else (ids,)
+
+
+def _device(hardware: HardwareSpec) -> torch.device:
+    if hardware.device == "cuda" and not torch.cuda.is_available():
+        raise EngineError(
+            "hardware.device is cuda, and torch finds no CUDA device",
+            "check the driver with nvidia-smi, and that torch was installed with CUDA; or use a recipe for cpu",
+        )
+    return torch.device(hardware.device)
+
+
+def _is_random(spec: ModelSpec) -> bool:
+    return spec.source == "random" or spec.load_format == "dummy"
+
+
+def _name(spec: ModelSpec) -> str:
+    return f"a random {spec.config['model_type']}" if spec.source == "random" else f"model {spec.source}"
+
+
+def _built_config(spec: ModelSpec) -> PreTrainedConfig:
+    keys = dict(spec.config)
+    kind = str(keys.pop("model_type"))
+    if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        raise EngineError(
+            f"model.config.model_type '{kind}' is not a causal language model of transformers",
+            nearest(kind, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) if _is_near(kind) else "like llama, qwen3, mistral, gpt2",
+        )
+    known = _known_keys(kind)
+    for key in keys:
+        if key not in known:
+            raise EngineError(f"model.config.{key}: a {kind} has no such key", nearest(key, known))
+    if spec.tokenizer == "bytes":
+        keys = {"bos_token_id": BOS, "eos_token_id": EOS, "pad_token_id": PAD} | keys
+    try:
+        config = AutoConfig.for_model(kind, **keys)
+    except (ValueError, TypeError) as error:
+        raise EngineError(f"model.config: {_one_line(error)}", f"see the {kind} config in transformers") from None
+    if spec.tokenizer == "bytes" and config.vocab_size < VOCAB_SIZE:
+        raise EngineError(
+            f"model.config.vocab_size is {config.vocab_size}; the byte tokenizer has {VOCAB_SIZE} tokens",
+            f"set vocab_size to {VOCAB_SIZE} or more",
+        )
+    return config
+
+
+def _is_near(kind: str) -> bool:
+    return nearest(kind, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES).startswith("did you mean")
+
+
+def _known_keys(kind: str) -> set[str]:
+    config_class = CONFIG_MAPPING[kind]
+    fields = {field.name for field in dataclasses.fields(config_class)}
+    return fields | set(config_class.attribute_map) | set(LEGACY_KEYS)
+
+
+def _stored_config(spec: ModelSpec) -> PreTrainedConfig:
+    _check_folder(spec)
+    try:
+        return AutoConfig.from_pretrained(spec.source, revision=spec.revision, trust_remote_code=spec.trust_remote_code)
+    except OSError:
+        raise _not_found(spec) from None
+    except (ValueError, KeyError) as error:
+        raise EngineError(f"model {spec.source}: its config cannot be used: {_one_line(error)}") from None
+
+
+def _check_folder(spec: ModelSpec) -> None:
+    folder = Path(spec.source)
+    if not folder.is_dir():
+        if spec.source.startswith((".", "/", "~")):
+            raise EngineError(f"model folder {spec.source} does not exist", "give a folder with config.json")
+        return
+    if not (folder / "config.json").is_file():
+        raise EngineError(f"model folder {spec.source} has no config.json", "give a folder that transformers saved")
+    if spec.load_format != "dummy" and not any(folder.glob("*.safetensors")):
+        raise _no_safetensors(spec)
+
+
+def _not_found(spec: ModelSpec) -> EngineError:
+    revision = f" at revision {spec.revision}" if spec.revision else ""
+    return EngineError(
+        f"model {spec.source}{revision}: not on the hub, not permitted, or the hub cannot be reached",
+        "check the name and HF_TOKEN; offline, give a local folder, or load_format: dummy with model.config",
+    )
+
+
+def _no_safetensors(spec: ModelSpec) -> EngineError:
+    return EngineError(
+        f"model {spec.source} has no safetensors weights",
+        "other formats may run code when they are loaded: convert it with transformers' save_pretrained",
+    )
+
+
+def _random_model(spec: ModelSpec, config: PreTrainedConfig, device: torch.device) -> PreTrainedModel:
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
+        torch.manual_seed(spec.seed)
+        try:
+            return AutoModelForCausalLM.from_config(
+                config, dtype=DTYPES[spec.dtype], trust_remote_code=spec.trust_remote_code
+            )
+        except ValueError as error:
+            raise EngineError(f"{_name(spec)} cannot be built: {_one_line(error)}") from None
+
+
+def _stored_model(spec: ModelSpec, device: torch.device) -> PreTrainedModel:
+    try:
+        model, loaded = AutoModelForCausalLM.from_pretrained(
+            spec.source,
+            revision=spec.revision,
+            trust_remote_code=spec.trust_remote_code,
+            dtype=DTYPES[spec.dtype],
+            use_safetensors=True,
+            output_loading_info=True,
+        )
+    except OSError as error:
+        raise (_no_safetensors(spec) if "safetensors" in str(error) else _not_found(spec)) from None
+    except (ValueError, ImportError) as error:
+        raise EngineError(f"model {spec.source} cannot be loaded: {_one_line(error)}") from None
+    missing = sorted(loaded["missing_keys"]) + sorted(str(key) for key in loaded["mismatched_keys"])
+    if missing:
+        raise EngineError(
+            f"model {spec.source}: {len(missing)} weights are missing or of another shape, {missing[0]} the first",
+            "its weights and its config.json do not belong together",
+        )
+    return model.to(device)
+
+
+def _check_lengths(spec: ModelSpec, config: PreTrainedConfig) -> None:
+    limit = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
+    if limit and spec.max_model_len > limit:
+        raise EngineError(
+            f"model.max_model_len is {spec.max_model_len}; the model has {limit} positions",
+            f"set model.max_model_len to at most {limit}",
+        )
+
+
+def _check_interface(model: PreTrainedModel) -> None:
+    """Left padding needs positions that the caller can set; ALiBi models derive them from a mask of their own."""
+    arguments = inspect.signature(model.forward).parameters
+    kind = model.config.model_type
+    lacks = [name for name in ("position_ids", "logits_to_keep") if name not in arguments]
+    if lacks or getattr(model.config, "alibi", False):
+        why = f"its forward takes no {lacks[0]}" if lacks else "it uses ALiBi"
+        raise EngineError(f"model_type '{kind}' cannot be served in padded batches: {why}", "choose another model")
+
+
+def _one_line(error: Exception) -> str:
+    """The last line of a message: transformers puts the reason there."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1][:300] if lines else type(error).__name__

@@ -1,0 +1,155 @@
+"""How many bytes a slice takes, and a ledger that refuses what is past its budget.
+
+On a CPU nothing stops a process from taking all memory, so the ledger is asked before anything is allocated; past its
+budget it raises what CUDA raises. On a GPU without an explicit KV budget the device's own allocator is the limit, and
+the ledger only counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+
+from toolkit.engines.protocol import OutOfMemory
+from toolkit.errors import EngineError, InputError
+from toolkit.files.recipe import EngineSpec
+
+MIB = 1 << 20
+
+Result = TypeVar("Result")
+
+
+class ByteLedger:
+    """Counts the bytes that are reserved. `budget_bytes` None: without a limit."""
+
+    def __init__(self, budget_bytes: int | None) -> None:
+        self.budget_bytes = budget_bytes
+        self.used_bytes = 0
+        self.peak_bytes = 0
+
+    @contextmanager
+    def reserve(self, size_bytes: int) -> Iterator[None]:
+        """Hold `size_bytes` while the context is open. `torch.OutOfMemoryError`, with nothing held, past the budget."""
+        used = self.used_bytes + size_bytes
+        if self.budget_bytes is not None and used > self.budget_bytes:
+            raise torch.OutOfMemoryError(
+                f"{size_bytes / MIB:.1f} MiB do not fit: "
+                f"{self.used_bytes / MIB:.1f} of {self.budget_bytes / MIB:.1f} MiB are in use"
+            )
+        self.used_bytes = used
+        self.peak_bytes = max(self.peak_bytes, used)
+        try:
+            yield
+        finally:
+            self.used_bytes -= size_bytes
+
+
+@dataclass(slots=True, frozen=True)
+class ModelShape:
+    """The sizes that decide how much a forward pass holds at once."""
+
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    value_bytes: int  # of one number in the compute dtype
+
+    @classmethod
+    def of(cls, config: Any, dtype: torch.dtype) -> ModelShape:
+        """From a transformers config."""
+        text = config.get_text_config(decoder=True)
+        heads = text.num_attention_heads
+        return cls(
+            hidden=text.hidden_size,
+            intermediate=_first(text, "intermediate_size", "ffn_dim", "n_inner") or 4 * text.hidden_size,
+            heads=heads,
+            kv_heads=_first(text, "num_key_value_heads") or heads,
+            head_dim=_first(text, "head_dim") or text.hidden_size // heads,
+            vocab=text.vocab_size,
+            value_bytes=dtype.itemsize,
+        )
+
+    def prefill_bytes(self, batch_size: int, length: int) -> int:
+        """What the prefill of [N, L] holds beside the cache, at its largest, estimated.
+
+        Layers run one after another, so one layer counts: the embeddings, the residual stream and its normalised copy,
+        and the larger of
+        - attention: Q, K and V, Q and K once more while they are rotated, K and V repeated for grouped queries, the
+          output, and the mask in the compute dtype, which attention makes of the boolean one;
+        - the MLP: gate, its activation, and their product.
+        To these add the mask [N, 1, L, L], a byte each, and the logits of the last column, once more in float32 for
+        sampling. Not counted: what the allocator loses, and temporaries inside an activation function. Against traced
+        prefills: within 10 % for Llama and Qwen with grouped queries, a third off for GPT-2 (below) and OPT (above).
+        """
+        tokens = batch_size * length
+        query, key = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        repeated = 2 * query if self.kv_heads != self.heads else 0
+        attention = tokens * (3 * query + 3 * key + repeated) + tokens * length
+        mlp = tokens * 3 * self.intermediate
+        layer = (tokens * 3 * self.hidden + max(attention, mlp)) * self.value_bytes
+        return layer + tokens * length + batch_size * self.vocab * (self.value_bytes + 4)
+
+
+def _first(config: Any, *names: str) -> int | None:
+    """The first of these keys that has a value."""
+    values = (getattr(config, name, None) for name in names)
+    return next((value for value in values if value), None)
+
+
+def kv_budget_bytes(engine: EngineSpec, device: torch.device) -> int:
+    """The KV budget of one worker; call it after the weights are loaded.
+
+    `engine.kv_cache_memory_mib`, or on a GPU what `gpu_memory_utilization` leaves beside the weights; there that share
+    is also made the allocator's limit. Raises `InputError` where neither is known, `EngineError` where nothing is left.
+    """
+    if device.type == "cuda":
+        return _cuda_budget_bytes(engine, device)
+    if engine.kv_cache_memory_mib is None:
+        raise InputError(
+            "engine.kv_cache_memory_mib is not set, and a CPU has no memory of its own to divide",
+            "set it to the MiB that one worker may use for its KV cache, like 1024",
+        )
+    return int(engine.kv_cache_memory_mib * MIB)
+
+
+def _cuda_budget_bytes(engine: EngineSpec, device: torch.device) -> int:
+    free, total = torch.cuda.mem_get_info(device)
+    share = int(engine.gpu_memory_utilization * total)
+    torch.cuda.set_per_process_memory_fraction(engine.gpu_memory_utilization, device)
+    left = min(share - torch.cuda.memory_allocated(device), free)
+    if engine.kv_cache_memory_mib is not None:
+        left = min(left, int(engine.kv_cache_memory_mib * MIB))
+    if left <= 0:
+        raise EngineError(
+            f"no GPU memory is left for the KV cache: {free / MIB:.0f} of {total / MIB:.0f} MiB are free, and "
+            f"engine.gpu_memory_utilization is {engine.gpu_memory_utilization}",
+            "free the GPU, raise engine.gpu_memory_utilization, or use a smaller model",
+        )
+    return left
+
+
+def is_out_of_memory(error: RuntimeError) -> bool:
+    """CUDA and the ledger raise `torch.OutOfMemoryError`; the CPU allocator a plain RuntimeError that says so."""
+    return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
+
+
+def at_the_seam(work: Callable[[], Result]) -> Result:
+    """`work()`, with running out of memory turned into `OutOfMemory`.
+
+    It is raised after the handler, not in it: otherwise its context would keep the batch's tensors alive.
+    """
+    try:
+        return work()
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        message = str(error)
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    raise OutOfMemory(message)

@@ -1,0 +1,113 @@
+"""Drawing the next token of every row of a batch.
+
+The order is vLLM's: repetition penalty, tokens forbidden before `min_tokens`, temperature, min_p, top_k, top_p. A draw
+is the inverse of the cumulative distribution, in the vocabulary's order, at a number that depends on (seed, position)
+alone: logits that differ in their last bits, as they do between batches of other shapes, then rarely move a draw.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from toolkit.engines.endings import stop_tokens
+from toolkit.engines.hashing import uniform
+from toolkit.engines.protocol import Row
+
+COLDEST = 1e-5  # a temperature below this is greedy
+
+
+class Sampler:
+    """Draws for the rows of one slice. Greedy rows take the largest logit.
+
+    Args:
+        rows: the batch.
+        eos_ids: the model's, forbidden before a row's `min_tokens`.
+        vocab_size: V.
+        device: where the logits will be.
+    """
+
+    def __init__(self, rows: Sequence[Row], eos_ids: Sequence[int], vocab_size: int, device: torch.device) -> None:
+        params = [row.sampling for row in rows]
+        self._rows = rows
+        self._device = device
+        self._greedy = [one.temperature < COLDEST for one in params]
+        self._penalties = any(one.repetition_penalty != 1.0 for one in params)
+        self._forbidden = [
+            (index, row.sampling.min_tokens, sorted(stop_tokens(row, eos_ids)))
+            for index, row in enumerate(rows)
+            if row.sampling.min_tokens > row.generated
+        ]
+        if self._penalties:
+            self._penalty = self._column([one.repetition_penalty for one in params])
+            self._seen = _seen(rows, vocab_size).to(device)
+        if not all(self._greedy):
+            self._is_greedy = torch.tensor(self._greedy, device=device)
+            self._temperature = self._column([max(one.temperature, COLDEST) for one in params])
+            self._filter = _Filter(rows, vocab_size, device)
+
+    def draw(self, logits: torch.Tensor, step: int) -> torch.Tensor:
+        """The tokens [N] that follow, from logits [N, V]; `step` counts from 0 within the slice."""
+        if self._penalties or self._forbidden:
+            logits = self._adjust(logits.float(), step)
+        best = logits.argmax(dim=-1)
+        tokens = best if all(self._greedy) else torch.where(self._is_greedy, best, self._sample(logits, step))
+        if self._penalties:
+            self._seen.scatter_(1, tokens[:, None], True)
+        return tokens
+
+    def _adjust(self, logits: torch.Tensor, step: int) -> torch.Tensor:
+        if self._penalties:
+            penalised = torch.where(logits < 0, logits * self._penalty, logits / self._penalty)
+            logits = torch.where(self._seen, penalised, logits)
+        for index, min_tokens, tokens in self._forbidden:
+            if self._rows[index].generated + step < min_tokens:
+                logits[index, tokens] = -torch.inf
+        return logits
+
+    def _sample(self, logits: torch.Tensor, step: int) -> torch.Tensor:
+        scores = self._filter.apply(logits.float() / self._temperature)
+        cumulative = scores.softmax(dim=-1, dtype=torch.float64).cumsum(dim=-1)
+        points = [uniform(row.sampling.seed, row.generated + step) for row in self._rows]
+        targets = torch.tensor(points, dtype=torch.float64, device=self._device)[:, None] * cumulative[:, -1:]
+        return torch.searchsorted(cumulative, targets, right=True).squeeze(1)
+
+    def _column(self, values: Sequence[float]) -> torch.Tensor:
+        return torch.tensor(values, device=self._device)[:, None]
+
+
+class _Filter:
+    """min_p, top_k and top_p, per row: scores outside become -inf."""
+
+    def __init__(self, rows: Sequence[Row], vocab_size: int, device: torch.device) -> None:
+        params = [row.sampling for row in rows]
+        self._log_min_p = torch.tensor([one.min_p for one in params], device=device).log()[:, None]
+        self._top_k = torch.tensor([min(one.top_k or vocab_size, vocab_size) for one in params], device=device)[:, None]
+        self._top_p = torch.tensor([one.top_p for one in params], device=device)[:, None]
+        self._by_min_p = any(one.min_p > 0 for one in params)
+        self._by_rank = any(one.top_k or one.top_p < 1 for one in params)
+
+    def apply(self, scores: torch.Tensor) -> torch.Tensor:
+        """[N, V] -> [N, V]. The best token always stays."""
+        if self._by_min_p:
+            floor = scores.amax(dim=-1, keepdim=True) + self._log_min_p.clamp(max=0.0)
+            scores = scores.masked_fill(scores < floor, -torch.inf)
+        return self._cut_ranks(scores) if self._by_rank else scores
+
+    def _cut_ranks(self, scores: torch.Tensor) -> torch.Tensor:
+        ranked = scores.sort(dim=-1, descending=True).values
+        ranked = ranked.masked_fill(ranked < ranked.gather(1, self._top_k - 1), -torch.inf)
+        shares = ranked.softmax(dim=-1)
+        before = shares.cumsum(dim=-1) - shares  # the probability of all better tokens
+        kept = ((before < self._top_p) | (self._top_p >= 1)) & (ranked > -torch.inf)
+        last = kept.sum(dim=-1, keepdim=True).clamp(min=1) - 1
+        return scores.masked_fill(scores < ranked.gather(1, last), -torch.inf)
+
+
+def _seen(rows: Sequence[Row], vocab_size: int) -> torch.Tensor:
+    """[N, V]: the tokens that each row holds already."""
+    seen = torch.zeros(len(rows), vocab_size, dtype=torch.bool)
+    for index, row in enumerate(rows):
+        seen[index, torch.tensor(row.tokens)] = True
+    return seen
