@@ -6,11 +6,12 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import os
+import select
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -57,7 +58,7 @@ class LazyGroup(TyperGroup):
     """A group that lists commands from the table, and imports the one that is called."""
 
     def list_commands(self, ctx: typer.Context) -> list[str]:  # type: ignore[override]
-        return [name for name in COMMANDS if importlib.util.find_spec(_module(name))]
+        return [name for name in COMMANDS if Path(__file__).with_name(f"{name}.py").is_file()]
 
     def get_command(self, ctx: typer.Context, cmd_name: str) -> TyperCommand | None:  # type: ignore[override]
         if cmd_name not in self.list_commands(ctx):
@@ -75,6 +76,24 @@ class LazyGroup(TyperGroup):
             name = ctx.invoked_subcommand or ""
             print(f"\ninterrupted; {COMMANDS[name].interrupted}", file=sys.stderr)
             raise typer.Exit(130) from None
+        except BrokenPipeError as error:
+            # Typer would end quietly whatever broke; only stdout's reader may leave (`llmctl ... | head`).
+            if _stdout_is_read():
+                raise RuntimeError("a pipe broke, and it was not stdout") from error
+            raise typer.Exit(_drop_output()) from None
+
+
+def _stdout_is_read() -> bool:
+    """Whether stdout still has a reader: the write end of a pipe without one polls as an error."""
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), 0)
+    return not poll.poll(0)
+
+
+def _drop_output() -> int:
+    """Let what is still to be printed go nowhere, or Python complains once more when it flushes at exit; the code."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 141
 
 
 def _load(name: str) -> Any:
@@ -122,9 +141,7 @@ def run(args: Sequence[str] | None = None) -> None:
         hint = f"see {context.command_path} --help" if context else ""
         code = _report(error.format_message(), hint, error.exit_code)
     except BrokenPipeError:
-        # The reader has gone (`llmctl ... | head`). Python would complain once more when it flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        code = 141
+        code = _drop_output()
     sys.exit(code if isinstance(code, int) else 0)
 
 

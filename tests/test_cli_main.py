@@ -1,0 +1,185 @@
+"""The command line's edge: what is imported, what is printed where, and exit codes."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import typer
+
+import toolkit
+from toolkit.cli import main
+from toolkit.errors import EngineError, InputError, LlmctlError, TargetMissedError
+
+HEAVY = {"torch", "transformers", "ray", "scipy", "optuna", "fastapi", "starlette", "numpy", "numba", "httpx", "jinja2"}
+
+NAMES = [name for name in main.COMMANDS if Path(main.__file__).with_name(f"{name}.py").is_file()]
+
+
+def llmctl(*words: str) -> int:
+    """Run in this process; the exit code."""
+    with pytest.raises(SystemExit) as caught:
+        main.run(words)
+    assert isinstance(caught.value.code, int)
+    return caught.value.code
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], None]], None]:
+    """Puts a function in the place of `llmctl schema`."""
+
+    def replace(function: Callable[[], None]) -> None:
+        module = ModuleType("toolkit.cli.schema")
+        module.command = function  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, "toolkit.cli.schema", module)
+
+    return replace
+
+
+def modules_of(*words: str) -> set[str]:
+    """The top-level modules that a fresh `llmctl` has loaded when it ends."""
+    script = (
+        "import sys\nfrom toolkit.cli.main import run\n"
+        f"try:\n    run({words!r})\nexcept SystemExit:\n    pass\n"
+        "print('\\nloaded', *{name.partition('.')[0] for name in sys.modules})"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    return set(done.stdout.splitlines()[-1].split()[1:])
+
+
+@pytest.mark.parametrize("command_name", ["", *NAMES])
+def test_help_loads_nothing_heavy(command_name: str) -> None:
+    loaded = modules_of(*command_name.split(), "--help")
+    assert "typer" in loaded
+    assert loaded & HEAVY == set()
+
+
+def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert llmctl("--help") == 0
+    shown = capsys.readouterr().out
+    assert [name for name in NAMES if f" {name} " not in shown] == []
+    assert max(map(len, shown.splitlines())) <= 80
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_command_explains_itself_and_offers_json(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [name, "inspect"] if name == "trace" else [name]
+    assert llmctl(*words, "--help") == 0
+    assert "--json" in capsys.readouterr().out
+
+
+def test_no_words_at_all_is_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert llmctl() == 0
+    assert "Usage: llmctl" in capsys.readouterr().out
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert llmctl("--version") == 0
+    assert capsys.readouterr().out == f"llmctl {toolkit.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "error", "hint"),
+    [
+        (["profle"], "No such command 'profle'", "llmctl --help"),
+        (["--verbos"], "No such option: --verbos", "llmctl --help"),
+        (["schema", "--jsn"], "No such option: --jsn", "llmctl schema --help"),
+        (["schema", "extra"], "Got unexpected extra argument", "llmctl schema --help"),
+        (["render"], "Missing argument 'RECIPE'", "llmctl render --help"),
+    ],
+)
+def test_a_wrong_word_is_one_line_a_hint_and_exit_2(
+    words: list[str], error: str, hint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert llmctl(*words) == 2
+    out, err = capsys.readouterr()
+    lines = err.splitlines()
+    assert out == ""
+    assert len(lines) == 2
+    assert lines[0].startswith(f"error: {error}")
+    assert lines[1] == f"hint: see {hint}"
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (LlmctlError("it failed", "do this"), 1),
+        (InputError("it failed", "do this"), 2),
+        (EngineError("it failed", "do this"), 3),
+        (TargetMissedError("it failed", "do this"), 4),
+    ],
+)
+def test_each_error_has_its_exit_code(
+    error: LlmctlError, code: int, command: Callable[..., None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail() -> None:
+        raise error
+
+    command(fail)
+    assert llmctl("schema") == code
+    assert capsys.readouterr() == ("", "error: it failed\nhint: do this\n")
+
+
+def test_several_problems_are_several_lines(command: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> None:
+    def fail() -> None:
+        raise InputError("a: wrong\nb: wrong")
+
+    command(fail)
+    assert llmctl("schema") == 2
+    assert capsys.readouterr().err == "error: a: wrong\nerror: b: wrong\n"
+
+
+def test_a_bug_stays_loud(command: Callable[..., None]) -> None:
+    def fail() -> None:
+        raise ZeroDivisionError
+
+    command(fail)
+    with pytest.raises(ZeroDivisionError):
+        main.run(["schema"])
+
+
+def test_an_interrupt_says_what_is_kept(command: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    command(interrupted)
+    assert llmctl("schema") == 130
+    assert capsys.readouterr().err == f"\ninterrupted; {main.COMMANDS['schema'].interrupted}\n"
+
+
+def test_a_command_may_choose_its_exit_code(command: Callable[..., None]) -> None:
+    def leave() -> None:
+        raise typer.Exit(7)
+
+    command(leave)
+    assert llmctl("schema") == 7
+
+
+@pytest.mark.parametrize("lines", [1, 100_000])
+def test_a_reader_that_leaves_is_no_error(lines: int) -> None:
+    script = f"""
+import sys, types
+module = types.ModuleType("toolkit.cli.schema")
+module.command = lambda: print("x" * 99 * {lines})
+sys.modules["toolkit.cli.schema"] = module
+sys.stdin.read()
+from toolkit.cli.main import run
+run(["schema"])
+"""
+    pipe = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", script], **pipe) as writer:  # type: ignore[call-overload]
+        writer.stdout.close()
+        writer.stdin.close()
+        message = writer.stderr.read()
+    assert (writer.returncode, message) == (141, b"")
+
+
+def test_another_pipe_that_breaks_is_a_bug(command: Callable[..., None], capfd: pytest.CaptureFixture[str]) -> None:
+    def fail() -> None:
+        raise BrokenPipeError
+
+    command(fail)
+    with pytest.raises(RuntimeError, match="not stdout"):
+        main.run(["schema"])

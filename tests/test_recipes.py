@@ -1,0 +1,105 @@
+"""The shipped recipes: valid, current with their schema, and right in their arithmetic."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from toolkit.cli.arguments import open_recipe
+from toolkit.deploy.readiness import check_recipe
+from toolkit.engines.devices import CudaDevice, Devices
+from toolkit.errors import InputError
+from toolkit.files.io import shipped_recipes
+from toolkit.files.recipe import ModelSpec, recipe_schema
+
+RECIPES = sorted(shipped_recipes().glob("*.yaml"))
+CPU_ONLY = Devices(torch="2.13.0+cpu", cuda="", driver="", gpus=())
+
+# Layers, KV heads, head dimension, bytes per value, and parameters, as published with each model.
+PUBLISHED = {
+    "meta-llama/Llama-2-7b-hf": (32, 32, 128, 2, 6_738_415_616),
+    "meta-llama/Llama-2-13b-hf": (40, 40, 128, 2, 13_015_864_320),
+    "meta-llama/Llama-3.1-8B": (32, 8, 128, 2, 8_030_261_248),
+    "Qwen/Qwen3-8B": (36, 8, 128, 2, 8_190_735_360),
+}
+GPUS = {"A100-80GB": ("NVIDIA A100-SXM4-80GB", 79.1), "H200": ("NVIDIA H200", 139.8)}
+
+
+def test_every_model_is_there_on_every_gpu() -> None:
+    found = {(recipe.model.source, recipe.hardware.name) for recipe in map(open_recipe, RECIPES)}
+    wanted = {(model, gpu) for model in PUBLISHED for gpu in GPUS}
+    assert found == wanted | {("random", "any CPU")}
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_a_recipe_is_valid_and_named_as_its_file(path: Path) -> None:
+    assert open_recipe(path).name == path.stem
+    assert path.read_text().startswith("# yaml-language-server: $schema=recipe.schema.json\n")
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_a_gpu_recipe_has_the_published_sizes(path: Path) -> None:
+    model = open_recipe(path).model
+    if model.source == "random":
+        pytest.skip("its sizes are its own, and the engine checks them when it loads")
+    layers, kv_heads, head_dim, size, parameters = PUBLISHED[model.source]
+    assert model.kv_bytes_per_token == 2 * layers * kv_heads * head_dim * size
+    assert model.weight_bytes == size * parameters
+    assert model.weight_bytes == size * parameters_of(model)
+
+
+def parameters_of(model: ModelSpec) -> int:
+    """Parameters of a Llama or a Qwen3, from its config: embeddings, layers, last norm, head."""
+    config = {key: value for key, value in model.config.items() if isinstance(value, int)}
+    hidden, layers = config["hidden_size"], config["num_hidden_layers"]
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    attention = 2 * hidden * config["head_dim"] * (heads + kv_heads)
+    norms = 2 * hidden + (2 * config["head_dim"] if model.config["model_type"] == "qwen3" else 0)
+    layer = attention + 3 * hidden * config["intermediate_size"] + norms
+    return 2 * config["vocab_size"] * hidden + layers * layer + hidden
+
+
+def test_the_demo_recipe_counts_its_weights() -> None:
+    model = open_recipe(shipped_recipes() / "tiny-llama-cpu.yaml").model
+    assert model.weight_bytes == 4 * parameters_of(model)
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_a_recipe_fits_its_own_hardware(path: Path) -> None:
+    recipe = open_recipe(path)
+    devices = CPU_ONLY
+    if recipe.hardware.device == "cuda":
+        name, memory_gib = GPUS[recipe.hardware.name]
+        gpu = CudaDevice(0, name, int(memory_gib * 2**30), int(memory_gib * 2**30))
+        devices = Devices(torch="2.13.0", cuda="12.8", driver="570.1", gpus=(gpu,))
+    checks = {check.name: check for check in check_recipe(recipe, devices)}
+    assert checks["memory"].status == "ok"
+    assert checks["hardware"].status in ("ok", "note")  # a note where this machine has fewer CPUs than threads
+
+
+def test_7b_on_an_a100_holds_the_papers_120_000_tokens() -> None:
+    path = shipped_recipes() / "llama-2-7b-a100-80gb.yaml"
+    found = {check.name: check.found for check in check_recipe(open_recipe(path), CPU_ONLY)}
+    assert "120,092 tokens, 29 rows of 4,096" in found["memory"]
+
+
+def test_the_schema_file_is_current() -> None:
+    written = json.loads((shipped_recipes() / "recipe.schema.json").read_text())
+    assert written == recipe_schema(), "write it again: llmctl schema > recipes/recipe.schema.json"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("name: slice", "name: slise", "recipe.yaml: policy: there is no policy 'slise'"),
+        ("slice_tokens: 32", "slice_token: 32", "recipe.yaml: policy: policy 'slice' has no parameter 'slice_token'"),
+        ("slice_tokens: 32", "slice_tokens: 0", "recipe.yaml: policy: policy 'slice': slice_tokens is 0; the limit is"),
+    ],
+)
+def test_an_unknown_policy_or_parameter_is_named(tmp_path: Path, old: str, new: str, message: str) -> None:
+    text = (shipped_recipes() / "tiny-llama-cpu.yaml").read_text()
+    assert old in text
+    (tmp_path / "recipe.yaml").write_text(text.replace(old, new))
+    with pytest.raises(InputError) as caught:
+        open_recipe(tmp_path / "recipe.yaml")
+    assert caught.value.message.startswith(message)
