@@ -1,0 +1,161 @@
+"""`llmctl doctor`: what is missing is said with its remedy, and does not fail unless asked to."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from toolkit.cli import main
+from toolkit.deploy.checks import Check
+from toolkit.deploy.machine import check_machine
+from toolkit.deploy.readiness import check_recipe
+from toolkit.engines.devices import CudaDevice, Devices
+from toolkit.errors import InputError
+from toolkit.files.io import load_recipe
+
+GIB = 1 << 30
+CPU_ONLY = Devices(torch="2.13.0+cpu", cuda="", driver="", gpus=())
+A100 = CudaDevice(0, "NVIDIA A100-SXM4-80GB", int(79.1 * GIB), 78 * GIB)
+ONE_A100 = Devices(torch="2.13.0", cuda="12.8", driver="570.133.20", gpus=(A100,))
+
+RECIPE = """\
+name: test
+model: {source: random, max_model_len: 512, config: {model_type: llama}, kv_bytes_per_token: 1024, weight_bytes: 4096}
+hardware: {device: cpu, name: any}
+engine: {threads: 1, kv_cache_memory_mib: 1}
+profile: {batch_sizes: [1], input_lengths: [8], cached_lengths: [8], memory_lengths: [8]}
+"""
+
+
+def doctor(*words: str) -> int:
+    with pytest.raises(SystemExit) as caught:
+        main.run(["doctor", *words])
+    assert isinstance(caught.value.code, int)
+    return caught.value.code
+
+
+def checked(folder: Path, old: str = "", new: str = "", devices: Devices = CPU_ONLY) -> dict[str, Check]:
+    """The checks of RECIPE with `old` replaced."""
+    assert old in RECIPE
+    (folder / "test.yaml").write_text(RECIPE.replace(old, new))
+    return {check.name: check for check in check_recipe(load_recipe(folder / "test.yaml"), devices)}
+
+
+def test_this_machine_can_run_the_demo(capsys: pytest.CaptureFixture[str]) -> None:
+    assert doctor("tiny-llama-cpu", "--strict", "--json") == 0
+    result = json.loads(capsys.readouterr().out)
+    assert (result["recipe"], result["usable"]) == ("tiny-llama-cpu", True)
+    assert {"python", "packages", "device", "cpu", "numba", "disk", "hardware", "model", "memory"} <= {
+        check["name"] for check in result["checks"]
+    }
+
+
+def test_a_recipe_for_another_machine_is_fine_and_strict_is_not(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("toolkit.engines.devices.find_devices", lambda: CPU_ONLY)
+    assert doctor("llama-2-13b-a100-80gb") == 0
+    out = capsys.readouterr().out
+    assert "1 x A100-80GB of 79.1 GiB: this machine has no GPU" in " ".join(out.split())
+    assert "recipe llama-2-13b-a100-80gb: valid; missing on this machine: hardware" in out
+    assert max(map(len, out.splitlines())) <= 80
+    assert doctor("llama-2-13b-a100-80gb", "--strict") == 3
+    assert "error: missing: hardware" in capsys.readouterr().err
+
+
+def test_a_wrong_recipe_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "r.yaml").write_text(RECIPE.replace("engine:", "engin:"))
+    assert doctor(str(tmp_path / "r.yaml")) == 2
+    assert capsys.readouterr().err.startswith("error: r.yaml: engin: unknown key; did you mean 'engine'?")
+
+
+@pytest.mark.parametrize(
+    ("name", "memory_gib", "status"),
+    [("A100-80GB", 79.1, "ok"), ("a100", 40, "ok"), ("H200", 79.1, "missing"), ("A100-80GB", 139.8, "missing")],
+)
+def test_a_gpu_is_known_by_name_and_memory(tmp_path: Path, name: str, memory_gib: float, status: str) -> None:
+    hardware = f"{{device: cuda, name: {name}, memory_gib: {memory_gib}}}"
+    checks = checked(tmp_path, "{device: cpu, name: any}", hardware, ONE_A100)
+    assert checks["hardware"].status == status
+
+
+def test_each_worker_needs_a_gpu(tmp_path: Path) -> None:
+    checks = checked(tmp_path, "{device: cpu, name: any}", "{device: cuda, name: A100}\nworkers: 2", ONE_A100)
+    assert checks["hardware"].found == "2 x A100: this machine has NVIDIA A100-SXM4-80GB"
+
+
+def test_more_threads_than_cpus_is_noted(tmp_path: Path) -> None:
+    assert checked(tmp_path, "threads: 1", "threads: 4096")["hardware"].status == "note"
+
+
+def test_the_capacity_is_computed(tmp_path: Path) -> None:
+    found = checked(tmp_path)["memory"].found
+    assert found == "engine.kv_cache_memory_mib = 1.0 MiB for KV: 1,024 tokens, 2 rows of 512"
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [("kv_cache_memory_mib: 1", "kv_cache_memory_mib: 0.4"), ("max_model_len: 512", "max_model_len: 2048")],
+)
+def test_a_budget_below_one_row_is_missing_memory(tmp_path: Path, old: str, new: str) -> None:
+    check = checked(tmp_path, old, new)["memory"]
+    assert (check.status, "not one row" in check.found) == ("missing", True)
+
+
+def test_workers_that_need_more_than_the_machine_has(tmp_path: Path) -> None:
+    check = checked(tmp_path, "kv_cache_memory_mib: 1", "kv_cache_memory_mib: 1.0e+9")["memory"]
+    assert check.status == "missing"
+    assert check.found.startswith("1 workers need 976,562.5 GiB")
+
+
+def test_kv_bytes_that_contradict_the_config_are_an_error(tmp_path: Path) -> None:
+    sizes = "num_hidden_layers: 4, num_attention_heads: 8, num_key_value_heads: 4, hidden_size: 256"
+    with pytest.raises(InputError) as caught:
+        checked(tmp_path, "model_type: llama", f"model_type: llama, {sizes}")
+    assert caught.value.message == "model.kv_bytes_per_token: 1024: the config gives 2048"
+    assert caught.value.hint == "2 * 4 layers * 4 KV heads * 32 * 2 bytes"
+
+
+def test_a_model_folder_needs_its_files(tmp_path: Path) -> None:
+    def check() -> Check:
+        return checked(tmp_path, "source: random", f"source: {tmp_path}")["model"]
+
+    assert check().found.endswith("no config.json in it")
+    (tmp_path / "config.json").write_text("{}")
+    assert check().found.endswith("no *.safetensors in it")
+    (tmp_path / "model.safetensors").write_text("")
+    assert check().status == "ok"
+
+
+def test_a_model_that_was_never_downloaded_says_how(tmp_path: Path) -> None:
+    check = checked(tmp_path, "source: random", "source: nobody/such-a-model")["model"]
+    assert check.status == "missing"
+    assert check.remedy == "fetch it once with: hf download nobody/such-a-model"
+
+
+def test_a_source_that_is_neither_folder_nor_hub_id(tmp_path: Path) -> None:
+    check = checked(tmp_path, "source: random", "source: no/such/folder")["model"]
+    assert check.found == "no/such/folder: no such folder"
+
+
+def test_a_folder_that_cannot_be_written_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.access
+    monkeypatch.setattr("os.access", lambda path, mode: Path(path) != tmp_path and real(path, mode))
+    checks = {check.name: check for check in check_machine(CPU_ONLY, tmp_path / "out")}
+    assert (checks["disk"].status, checks["disk"].found) == ("missing", f"{tmp_path} cannot be written")
+
+
+@pytest.mark.parametrize(
+    ("devices", "status", "part"),
+    [
+        (CPU_ONLY, "ok", "CPU only; torch 2.13.0+cpu"),
+        (ONE_A100, "ok", "NVIDIA A100-SXM4-80GB (79.1 GiB, 78.0 GiB free); driver 570.133.20"),
+        (Devices("2.13.0+cpu", "", "570.1", ()), "note", "built without CUDA"),
+        (Devices("2.13.0", "12.8", "", ()), "note", "sees no GPU"),
+    ],
+)
+def test_the_device_is_described(tmp_path: Path, devices: Devices, status: str, part: str) -> None:
+    check = next(check for check in check_machine(devices, tmp_path) if check.name == "device")
+    assert check.status == status
+    assert part in check.found

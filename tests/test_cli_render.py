@@ -1,0 +1,185 @@
+"""`llmctl render`: the plan, what explains it, and --check."""
+
+import json
+from pathlib import Path
+
+import pytest
+import samples
+
+from toolkit.cli import main
+from toolkit.files.fit import Fit
+from toolkit.files.io import head, read_file, write_file
+from toolkit.files.plan import Plan
+from toolkit.files.profile import Profile
+from toolkit.files.tuning import Outcome, Trial, Tuning, Window
+
+RECIPE = """\
+name: test
+model: {source: org/model, max_model_len: 512, kv_bytes_per_token: 4096, dtype: float32}
+hardware: {device: cpu, name: any}
+workers: 2
+profile: {batch_sizes: [1], input_lengths: [8], cached_lengths: [8], memory_lengths: [8]}
+sla: {ttft_p99_s: 2}
+policy: {name: slice, parameters: {slice_tokens: 64, min_interval_s: 0.5}}
+"""
+
+
+def outcome(slice_tokens: int) -> Outcome:
+    parameters = {"slice_tokens": slice_tokens, "min_interval_s": 0.5, "interval_factor": 0.5}
+    return Outcome(policy="slice", parameters=parameters, metrics={"goodput_rps": 3.25})
+
+
+def tuning(inputs: dict[str, Path], **changes: object) -> Tuning:
+    window = Window(start_s=0, end_s=30, requests=90)
+    fields = dict(
+        **head(inputs),
+        recipe_name="test",
+        seed=0,
+        sla={"ttft_p99_s": 2.0},
+        workers=2,
+        request_rate_rps=3.0,
+        trace_notes=[],
+        search_windows=[window],
+        held_out_windows=[window, window],
+        trials=[Trial(number=i, outcome=outcome(64 + i), feasible=True) for i in range(3)],
+        defaults_held_out=outcome(64),
+        best_held_out=outcome(66),
+        gain_percent=12.5,
+        binding_sla="ttft_p99_s",
+        binding_ratio=0.9,
+        keep_defaults=False,
+        sensitivity=[],
+    )
+    return Tuning(**(fields | changes))  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory, with recipe.yaml, profile.json, fit.json and tuning.json, made from each other."""
+    monkeypatch.chdir(tmp_path)
+    Path("recipe.yaml").write_text(RECIPE)
+    profile = Profile(
+        **head({"recipe": Path("recipe.yaml")}),
+        recipe_name="test",
+        workers=2,
+        clock="wall",
+        engine=samples.fit().engine,
+        prefill=[],
+        decode=[],
+        slices=[],
+        memory=[],
+    )
+    write_file(profile, "profile.json")
+    write_file(samples.fit().model_copy(update=dict(head({"profile": "profile.json"}))), "fit.json")
+    write_file(tuning({"recipe": Path("recipe.yaml"), "fit": Path("fit.json")}), "tuning.json")
+    return tmp_path
+
+
+def render(*words: str, tuned: bool = True) -> int:
+    given = ["render", "recipe.yaml", "--fit", "fit.json", *(["--tuning", "tuning.json"] if tuned else []), *words]
+    with pytest.raises(SystemExit) as caught:
+        main.run(given)
+    assert isinstance(caught.value.code, int)
+    return caught.value.code
+
+
+def sources(plan: Plan) -> dict[str, str]:
+    return {key: item.source for key, item in plan.explained.items()}
+
+
+def test_the_best_of_the_tuning_is_planned_and_explained(files: Path) -> None:
+    assert render() == 0
+    plan = read_file(Plan, "plan.json", inputs={"recipe": "recipe.yaml", "fit": "fit.json", "tuning": "tuning.json"})
+    assert plan.policy.parameters["slice_tokens"] == 66
+    assert plan.predicted == {"goodput_rps": 3.25}
+    explained = sources(plan)
+    assert explained["policy.parameters.slice_tokens"] == "trial 2 of 3: +12.5 % goodput, held out"
+    assert explained["policy.parameters.min_interval_s"] == "recipe"
+    assert explained["policy.parameters.eager"] == "default of policy 'slice'"
+    assert explained["predicted.goodput_rps"] == "simulated with the fit on 2 held-out windows of the trace"
+    assert plan.explained["fit.memory.capacity_tokens"].value == "8192"
+
+
+def test_every_planned_value_is_explained(files: Path) -> None:
+    render()
+    plan = read_file(Plan, "plan.json")
+    wanted = {f"policy.parameters.{name}" for name in plan.policy.parameters} | {"policy.name", "workers"}
+    wanted |= {f"predicted.{name}" for name in plan.predicted}
+    assert wanted <= plan.explained.keys()
+
+
+def test_a_tuning_that_found_nothing_keeps_the_recipes_policy(files: Path) -> None:
+    found = tuning({"recipe": Path("recipe.yaml"), "fit": Path("fit.json")}, keep_defaults=True, gain_percent=-3.0)
+    write_file(found, "tuning.json")
+    assert render() == 0
+    plan = read_file(Plan, "plan.json")
+    assert plan.policy.parameters["slice_tokens"] == 64
+    assert sources(plan)["policy.name"].startswith("kept: no trial of 3 did better")
+
+
+def test_without_a_tuning_the_recipe_decides_and_nothing_is_predicted(files: Path) -> None:
+    assert render(tuned=False) == 0
+    plan = read_file(Plan, "plan.json")
+    assert (plan.policy.parameters["slice_tokens"], plan.predicted) == (64, {})
+    assert sources(plan)["policy.name"] == "recipe, not tuned"
+
+
+def test_the_same_files_give_the_same_bytes(files: Path) -> None:
+    assert render("--out", "a.json") == render("--out", "b.json") == 0
+    assert Path("a.json").read_bytes() == Path("b.json").read_bytes()
+
+
+def test_check_accepts_what_render_wrote(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    render()
+    capsys.readouterr()
+    assert render("--check") == 0
+    assert capsys.readouterr().out == "up to date\n"
+
+
+def test_check_is_the_same_on_another_machine(files: Path) -> None:
+    render()
+    plan = json.loads(Path("plan.json").read_text())
+    plan["environment"]["processor"] = "another"
+    Path("plan.json").write_text(json.dumps(plan))
+    assert render("--check") == 0
+
+
+def test_check_names_what_differs_and_writes_nothing(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    render(tuned=False)
+    before = Path("plan.json").read_bytes()
+    capsys.readouterr()
+    assert render("--check", "--json") == 4
+    out, err = capsys.readouterr()
+    differences = {each["key"]: (each["old"], each["new"]) for each in json.loads(out)["differences"]}
+    assert differences["policy.parameters.slice_tokens"] == ("64", "66")
+    assert differences["predicted.goodput_rps"] == ("", "3.25")
+    assert err.startswith("error: plan.json is out of date: ")
+    assert Path("plan.json").read_bytes() == before
+
+
+def test_a_changed_latency_target_makes_the_tuning_stale(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("recipe.yaml").write_text(RECIPE.replace("ttft_p99_s: 2", "ttft_p99_s: 1"))
+    assert render() == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "error: tuning.json is stale: 'sla' of recipe.yaml changed since it was made from recipe.yaml"
+    assert lines[1] == "hint: make it again: llmctl tune RECIPE --fit FIT --trace TRACE"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"workers": 3}, "the fit is not of this recipe: workers is 3, the recipe has 2"),
+        ({"recipe_name": "other"}, "the fit is not of this recipe: recipe_name is other, the recipe has test"),
+    ],
+)
+def test_a_fit_of_something_else_is_refused(
+    files: Path, change: dict[str, object], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_file(read_file(Fit, "fit.json").model_copy(update=change), "fit.json")
+    assert render(tuned=False) == 2
+    assert capsys.readouterr().err == f"error: {message}\nhint: profile and fit it again\n"
+
+
+def test_what_is_printed_fits_80_columns(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    render()
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
