@@ -100,10 +100,18 @@ def _load(name: str) -> Any:
     """The command of toolkit.cli.<name>: its function `command`, or its typer application `app` with subcommands."""
     module = importlib.import_module(_module(name))
     if hasattr(module, "app"):
-        return typer.main.get_command(module.app)
+        group: Any = typer.main.get_command(module.app)
+        for command in group.commands.values():
+            command.help = _paragraphs(command.help)
+        return group
     single = typer.Typer(add_completion=False)
-    single.command(name)(module.command)
+    single.command(name, help=_paragraphs(module.command.__doc__))(module.command)
     return typer.main.get_command(single)
+
+
+def _paragraphs(doc: str | None) -> str:
+    """A docstring whose lines are joined within paragraphs: typer would break lines where the source does."""
+    return "\n\n".join(" ".join(text.split()) for text in (doc or "").split("\n\n"))
 
 
 application = typer.Typer(cls=LazyGroup, pretty_exceptions_enable=False)

@@ -49,7 +49,7 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[object]], title: str =
     """Print rows under `columns`, at most 80 columns wide; long cells wrap.
 
     A column's name may start with '<' or '>' for its alignment; without, columns of numbers go right, others left.
-    Cells are text as it is (no markup); floats are rounded by `number`.
+    Cells are text as it is (no markup); floats are rounded by `number`. The first column names things and stays whole.
     """
     from rich import box
     from rich.console import Console
@@ -62,7 +62,8 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[object]], title: str =
     for index, name in enumerate(columns):
         right = all(isinstance(row[index], int | float) for row in rows)
         align = name[0] if name[:1] in JUSTIFY else "><"[not right]
-        view.add_column(name.lstrip("<>^"), justify=JUSTIFY[align], overflow="fold")  # type: ignore[arg-type]
+        whole = index == 0 and all(len(str(row[0])) <= WIDTH // 2 for row in rows)
+        view.add_column(name.lstrip("<>^"), justify=JUSTIFY[align], overflow="fold", no_wrap=whole)  # type: ignore[arg-type]
     for row in rows:
         view.add_row(*(Text(_cell(value)) for value in row))
     console.print(view)

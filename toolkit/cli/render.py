@@ -59,7 +59,7 @@ def _make(recipe: Path, fit: Path, tuning: Path | None) -> Plan:
 
 def _show(plan: Plan) -> None:
     rows = [(key, item.value, item.source) for key, item in plan.explained.items()]
-    table(["value of the plan", "<is", "because"], [(key.removeprefix("policy."), *rest) for key, *rest in rows])
+    table(["what", "<planned", "because"], rows, title=f"{plan.recipe.name}: {plan.recipe.description}".rstrip(": "))
 
 
 def _compare(plan: Plan, existing: Path, as_json: bool) -> None:
@@ -76,6 +76,6 @@ def _compare(plan: Plan, existing: Path, as_json: bool) -> None:
 
 def _show_differences(found: list[Difference]) -> None:
     if found:
-        table(["value of the plan", "<in the file", "<now"], [(each.key, each.old, each.new) for each in found])
+        table(["value", "<in the file", "<now"], [(each.key, each.old, each.new) for each in found])
     else:
         print("up to date")

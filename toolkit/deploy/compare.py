@@ -1,4 +1,4 @@
-"""How two plans differ, key by key. The machine and the tool's version that wrote them do not count."""
+"""How two plans differ, key by key. Who wrote them, and how they explain themselves, does not count."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from toolkit.files.plan import Plan
 
-NOT_COMPARED = {"environment", "tool_version"}
+NOT_COMPARED = {"environment", "tool_version", "explained"}
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,14 +26,14 @@ class Choice:
 
 
 def explain(recipe: Recipe, fit: Fit, policy: PlannedPolicy, choice: Choice) -> Explained:
-    """An explanation of each value that the plan decides, by its key: policy, laws, memory, predictions."""
-    explained = {"policy.name": Explanation(value=policy.name, source=choice.source)}
+    """An explanation of each value that the plan decides: the policy and its parameters, the laws, the predictions."""
+    explained = {"policy": Explanation(value=policy.name, source=choice.source)}
     for name, value in policy.parameters.items():
         source = _parameter_source(name, value, recipe, choice)
-        explained[f"policy.parameters.{name}"] = Explanation(value=_text(value), source=source)
+        explained[name] = Explanation(value=_text(value), source=source)
     explained |= _explain_fit(recipe, fit)
     for name, metric in choice.predicted.items():
-        explained[f"predicted.{name}"] = Explanation(value=_text(metric), source=choice.predicted_on)
+        explained[f"predicted {name}"] = Explanation(value=_text(metric), source=choice.predicted_on)
     return explained
 
 
@@ -51,14 +51,14 @@ def _explain_fit(recipe: Recipe, fit: Fit) -> Explained:
     )
     return {
         "workers": Explanation(value=str(recipe.workers), source="recipe; the fit was measured with as many"),
-        "fit.prefill": _explain_law(fit.prefill),
-        "fit.decode": _explain_law(fit.decode),
-        "fit.overhead": Explanation(
+        "prefill law": _explain_law(fit.prefill),
+        "decode law": _explain_law(fit.decode),
+        "overhead": Explanation(
             value=f"{fit.overhead.batch_s:.3g} s a batch, its time x {fit.overhead.stretch:.4g}",
             source=f"whole slices on all workers; {_error(fit.overhead.error)}",
         ),
-        "fit.memory": _explain_memory(fit),
-        "fit.memory.capacity_tokens": Explanation(value=str(fit.memory.capacity_tokens), source=capacity),
+        "memory law": _explain_memory(fit),
+        "capacity_tokens": Explanation(value=str(fit.memory.capacity_tokens), source=capacity),
     }
 
 
