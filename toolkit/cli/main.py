@@ -145,9 +145,9 @@ def run(args: Sequence[str] | None = None) -> None:
     except LlmctlError as error:
         code = _report(error.message, error.hint, error.exit_code)
     except typer.TyperException as error:
-        context = getattr(error, "ctx", None)
-        hint = f"see {context.command_path} --help" if context else ""
-        code = _report(error.format_message(), hint, error.exit_code)
+        context, message = getattr(error, "ctx", None), error.format_message()
+        hint = f"see {context.command_path} --help" if context and message else ""  # no message: help was printed
+        code = _report(message, hint, error.exit_code)
     except BrokenPipeError:
         code = _drop_output()
     sys.exit(code if isinstance(code, int) else 0)
