@@ -72,7 +72,7 @@ def test_many_mistakes_are_three_lines_and_a_count(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "shown"), [("", "empty"), ("[1]", "a list, not a mapping"), ("3", "a int, not a mapping")]
+    ("text", "shown"), [("", "empty, not"), ("[1]", "a list, not a mapping"), ("3", "one value, not a mapping")]
 )
 def test_a_recipe_is_a_mapping(tmp_path: Path, text: str, shown: str) -> None:
     assert shown in problem(tmp_path, text).message
@@ -95,6 +95,7 @@ def test_a_file_wins_over_a_shipped_name(tmp_path: Path, monkeypatch: pytest.Mon
         ("nowhere/tiny-llama-cpu.yaml", "no such file", "did you mean 'tiny-llama-cpu'?"),
         ("../recipes", "no such file", "valid: "),
         ("..", "a folder", ""),
+        ("/dev/null", "a device or pipe", ""),
         ("Tiny", "neither a file nor a recipe's name", "names match"),
         ("", "neither a file nor a recipe's name", "names match"),
     ],

@@ -29,8 +29,8 @@ def recipe_path(recipe: AnyPath) -> Path:
     if path.is_file():
         return path
     text = os.fspath(recipe)
-    if text and path.is_dir():
-        raise InputError(f"{text}: a folder, not a recipe")
+    if text and path.exists():
+        raise InputError(f"{text}: {'a folder' if path.is_dir() else 'a device or pipe'}, not a recipe")
     if os.sep in text or path.suffix in (".yaml", ".yml"):
         raise InputError(f"{text}: no such file", f"shipped recipes have bare names; {_nearest_recipe(path.stem)}")
     if not re.fullmatch(NAME_PATTERN, text):
@@ -54,7 +54,7 @@ def load_recipe(path: AnyPath) -> Recipe:
     file = recipe_path(path)
     data = load_yaml(file)
     if not isinstance(data, dict):
-        shown = "empty" if data is None else f"a {type(data).__name__}, not a mapping"
-        raise InputError(f"{file.name}: {shown}", "a recipe starts with `name:`; see docs/recipes.md")
+        shown = "empty" if data is None else "a list" if isinstance(data, list) else "one value"
+        raise InputError(f"{file.name}: {shown}, not a mapping", "a recipe starts with `name:`; see docs/recipes.md")
     # Through JSON, because pydantic's strict mode then takes lists for tuples, and still no "5" for 5.
     return validate(Recipe, json.dumps(data), file, "see docs/recipes.md for every key")
