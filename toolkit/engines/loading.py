@@ -11,12 +11,15 @@ import inspect
 from pathlib import Path
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.utils import logging as transformers_logging
 
 from toolkit.engines.bytes_tokenizer import BOS, EOS, PAD, VOCAB_SIZE
 from toolkit.engines.memory import is_out_of_memory
+from toolkit.engines.slab import check_caches
 from toolkit.errors import EngineError, nearest
 from toolkit.files.recipe import HardwareSpec, ModelSpec
 
@@ -27,7 +30,10 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 def load_model(spec: ModelSpec, hardware: HardwareSpec) -> PreTrainedModel:
     """The model, in evaluation mode on its device. `EngineError`, one line, for all that can be wrong with it."""
     device = _device(hardware)
+    transformers_logging.set_verbosity_error()  # its warnings and bars are for notebooks; what matters is raised here
+    transformers_logging.disable_progress_bar()
     config = load_config(spec)
+    check_caches(config, spec.max_model_len)
     _check_lengths(spec, config)
     try:
         model = _random_model(spec, config, device) if _is_random(spec) else _stored_model(spec, device)
@@ -96,7 +102,7 @@ def _built_config(spec: ModelSpec) -> PreTrainedConfig:
         keys = {"bos_token_id": BOS, "eos_token_id": EOS, "pad_token_id": PAD} | keys
     try:
         config = AutoConfig.for_model(kind, **keys)
-    except (ValueError, TypeError) as error:
+    except (StrictDataclassError, ValueError, TypeError) as error:
         raise EngineError(f"model.config: {_one_line(error)}", f"see the {kind} config in transformers") from None
     if spec.tokenizer == "bytes" and config.vocab_size < VOCAB_SIZE:
         raise EngineError(
@@ -122,7 +128,7 @@ def _stored_config(spec: ModelSpec) -> PreTrainedConfig:
         return AutoConfig.from_pretrained(spec.source, revision=spec.revision, trust_remote_code=spec.trust_remote_code)
     except OSError:
         raise _not_found(spec) from None
-    except (ValueError, KeyError) as error:
+    except (StrictDataclassError, ValueError, KeyError) as error:
         raise EngineError(f"model {spec.source}: its config cannot be used: {_one_line(error)}") from None
 
 
@@ -172,6 +178,7 @@ def _stored_model(spec: ModelSpec, device: torch.device) -> PreTrainedModel:
             trust_remote_code=spec.trust_remote_code,
             dtype=DTYPES[spec.dtype],
             use_safetensors=True,
+            ignore_mismatched_sizes=True,  # they are refused below, with one line
             output_loading_info=True,
         )
     except OSError as error:

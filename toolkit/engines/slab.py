@@ -76,18 +76,16 @@ class SlabCache(Cache):  # type: ignore[misc]
             self.update(key_states.expand(batch_size, -1, -1, -1), value_states.expand(batch_size, -1, -1, -1), index)
 
 
-def cached_layers(config: object, max_model_len: int) -> int:
-    """How many layers cache keys and values. `EngineError`, by name, for layers that a slab cannot hold.
+def check_caches(config: object, max_model_len: int) -> None:
+    """`EngineError`, by name, for a model with layers that a slab cannot hold.
 
     A sliding window that covers `max_model_len` never slides: such a layer attends to everything, like a full one.
     """
-    layers = DynamicCache(config=config).layers
-    for layer in layers:
+    for layer in DynamicCache(config=config).layers:
         full = type(layer) is DynamicLayer
         covers = type(layer) is DynamicSlidingWindowLayer and layer.sliding_window >= max_model_len
         if not (full or covers):
             raise _unsupported(config, layer, max_model_len)
-    return len(layers)
 
 
 def _unsupported(config: object, layer: object, max_model_len: int) -> EngineError:

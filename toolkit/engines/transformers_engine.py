@@ -17,7 +17,7 @@ from toolkit.engines.loading import eos_token_ids, load_model
 from toolkit.engines.memory import ByteLedger, ModelShape, at_the_seam, kv_budget_bytes
 from toolkit.engines.protocol import OnStep, Row, SliceOutput
 from toolkit.engines.sampling import Sampler
-from toolkit.engines.slab import KVShape, SlabCache, cached_layers
+from toolkit.engines.slab import KVShape, SlabCache
 from toolkit.errors import InputError
 from toolkit.files.profile import EngineFacts
 from toolkit.files.recipe import EngineSpec, HardwareSpec, ModelSpec
@@ -38,7 +38,7 @@ class TransformersEngine:
         self._device = self._model.device
         self._dtype = self._model.dtype
         config = self._model.config.get_text_config(decoder=True)
-        self._layers = cached_layers(self._model.config, spec.max_model_len)
+        self._layers: int = config.num_hidden_layers
         self._shape = ModelShape.of(config, self._dtype)
         self._eos_ids = eos_token_ids(self._model)
         self._last_position = spec.max_model_len - 1
@@ -120,7 +120,7 @@ class TransformersEngine:
             return clock() - start
 
     def slice_bytes(self, batch_size: int, input_length: int, steps: int) -> int:
-        """Bytes that N rows padded to L and run for S steps take at their largest: the slab, and the prefill beside it."""
+        """Bytes of N rows padded to L and run for S steps, at their largest: the slab, and the prefill beside it."""
         slab = batch_size * (input_length + steps) * self._kv_bytes_per_token
         return slab + self._shape.prefill_bytes(batch_size, input_length)
 

@@ -1,0 +1,238 @@
+"""What every engine must do. A new engine adds a line to `KINDS` and is fully tested."""
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import pytest
+import tiny
+import torch
+
+from toolkit.engines.factory import make_engine
+from toolkit.engines.loading import load_model
+from toolkit.engines.protocol import Engine, OutOfMemory, Row, SamplingParams, SliceOutput, StepOutput
+
+KINDS = ["llama", "qwen3", "gpt2", "opt", "fake"]
+ALONE = 10_000  # steps enough for any row
+
+
+@dataclass
+class Case:
+    kind: str
+    engine: Engine
+    generate: Callable[[Row], tuple[int, ...]]  # what the row gets alone, undisturbed
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def case(request: pytest.FixtureRequest) -> Case:
+    kind = request.param
+    engine = make_engine(tiny.model_spec(kind), tiny.engine_spec(kind), tiny.CPU)
+    return Case(kind, engine, reference(kind, engine))
+
+
+def reference(kind: str, engine: Engine) -> Callable[[Row], tuple[int, ...]]:
+    """transformers' own greedy `generate` on one request; the fake engine's whole run alone."""
+    if kind == "fake":
+        return lambda row: engine.run_slice([row], ALONE, go_on).tokens[0]
+    model = load_model(tiny.model_spec(kind), tiny.CPU)
+
+    def generate(row: Row) -> tuple[int, ...]:
+        prompt = torch.tensor([row.tokens])
+        mask = torch.ones_like(prompt)
+        new = row.max_new_tokens
+        with torch.inference_mode():
+            tokens = model.generate(prompt, attention_mask=mask, max_new_tokens=new, do_sample=False, pad_token_id=258)
+        return tuple(tokens[0, len(row.tokens) :].tolist())
+
+    return generate
+
+
+def go_on(step: StepOutput) -> bool:
+    return True
+
+
+GREEDY = SamplingParams()
+
+
+def rows_of(seed: int, count: int, sampling: SamplingParams = GREEDY) -> list[Row]:
+    """Random prompts of 1 to 60 tokens that may get 1 to 30 more."""
+    rng = random.Random(seed)
+    lengths = [rng.randint(1, 60) for _ in range(count)]
+    return [
+        Row(f"r{index}", tuple(rng.randrange(256) for _ in range(length)), 0, rng.randint(1, 30), sampling)
+        for index, length in enumerate(lengths)
+    ]
+
+
+def extended(row: Row, new: Sequence[int]) -> Row:
+    return Row(
+        row.request_id, (*row.tokens, *new), row.generated + len(new), row.max_new_tokens, row.sampling, row.end_after
+    )
+
+
+def serve_in_slices(engine: Engine, rows: Sequence[Row], seed: int) -> dict[str, tuple[int, ...]]:
+    """Serve all rows to their ends in slices of random lengths, in batches of random rows."""
+    rng = random.Random(seed)
+    waiting, done = list(rows), {}
+    while waiting:
+        rng.shuffle(waiting)
+        size = rng.randint(1, 5)
+        batch, waiting = waiting[:size], waiting[size:]
+        output = engine.run_slice(batch, rng.randint(1, 9), go_on)
+        for row, tokens, finish in zip(batch, output.tokens, output.finish, strict=True):
+            after = extended(row, tokens)
+            if finish:
+                done[row.request_id] = after.tokens[len(after.tokens) - after.generated :]
+            else:
+                waiting.append(after)
+    return done
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_tokens_in_slices_equal_those_of_each_request_alone(case: Case, seed: int) -> None:
+    rows = rows_of(seed, 8)
+    assert serve_in_slices(case.engine, rows, seed) == {row.request_id: case.generate(row) for row in rows}
+
+
+def test_the_rows_of_these_tests_end_both_ways(case: Case) -> None:
+    rows = rows_of(0, 8)
+    finish = case.engine.run_slice(rows, ALONE, go_on).finish
+    assert set(finish) == {"stop", "length"}
+
+
+def test_sampled_tokens_in_slices_equal_those_in_one_piece(case: Case) -> None:
+    sampling = SamplingParams(temperature=0.9, top_p=0.95, top_k=50, repetition_penalty=1.1, seed=7)
+    rows = rows_of(11, 6, sampling)
+    whole = {row.request_id: case.engine.run_slice([row], ALONE, go_on).tokens[0] for row in rows}
+    assert serve_in_slices(case.engine, rows, 11) == whole
+
+
+def test_another_seed_gives_another_text(case: Case) -> None:
+    prompt = tuple(range(20))
+    texts = {
+        case.engine.run_slice([Row("r", prompt, 0, 20, SamplingParams(1.0, seed=seed))], 20, go_on).tokens[0]
+        for seed in range(4)
+    }
+    assert len(texts) == 4
+
+
+def test_steps_are_what_the_output_says(case: Case) -> None:
+    rows = rows_of(3, 5)
+    steps: list[StepOutput] = []
+
+    def keep(step: StepOutput) -> bool:
+        steps.append(step)
+        return True
+
+    output = case.engine.run_slice(rows, 12, keep)
+    assert assembled(steps, len(rows)) == output
+    assert max(map(len, output.tokens)) == len(steps)
+
+
+def assembled(steps: Sequence[StepOutput], count: int) -> SliceOutput:
+    tokens: list[list[int]] = [[] for _ in range(count)]
+    finish = [""] * count
+    for step in steps:
+        for row, token in zip(step.rows, step.tokens, strict=True):
+            tokens[row].append(token)
+        for row, reason in step.ended:
+            finish[row] = reason
+    return SliceOutput(tuple(map(tuple, tokens)), tuple(finish))  # type: ignore[arg-type]
+
+
+def test_no_row_passes_its_limit(case: Case) -> None:
+    rows = [Row("a", (1, 2, 3), 0, 4), Row("b", (5,) * 30, 10, 13), Row("c", (9,), 0, 1)]
+    free = [Row(r.request_id, r.tokens, r.generated, r.max_new_tokens, SamplingParams(ignore_eos=True)) for r in rows]
+    output = case.engine.run_slice(free, 50, go_on)
+    assert [len(tokens) for tokens in output.tokens] == [4, 3, 1]
+    assert output.finish == ("length",) * 3
+
+
+def test_a_replayed_row_ends_at_its_length_and_no_earlier(case: Case) -> None:
+    rows = [Row(str(end), (end, end + 1), 0, 25, end_after=end) for end in (1, 2, 7, 20, 25, 30)]
+    done = serve_in_slices(case.engine, rows, 5)
+    assert {key: len(tokens) for key, tokens in done.items()} == {
+        str(end): min(end, 25) for end in (1, 2, 7, 20, 25, 30)
+    }
+    assert case.engine.run_slice([rows[4]], ALONE, go_on).finish == ("stop",)
+    assert case.engine.run_slice([rows[5]], ALONE, go_on).finish == ("length",)
+
+
+def test_a_slice_ends_when_all_rows_have(case: Case) -> None:
+    rows = [Row("a", (1,), 0, 50, end_after=3), Row("b", (2,), 0, 50, end_after=5)]
+    steps: list[StepOutput] = []
+    case.engine.run_slice(rows, 40, lambda step: not steps.append(step))
+    assert [step.rows for step in steps] == [(0, 1)] * 3 + [(1,)] * 2
+
+
+def test_a_slice_stops_when_it_is_told_to(case: Case) -> None:
+    rows = [
+        Row("a", (1, 2), 0, 30, SamplingParams(ignore_eos=True)),
+        Row("b", (3,), 0, 30, SamplingParams(ignore_eos=True)),
+    ]
+    left = iter([True, True, False])
+    output = case.engine.run_slice(rows, 30, lambda step: next(left))
+    assert [len(tokens) for tokens in output.tokens] == [3, 3]
+    assert output.finish == ("", "")
+
+
+def test_a_stop_token_ends_a_row(case: Case) -> None:
+    row = Row("a", (1, 2, 3), 0, 30, SamplingParams(ignore_eos=True))
+    free = case.engine.run_slice([row], 30, go_on).tokens[0]
+    stop = free[10]
+    stopped = Row("a", row.tokens, 0, 30, SamplingParams(ignore_eos=True, stop_token_ids=(stop,)))
+    output = case.engine.run_slice([stopped], 30, go_on)
+    assert output.tokens[0] == free[: free.index(stop) + 1]
+    assert output.finish == ("stop",)
+
+
+def test_nothing_ends_before_min_tokens(case: Case) -> None:
+    rows = rows_of(0, 8, SamplingParams(min_tokens=9))
+    output = case.engine.run_slice(rows, ALONE, go_on)
+    assert [len(tokens) >= min(row.max_new_tokens, 9) for row, tokens in zip(rows, output.tokens, strict=True)] == [
+        True
+    ] * 8
+
+
+def test_running_out_of_memory_leaves_the_engine_usable(case: Case) -> None:
+    engine = make_engine(tiny.model_spec(case.kind), tiny.engine_spec(case.kind, budget_mib=0.25), tiny.CPU)
+    capacity = engine.facts.capacity_tokens
+    small = Row("small", (1, 2, 3), 0, 5)
+    before = engine.run_slice([small], 5, go_on)
+    large = [Row(str(index), (index % 256,) * 60, 0, 20) for index in range(capacity // 80 + 1)]
+    with pytest.raises(OutOfMemory):
+        engine.run_slice(large, 20, go_on)
+    with pytest.raises(OutOfMemory):
+        engine.time_prefill(len(large), 80, clock=Ticks())
+    assert engine.run_slice([small], 5, go_on) == before
+
+
+class Ticks:
+    """A clock that moves by a second whenever it is read."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        self.now += 1.0
+        return self.now
+
+
+@pytest.mark.parametrize(("batch_size", "length"), [(1, 1), (1, 40), (3, 2), (4, 40)])
+def test_timing_is_read_from_the_clock_that_was_given(case: Case, batch_size: int, length: int) -> None:
+    assert case.engine.time_prefill(batch_size, length, Ticks()) == 1.0
+    assert case.engine.time_decode(batch_size, length, Ticks()) == 1.0
+
+
+def test_timing_changes_no_tokens(case: Case) -> None:
+    row = Row("a", (1, 2, 3), 0, 10)
+    before = case.engine.run_slice([row], 10, go_on)
+    case.engine.time_decode(4, 30, Ticks())
+    assert case.engine.run_slice([row], 10, go_on) == before
+
+
+def test_facts_are_consistent(case: Case) -> None:
+    facts = case.engine.facts
+    assert facts.capacity_tokens == facts.kv_budget_bytes // facts.kv_bytes_per_token
+    assert facts.max_model_len == tiny.MAX_MODEL_LEN
+    assert facts.prefill_emits_token

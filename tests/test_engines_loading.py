@@ -1,0 +1,167 @@
+"""Which models are taken, which are refused and with what line."""
+
+import json
+from pathlib import Path
+
+import pytest
+import tiny
+import torch
+from safetensors.torch import load_file, save_file
+
+from toolkit.engines.loading import load_config, load_model
+from toolkit.engines.protocol import Row
+from toolkit.engines.transformers_engine import TransformersEngine
+from toolkit.errors import EngineError, InputError, LlmctlError
+from toolkit.files.recipe import EngineSpec
+
+
+def config(kind: str = "llama", **changes: object) -> dict[str, object]:
+    return {key: value for key, value in (tiny.CONFIGS[kind] | changes).items() if value is not ...}
+
+
+def refusal(error: type[LlmctlError] = EngineError, **changes: object) -> LlmctlError:
+    """How the engine refuses a tiny Llama with these fields changed."""
+    with pytest.raises(error) as raised:
+        TransformersEngine(tiny.model_spec(**changes), tiny.engine_spec(), tiny.CPU)
+    return raised.value
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A tiny Llama as transformers saves it."""
+    load_model(tiny.model_spec(), tiny.CPU).save_pretrained(tmp_path)
+    return tmp_path
+
+
+def test_the_seed_decides_the_weights() -> None:
+    first, same, other = (load_model(tiny.model_spec(seed=seed), tiny.CPU).state_dict() for seed in (1, 1, 2))
+    assert all(torch.equal(first[key], same[key]) for key in first)
+    assert not torch.equal(first["lm_head.weight"], other["lm_head.weight"])
+
+
+def test_building_a_model_leaves_the_global_random_state_alone() -> None:
+    before = torch.random.get_rng_state()
+    load_model(tiny.model_spec(), tiny.CPU)
+    assert torch.equal(before, torch.random.get_rng_state())
+
+
+def test_the_byte_tokenizer_names_the_special_tokens_where_the_config_does_not() -> None:
+    built = load_config(tiny.model_spec(config=config(eos_token_id=...)))
+    assert (built.bos_token_id, built.eos_token_id, built.pad_token_id) == (256, 257, 258)
+    assert load_config(tiny.model_spec()).eos_token_id == tiny.EOS_IDS
+
+
+def test_a_saved_model_serves_the_same_tokens(folder: Path) -> None:
+    rows = [Row("a", (1, 2, 3), 0, 20), Row("b", tuple(range(40)), 0, 20)]
+    stored = tiny.model_spec(source=str(folder), config={})
+    outputs = [
+        TransformersEngine(spec, tiny.engine_spec(), tiny.CPU).run_slice(rows, 20, lambda step: True)
+        for spec in (tiny.model_spec(), stored)
+    ]
+    assert outputs[0] == outputs[1]
+
+
+def test_a_dummy_load_keeps_the_shape_and_not_the_weights(folder: Path) -> None:
+    spec = tiny.model_spec(source=str(folder), config={}, load_format="dummy", seed=5)
+    dummy = load_model(spec, tiny.CPU).state_dict()
+    stored = load_model(tiny.model_spec(source=str(folder), config={}), tiny.CPU).state_dict()
+    assert {key: value.shape for key, value in dummy.items()} == {key: value.shape for key, value in stored.items()}
+    assert not torch.equal(dummy["lm_head.weight"], stored["lm_head.weight"])
+
+
+def test_a_dummy_load_with_a_config_needs_no_files() -> None:
+    spec = tiny.model_spec(source="somebody/a-model", load_format="dummy")
+    assert load_model(spec, tiny.CPU).config.hidden_size == 32
+
+
+def test_a_stated_config_must_agree_with_the_stored_one(folder: Path) -> None:
+    error = refusal(source=str(folder), config={"num_hidden_layers": 3})
+    assert error.message == f"model.config.num_hidden_layers is 3; that of {folder} is 2"
+
+
+@pytest.mark.parametrize(
+    ("changes", "line", "hint"),
+    [
+        ({"model_type": "lama"}, "model_type 'lama' is not a causal language model", "did you mean 'llama'?"),
+        ({"model_type": "vit"}, "model_type 'vit' is not a causal language model", ""),
+        ({"hidden_sise": 8}, "model.config.hidden_sise: a llama has no such key", "did you mean 'hidden_size'?"),
+        ({"hidden_size": "x"}, "Field 'hidden_size' expected int", "config"),
+        ({"hidden_size": 33}, "not a multiple of the number of attention heads", "config"),
+        ({"vocab_size": 200}, "vocab_size is 200; the byte tokenizer has 259 tokens", "259"),
+        ({"max_position_embeddings": 50}, "model.max_model_len is 96; the model has 50 positions", "50"),
+    ],
+)
+def test_a_wrong_config_is_refused(changes: dict[str, object], line: str, hint: str) -> None:
+    error = refusal(config=config(**changes))
+    assert line in error.message
+    assert hint in error.hint
+    assert "\n" not in error.message
+
+
+SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 300}
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"model_type": "mamba", **SMALL}, "'mamba' has a LinearAttentionLayer"),
+        ({"model_type": "bloom", "n_head": 4, **SMALL}, "'bloom' cannot be served in padded batches"),
+        ({"model_type": "falcon", "num_attention_heads": 4, "alibi": True, **SMALL}, "it uses ALiBi"),
+        (
+            {"model_type": "mistral", "num_attention_heads": 4, "sliding_window": 50, "head_dim": 8, **SMALL},
+            "'mistral' slides a window of 50 tokens, below model.max_model_len 96",
+        ),
+    ],
+)
+def test_models_whose_caches_do_not_fit_are_refused_by_name(changes: dict[str, object], line: str) -> None:
+    assert line in refusal(config=changes).message
+
+
+def test_a_window_that_never_slides_is_served() -> None:
+    sizes = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 8, "sliding_window": 96, **SMALL}
+    spec = tiny.model_spec(config={"model_type": "mistral", **sizes})
+    assert TransformersEngine(spec, tiny.engine_spec(), tiny.CPU).facts.kv_bytes_per_token == 2 * 2 * 4 * 8 * 4
+
+
+def test_stated_kv_bytes_must_be_the_measured_ones() -> None:
+    error = refusal(InputError, kv_bytes_per_token=1000)
+    assert error.message == "model.kv_bytes_per_token is 1000; the loaded model caches 256 bytes per token"
+
+
+def test_a_cpu_needs_a_budget() -> None:
+    with pytest.raises(InputError, match="kv_cache_memory_mib is not set"):
+        TransformersEngine(tiny.model_spec(), EngineSpec(threads=1), tiny.CPU)
+
+
+def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
+    error = refusal(source=str(tmp_path / "nothing"), config={})
+    assert error.message == f"model folder {tmp_path / 'nothing'} does not exist"
+
+
+def test_a_folder_without_a_config(tmp_path: Path) -> None:
+    assert "has no config.json" in refusal(source=str(tmp_path), config={}).message
+
+
+def test_weights_in_another_format_are_not_touched(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    error = refusal(source=str(folder), config={})
+    assert error.message == f"model {folder} has no safetensors weights"
+
+
+def test_missing_weights_are_not_made_up(folder: Path) -> None:
+    weights = load_file(folder / "model.safetensors")
+    del weights["model.norm.weight"]
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    assert "1 weights are missing or of another shape" in refusal(source=str(folder), config={}).message
+
+
+def test_weights_of_another_shape_are_refused(folder: Path) -> None:
+    stored = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(stored | {"intermediate_size": 48}))
+    assert "shape" in refusal(source=str(folder), config={}).message
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="has a CUDA device")
+def test_cuda_where_there_is_none() -> None:
+    with pytest.raises(EngineError, match="torch finds no CUDA device"):
+        load_model(tiny.model_spec(), tiny.CPU.model_copy(update={"device": "cuda"}))

@@ -1,0 +1,114 @@
+"""Drawing tokens: who may be drawn, how often, and that a draw depends on its row alone."""
+
+import pytest
+import torch
+from transformers import RepetitionPenaltyLogitsProcessor
+
+from toolkit.engines.hashing import mix, uniform
+from toolkit.engines.protocol import Row, SamplingParams
+from toolkit.engines.sampling import Sampler
+
+VOCAB = 8
+CPU = torch.device("cpu")
+LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.0, -0.5, -1.0, -2.0, 1.9])
+
+
+def row(generated: int = 0, tokens: tuple[int, ...] = (1,), **sampling: object) -> Row:
+    return Row("r", tokens, generated, 100, SamplingParams(**sampling))  # type: ignore[arg-type]
+
+
+def draw(
+    rows: list[Row], logits: torch.Tensor | None = None, step: int = 0, eos_ids: tuple[int, ...] = ()
+) -> list[int]:
+    if logits is None:
+        logits = LOGITS.repeat(len(rows), 1)
+    return Sampler(rows, eos_ids, logits.shape[1], CPU).draw(logits.clone(), step).tolist()
+
+
+def drawn_set(count: int = 2000, **sampling: object) -> set[int]:
+    return set(draw([row(temperature=1.0, seed=seed, **sampling) for seed in range(count)]))
+
+
+def test_greedy_takes_the_largest() -> None:
+    assert draw([row(), row(temperature=1e-6)]) == [0, 0]
+
+
+def test_draws_follow_the_distribution() -> None:
+    count = 20_000
+    drawn = torch.tensor(draw([row(temperature=0.8, seed=seed) for seed in range(count)]))
+    shares = torch.bincount(drawn, minlength=VOCAB) / count
+    expected = (LOGITS / 0.8).softmax(dim=0)
+    sigma = (expected * (1 - expected) / count).sqrt()
+    assert ((shares - expected).abs() < 4 * sigma).all()
+
+
+def test_draws_along_a_text_follow_it_too() -> None:
+    count = 20_000
+    drawn = torch.tensor(draw([row(generated=position, temperature=1.0, seed=3) for position in range(count)]))
+    expected = LOGITS.softmax(dim=0)
+    sigma = (expected * (1 - expected) / count).sqrt()
+    assert ((torch.bincount(drawn, minlength=VOCAB) / count - expected).abs() < 4 * sigma).all()
+
+
+def test_a_draw_does_not_depend_on_the_batch() -> None:
+    rows = [row(generated=index, temperature=1.0, seed=index % 3, top_p=0.9, top_k=index % 5) for index in range(20)]
+    assert draw(rows) == [draw([one])[0] for one in rows] == draw(rows[::-1])[::-1]
+
+
+def test_a_draw_depends_on_the_position_and_not_on_where_the_slice_began() -> None:
+    whole = [draw([row(temperature=1.0, seed=5)], step=step) for step in range(30)]
+    later = [draw([row(generated=10, temperature=1.0, seed=5)], step=step) for step in range(20)]
+    assert whole[10:] == later
+    assert len({token for (token,) in whole}) > 2
+
+
+@pytest.mark.parametrize(
+    ("sampling", "allowed"),
+    [
+        ({"top_k": 1}, {0}),
+        ({"top_k": 2}, {0, 7}),
+        ({"top_k": 100}, set(range(8))),
+        ({"top_p": 0.0}, {0}),
+        ({"top_p": 0.4}, {0, 7}),
+        ({"min_p": 0.9}, {0, 7}),
+        ({"min_p": 0.3}, {0, 1, 7}),
+        ({"top_k": 3, "top_p": 0.5}, {0, 7}),  # of the three best, the first has 0.42
+        ({"min_p": 1.0}, {0}),
+        ({}, set(range(8))),
+    ],
+)
+def test_who_may_be_drawn(sampling: dict[str, object], allowed: set[int]) -> None:
+    assert drawn_set(**sampling) == allowed
+
+
+def test_rows_keep_their_own_limits_in_one_batch() -> None:
+    rows = [row(temperature=1.0, seed=seed, top_k=1 if seed % 2 else 0) for seed in range(2000)]
+    drawn = draw(rows)
+    assert set(drawn[1::2]) == {0}
+    assert len(set(drawn[::2])) == VOCAB
+
+
+def test_the_repetition_penalty_is_transformers_own() -> None:
+    logits = torch.randn(4, VOCAB, generator=torch.Generator().manual_seed(0))
+    rows = [row(tokens=(index, index + 1), repetition_penalty=1.7) for index in range(4)]
+    penalised = [
+        RepetitionPenaltyLogitsProcessor(1.7)(torch.tensor([one.tokens]), logits[index : index + 1])
+        for index, one in enumerate(rows)
+    ]
+    assert draw(rows, logits) == torch.cat(penalised).argmax(dim=-1).tolist()
+
+
+def test_the_penalty_counts_what_was_drawn_in_this_slice() -> None:
+    sampler = Sampler([row(tokens=(3,), repetition_penalty=1.5)], (), VOCAB, CPU)
+    assert [sampler.draw(LOGITS[None].clone(), step).item() for step in range(3)] == [0, 7, 0]  # 2/1.5 < 1.9, 1.9/1.5
+
+
+def test_ends_are_not_drawn_before_min_tokens() -> None:
+    kept = row(generated=2, min_tokens=4, stop_token_ids=(7,))
+    assert [draw([kept], step=step, eos_ids=(0,)) for step in range(3)] == [[1], [1], [0]]
+
+
+def test_hashes_are_stable() -> None:
+    assert mix(1, 2) == mix(1, 2 + (1 << 64)) == 0xBCD9DBB49673066B
+    assert mix(1, 2) != mix(2, 1)
+    assert all(0.0 <= uniform(seed, 1) < 1.0 for seed in (-5, 0, 1 << 70))

@@ -1,0 +1,44 @@
+"""Tiny models for tests: every architecture that the engines' contract is held on, built offline in milliseconds."""
+
+from toolkit.files.recipe import EngineSpec, HardwareSpec, ModelSpec
+
+CPU = HardwareSpec(device="cpu", name="any CPU")
+MAX_MODEL_LEN = 96
+EOS_IDS = list(range(257, 271))  # many, so that some of a handful of rows end early
+
+# With initializer_range 0.02 a random model repeats one token, and equal output would prove little.
+_SIZES = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 300,
+    "max_position_embeddings": MAX_MODEL_LEN,
+    "initializer_range": 0.12,
+    "eos_token_id": EOS_IDS,
+}
+CONFIGS: dict[str, dict[str, object]] = {
+    "llama": {"model_type": "llama", "intermediate_size": 64, "num_key_value_heads": 2, **_SIZES},
+    "qwen3": {"model_type": "qwen3", "intermediate_size": 64, "num_key_value_heads": 2, "head_dim": 16, **_SIZES},
+    "gpt2": {"model_type": "gpt2", "tie_word_embeddings": False, **_SIZES},
+    "opt": {"model_type": "opt", "ffn_dim": 64, "word_embed_proj_dim": 32, "init_std": 0.12, **_SIZES},
+    "fake": {"model_type": "fake", "eos_one_in": 12},
+}
+del CONFIGS["opt"]["initializer_range"]  # OPT calls it init_std
+
+
+def model_spec(kind: str = "llama", **changes: object) -> ModelSpec:
+    """A tiny model of `kind` in float32; `changes` are fields of `ModelSpec`."""
+    fields = {
+        "source": "random",
+        "config": CONFIGS[kind],
+        "dtype": "float32",
+        "tokenizer": "bytes",
+        "max_model_len": MAX_MODEL_LEN,
+        "seed": 1,
+    }
+    return ModelSpec.model_validate(fields | changes)
+
+
+def engine_spec(kind: str = "llama", *, budget_mib: float = 16.0) -> EngineSpec:
+    name = "fake" if kind == "fake" else "transformers"
+    return EngineSpec(name=name, threads=1, kv_cache_memory_mib=budget_mib)
