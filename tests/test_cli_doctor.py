@@ -134,6 +134,12 @@ def test_a_model_that_was_never_downloaded_says_how(tmp_path: Path) -> None:
     assert check.remedy == "fetch it once with: hf download nobody/such-a-model"
 
 
+@pytest.mark.parametrize(("tokenizer", "status"), [("bytes", "ok"), ("model", "note")])
+def test_a_dummy_model_needs_no_download(tmp_path: Path, tokenizer: str, status: str) -> None:
+    dummy = f"source: nobody/such-a-model, load_format: dummy, tokenizer: {tokenizer}"
+    assert checked(tmp_path, "source: random", dummy)["model"].status == status
+
+
 def test_a_source_that_is_neither_folder_nor_hub_id(tmp_path: Path) -> None:
     check = checked(tmp_path, "source: random", "source: no/such/folder")["model"]
     assert check.found == "no/such/folder: no such folder"

@@ -5,11 +5,14 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 from pydantic import BaseModel
+from transformers import AutoModelForCausalLM
 
 from toolkit.cli.arguments import open_recipe
 from toolkit.deploy.readiness import check_recipe
 from toolkit.engines.devices import CudaDevice, Devices
+from toolkit.engines.loading import load_config
 from toolkit.errors import InputError
 from toolkit.files.io import shipped_recipes
 from toolkit.files.recipe import ModelSpec, Recipe, recipe_schema
@@ -50,14 +53,10 @@ def test_a_gpu_recipe_has_the_published_sizes(path: Path) -> None:
 
 
 def parameters_of(model: ModelSpec) -> int:
-    """Parameters of a Llama or a Qwen3, from its config: embeddings, layers, last norm, head."""
-    config = {key: value for key, value in model.config.items() if isinstance(value, int)}
-    hidden, layers = config["hidden_size"], config["num_hidden_layers"]
-    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
-    attention = 2 * hidden * config["head_dim"] * (heads + kv_heads)
-    norms = 2 * hidden + (2 * config["head_dim"] if model.config["model_type"] == "qwen3" else 0)
-    layer = attention + 3 * hidden * config["intermediate_size"] + norms
-    return 2 * config["vocab_size"] * hidden + layers * layer + hidden
+    """Parameters of the model that transformers builds from the recipe's config; nothing is allocated."""
+    config = load_config(model.model_copy(update={"load_format": "dummy"}))
+    with torch.device("meta"):
+        return sum(weights.numel() for weights in AutoModelForCausalLM.from_config(config).parameters())
 
 
 def test_the_demo_recipe_counts_its_weights() -> None:

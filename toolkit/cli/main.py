@@ -36,7 +36,10 @@ COMMANDS = {
         "the points measured so far are kept; the same command goes on from there",
     ),
     "fit": Entry("Fit the laws of time and memory to a profile."),
-    "tune": Entry("Search the scheduler's settings on a trace, with the simulator."),
+    "tune": Entry(
+        "Search the scheduler's settings on a trace, with the simulator.",
+        "finished trials are kept; the same command goes on from there",
+    ),
     "render": Entry("Write the plan that `serve` starts, every value explained."),
     "serve": Entry("Start the server: OpenAI's API, N workers, one scheduler.", "the server has stopped"),
     "bench": Entry("Replay a trace against a server; measured beside predicted."),

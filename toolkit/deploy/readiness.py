@@ -103,6 +103,10 @@ def _folder_problem(folder: Path, model: ModelSpec) -> str:
 def _check_hub_model(model: ModelSpec) -> Check:
     from huggingface_hub import try_to_load_from_cache
 
+    if model.load_format == "dummy" and "model_type" in model.config:
+        remedy = "" if model.tokenizer == "bytes" else "to serve text, fetch its tokenizer, or set tokenizer: bytes"
+        found = f"{model.source} with random weights from model.config; no download"
+        return Check("model", "note" if remedy else "ok", found, remedy)
     config = try_to_load_from_cache(model.source, "config.json", revision=model.revision)
     if isinstance(config, str) and not _folder_problem(Path(config).parent, model):
         return Check("model", "ok", f"{model.source}, downloaded before")
