@@ -76,8 +76,8 @@ class LazyGroup(TyperGroup):
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt:
-            name = ctx.invoked_subcommand or ""
-            print(f"\ninterrupted; {COMMANDS[name].interrupted}", file=sys.stderr)
+            entry = COMMANDS.get(ctx.invoked_subcommand or "", Entry(""))
+            print(f"\ninterrupted; {entry.interrupted}", file=sys.stderr)
             raise typer.Exit(130) from None
         except BrokenPipeError as error:
             # Typer would end quietly whatever broke; only stdout's reader may leave (`llmctl ... | head`).
