@@ -151,6 +151,23 @@ def test_zeta_with_an_edge_that_differs_from_length_to_length():
     assert 0.003 < fit.zeta_std < 0.05
 
 
+def test_a_prefill_that_holds_activations_gets_a_workspace():
+    shapes = [(length, steps) for length in (64, 128, 256) for steps in (32, 512 - length)]
+    fits = [int(8192 * 0.95 / (length * 3.75 + steps)) for length, steps in shapes]
+    probes = [
+        MemoryPoint(input_length=length, steps=steps, largest_ok=rows, smallest_oom=rows + 1)
+        for (length, steps), rows in zip(shapes, fits, strict=True)
+    ]
+    fit = fit_memory(probes, FACTS)
+    assert fit.form == "zeta"
+    assert fit.workspace == pytest.approx(2.75, abs=0.2)
+    law, edge = memory_from_fit(fit)
+    for (length, steps), rows in zip(shapes, fits, strict=True):
+        assert abs(int(law.max_batch(np.array([length]), steps, 0.0)[0]) - rows) <= 1
+        assert not edge.runs_out(rows - 1, length, steps, 0.5)
+        assert edge.runs_out(rows + 2, length, steps, 0.5)
+
+
 def test_rules_where_no_zeta_explains_the_probes():
     table = {200: 28, 500: 28, 900: 22, 1500: 12}  # Algorithm 2: tokens from 5,600 to 19,800
     probes = [

@@ -93,8 +93,9 @@ def _coefficients(segment: Segment) -> tuple[str, ...]:
 
 def _memory(fit: MemoryFit) -> str:
     if fit.form == "zeta":
-        share = f"zeta {fit.zeta:.3f} (+- {fit.zeta_std:.3f}) of {number(fit.capacity_tokens)} tokens"
-        return f"N <= zeta * capacity / (L + S), {share}"
+        length = f"L * {1 + fit.workspace:.3g}" if fit.workspace else "L"
+        share = f"zeta {fit.zeta:.3f} (+- {fit.zeta_std:.3f})"
+        return f"N <= {share} * {number(fit.capacity_tokens)} tokens / ({length} + S)"
     rules = "; ".join(f"L+S > {rule.length_above}: N <= {rule.max_batch_size}" for rule in fit.rules)
     return f"no zeta explains the probes, so rules: {rules}"
 

@@ -28,16 +28,18 @@ class MemoryEdge(Protocol):
 
 @dataclass(frozen=True)
 class ZetaEdge:
-    """N * (L + S) / capacity against an edge that is normal around the fitted zeta."""
+    """N * (L * (1 + workspace) + S) / capacity against an edge that is normal around the fitted zeta."""
 
     capacity_tokens: int
     zeta: float
     zeta_std: float
+    workspace: float = 0.0
 
     def runs_out(self, batch_size: int, input_length: int, steps: int, draw: float) -> bool:
         """True where the share of the capacity that the batch needs lies above the drawn edge."""
         edge = self.zeta + self.zeta_std * _NORMAL.inv_cdf(draw)
-        return batch_size * (input_length + steps) > edge * self.capacity_tokens * (1 + ROUNDING)
+        needed = batch_size * (input_length * (1.0 + self.workspace) + steps)
+        return needed > edge * self.capacity_tokens * (1 + ROUNDING)
 
 
 @dataclass(frozen=True)

@@ -35,5 +35,5 @@ def memory_from_fit(fit: MemoryFit) -> tuple[MemoryLaw, MemoryEdge]:
     if fit.form == "rules":
         rules = tuple(fit.rules)
         return RuleMemory(rules), RuleEdge(rules, fit.zeta_std)
-    capacity = fit.capacity_tokens
-    return ZetaMemory(capacity, fit.zeta), ZetaEdge(capacity, fit.zeta, fit.zeta_std)
+    law = ZetaMemory(fit.capacity_tokens, fit.zeta, fit.workspace)
+    return law, ZetaEdge(fit.capacity_tokens, fit.zeta, fit.zeta_std, fit.workspace)

@@ -20,19 +20,28 @@ ROUNDING = 1e-9
 
 @dataclass(frozen=True)
 class ZetaMemory:
-    """Eq. 8 and 9: N_max = floor((1 - reserve) * zeta * capacity / (L + S)), all in tokens of KV cache."""
+    """Eq. 8 and 9: N_max = floor((1 - reserve) * zeta * capacity / (L + S)), all in tokens of KV cache.
+
+    `workspace` goes beyond the paper: a prefill holds activations beside the cache, worth so many tokens of cache per
+    input token, so L counts (1 + workspace) times.
+    """
 
     capacity_tokens: int
     zeta: float = 1.0
+    workspace: float = 0.0
 
     def __post_init__(self) -> None:
         if self.capacity_tokens < 1 or not self.zeta > 0:
             raise InputError(f"memory: capacity of {self.capacity_tokens} tokens and zeta {self.zeta} must be positive")
+        if not self.workspace >= 0:
+            raise InputError(f"memory: workspace {self.workspace} must not be negative")
 
     def max_batch(self, input_lengths: NDArray[np.int64], steps: int, reserve: float) -> NDArray[np.int64]:
         """N_max for each of `input_lengths` [n] -> [n]; 0 where not even one row fits."""
         budget = (1.0 - reserve) * self.zeta * self.capacity_tokens
-        return np.floor(budget / (input_lengths + steps) + ROUNDING).astype(np.int64)
+        row = input_lengths * (1.0 + self.workspace) + steps
+        rows: NDArray[np.int64] = np.floor(budget / row + ROUNDING).astype(np.int64)
+        return rows
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,14 @@
 """From memory probes to a memory law: one zeta where it explains them (SCLS paper, Eq. 9), else rules (Algorithm 2).
 
 A probe brackets the edge: N rows ran, M > N rows did not. In shares of the capacity, N * (L + S) / capacity, that is an
-interval; zeta is where the intervals meet.
+interval; zeta is where the intervals meet. Beyond the paper, and only where that fails: a prefill's activations, which
+take memory in proportion to N * L.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from scipy.optimize import minimize
@@ -17,34 +19,67 @@ from toolkit.estimators.held_out import Floats
 from toolkit.files.fit import MemoryFit, Rule
 from toolkit.files.profile import EngineFacts, MemoryPoint
 
-SLACK = 0.05  # of the capacity
+SLACK = 0.05  # of the edge: the rules' steps, between two probed lengths, waste more than that
+WORKSPACES = np.linspace(0.0, 16.0, 321)
 UNIFORM_STD = 12**-0.5  # of a uniform distribution of width 1: all that a bracket says of what lies inside
 
 
-def fit_memory(probes: Sequence[MemoryPoint], engine: EngineFacts) -> MemoryFit:
-    """The memory law that the probes show.
+@dataclass(slots=True, frozen=True)
+class _Probes:
+    """The probes as arrays [n]; `failed` is infinite where the edge was not reached."""
 
-    Zeta if N_max = floor(zeta * capacity / (L + S)) is within one row or 5 % of every probe, rules otherwise: a rule's
-    steps waste more than that between two probed lengths. Raises `InputError` without probes, where one contradicts
-    itself, or where not even one row ever ran.
+    length: Floats
+    steps: Floats
+    ran: Floats
+    failed: Floats
+
+    def shares(self, workspace: float, capacity: int) -> tuple[Floats, Floats, Floats]:
+        """What one row takes of the capacity, and the interval [low, high) in which the edge lies."""
+        row = (self.length * (1.0 + workspace) + self.steps) / capacity
+        return row, self.ran * row, self.failed * row
+
+
+def fit_memory(probes: Sequence[MemoryPoint], engine: EngineFacts) -> MemoryFit:
+    """The memory law that the probes show: zeta alone, zeta with a prefill's workspace, or rules.
+
+    The first that explains them is taken: that is off by at most one row or 5 % everywhere. Raises `InputError`
+    without probes, where one contradicts itself, or where not even one row ever ran.
     """
     _check(probes)
-    totals = np.array([probe.input_length + probe.steps for probe in probes], dtype=float)
-    ran = np.array([probe.largest_ok for probe in probes], dtype=float)
-    failed = np.array([np.inf if p.smallest_oom is None else p.smallest_oom for p in probes])
-    share = totals / engine.capacity_tokens
-    zeta, std = _edge(ran * share, failed * share)
-    slack = np.maximum(share, SLACK)
-    explained = np.max(ran * share - slack) < np.min(failed * share + slack)
-    rules = [] if explained else _rules(totals, ran, engine.max_model_len)
+    found = _Probes(
+        length=np.array([probe.input_length for probe in probes], dtype=float),
+        steps=np.array([probe.steps for probe in probes], dtype=float),
+        ran=np.array([probe.largest_ok for probe in probes], dtype=float),
+        failed=np.array([np.inf if p.smallest_oom is None else p.smallest_oom for p in probes]),
+    )
+    capacity = engine.capacity_tokens
+    for workspace in (0.0, _likeliest_workspace(found, capacity)):
+        row, low, high = found.shares(workspace, capacity)
+        slack = np.maximum(row, SLACK * np.median(low))
+        explained = np.max(low - slack) < np.min(high + slack)
+        if explained:
+            break
+    rules = [] if explained else _rules(found.length + found.steps, found.ran, engine.max_model_len)
+    zeta, std = _edge(low, high)
     return MemoryFit(
-        form="rules" if rules else "zeta",
-        capacity_tokens=engine.capacity_tokens,
+        form="zeta" if explained else "rules",
+        capacity_tokens=capacity,
         kv_bytes_per_token=engine.kv_bytes_per_token,
         zeta=zeta,
-        zeta_std=_bracket_std(ran, failed) if rules else std,
+        zeta_std=std if explained else _bracket_std(found.ran, found.failed),
+        workspace=workspace if explained else 0.0,
         rules=rules,
     )
+
+
+def _likeliest_workspace(found: _Probes, capacity: int) -> float:
+    """The workspace under which the probes' intervals overlap most, or miss one another least."""
+
+    def gap(workspace: float) -> float:
+        _, low, high = found.shares(workspace, capacity)
+        return float(low.max() / high.min())
+
+    return float(min(WORKSPACES, key=gap))
 
 
 def _edge(low: Floats, high: Floats) -> tuple[float, float]:

@@ -80,6 +80,9 @@ class MemoryFit(Strict):
     kv_bytes_per_token: int
     zeta: float
     zeta_std: float
+    workspace: float = Field(
+        default=0.0, description="what a prefill holds beside the cache: tokens of KV cache per input token"
+    )
     rules: list[Rule] = Field(default=[], description="by length_above, descending")
 
 

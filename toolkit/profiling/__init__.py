@@ -1,1 +1,1 @@
-"""Measuring an engine: the grid, the memory edge, whole slices; a journal that survives kill -9."""
+"""Measuring an engine: a grid of prefills and decode steps, the memory edge, whole slices through worker processes."""

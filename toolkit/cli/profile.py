@@ -1,0 +1,94 @@
+"""`llmctl profile`: measure an engine as its recipe says."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from toolkit.cli.arguments import JsonOption, RecipeArgument, open_recipe
+from toolkit.cli.output import emit, note, number, progress, seconds, size, table
+
+if TYPE_CHECKING:
+    from toolkit.files.profile import Profile
+    from toolkit.profiling.plan import Plan
+
+OutOption = Annotated[Path, typer.Option("--out", help="Where to write the profile.")]
+FreshOption = Annotated[bool, typer.Option("--fresh", help="Begin anew, though an interrupted run left results.")]
+
+
+def command(
+    recipe: RecipeArgument,
+    out: OutOption = Path("profile.json"),
+    fresh: FreshOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Measure an engine: prefills and decode steps over a grid, whole slices on all workers, and the memory edge.
+
+    It can be interrupted, by kill -9 too: the same command goes on with what was measured, which is beside the profile
+    until that is written.
+    """
+    from toolkit.files.io import write_file
+    from toolkit.profiling.run import journal_path, profile
+
+    with ExitStack() as stack:
+        measured = profile(open_recipe(recipe), recipe, out, TerminalWatch(stack), fresh=fresh)
+    write_file(measured, out)
+    journal_path(out).unlink(missing_ok=True)
+    emit(as_json, measured, lambda: show(measured))
+    note(f"wrote {out}; fit its laws with: llmctl fit {out}")
+
+
+class TerminalWatch:
+    """Says what will be done, and draws a bar while it is done. The bar ends with `stack`."""
+
+    def __init__(self, stack: ExitStack) -> None:
+        self._stack = stack
+
+    def planned(self, plan: Plan) -> None:
+        if plan.set_aside:
+            note(f"the results of an earlier run are set aside: {plan.set_aside}")
+        for reason, count in plan.skipped.items():
+            note(f"{count} points are skipped: {reason}")
+        resumed = f", {plan.resumed} results of an earlier run are kept" if plan.resumed else ""
+        note(f"{plan.points} points, {plan.steps} measurements to go, about {seconds(plan.about_s)}{resumed}")
+        self._advance = self._stack.enter_context(progress("measuring", plan.steps))
+
+    def advanced(self, text: str) -> None:
+        self._advance(text=text)
+
+
+def show(profile: Profile) -> None:
+    """Print a profile for people."""
+    facts = profile.engine
+    threads = f", {facts.threads} thread{'s' * (facts.threads != 1)}" if facts.threads else ""
+    kv_cache = f"{number(facts.capacity_tokens)} tokens ({size(facts.kv_budget_bytes)})"
+    print(
+        f"{profile.recipe_name}: {facts.engine} {facts.engine_version}, {facts.model_type} on {facts.device}{threads}"
+    )
+    print(f"KV cache {kv_cache}; times in {profile.clock} seconds, {profile.workers} workers\n")
+    grids = {
+        "prefill": [(point.batch_size, point.input_length, point.seconds) for point in profile.prefill],
+        "decode step": [(point.batch_size, point.cached_length, point.seconds) for point in profile.decode],
+    }
+    for name, points in grids.items():
+        _show_grid(name, points)
+    edges = [
+        (point.input_length, point.steps, point.largest_ok, point.smallest_oom or "not reached")
+        for point in profile.memory
+    ]
+    table([">L", ">S", ">largest batch that ran", ">smallest that did not"], edges, "memory edge")
+    if profile.failed:
+        note(f"{len(profile.failed)} points could not be measured; {profile.recipe_name}'s profile says why")
+
+
+def _show_grid(name: str, points: list[tuple[int, int, list[float]]]) -> None:
+    from statistics import median
+
+    cells = {(rows, length): seconds(median(samples)) for rows, length, samples in points}
+    lengths = sorted({length for _, length in cells})
+    sizes = sorted({rows for rows, _ in cells})
+    grid = [(f"N={rows}", *(cells.get((rows, length), "") for length in lengths)) for rows in sizes]
+    table(["", *(f">L={length}" for length in lengths)], grid, f"{name}, median")

@@ -1,0 +1,80 @@
+"""What profiling asks of an engine: time a point, and try whether a batch fits.
+
+`LocalBench` asks an engine in this process, `toolkit.profiling.process.EngineProcess` one in another.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Literal, Protocol
+
+from toolkit.engines.protocol import Engine, OutOfMemory, Row, SamplingParams
+from toolkit.files.profile import EngineFacts
+from toolkit.profiling.grid import GridPoint, Shape
+
+Clock = Literal["cpu", "wall"]
+CLOCKS: dict[Clock, Callable[[], float]] = {"cpu": time.process_time, "wall": time.perf_counter}
+
+# A visit to a cheap point goes on until it has taken this long, or has this many samples. More would tell little:
+# disturbances last longer than that, and another visit sees another moment.
+VISIT_S = 0.02
+VISIT_SAMPLES = 4
+
+
+class Unmeasurable(Exception):  # noqa: N818  (a point's fate, which the profile records, not a failure of the profile)
+    """A point could not be measured; the engine, perhaps a new one, is ready for the next."""
+
+
+class Bench(Protocol):
+    """An engine on the bench."""
+
+    facts: EngineFacts
+
+    def time(self, point: GridPoint, warmups: int) -> list[float]:
+        """Seconds of one or several runs of the point. Raises `Unmeasurable` with the reason."""
+        ...
+
+    def fits(self, shape: Shape) -> bool:
+        """Whether a slice of this shape runs without running out of memory."""
+        ...
+
+
+class LocalBench:
+    """An engine in this process."""
+
+    def __init__(self, engine: Engine, clock: Clock) -> None:
+        self.facts = engine.facts
+        self._engine = engine
+        self._clock = CLOCKS[clock]
+
+    def time(self, point: GridPoint, warmups: int) -> list[float]:
+        """See `Bench.time`."""
+        measure = self._engine.time_prefill if point.kind == "prefill" else self._engine.time_decode
+        try:
+            for _ in range(warmups):
+                measure(point.batch_size, point.length, self._clock)
+            samples: list[float] = []
+            while len(samples) < VISIT_SAMPLES and sum(samples) < VISIT_S:
+                samples.append(measure(point.batch_size, point.length, self._clock))
+        except OutOfMemory:
+            raise Unmeasurable("out of memory") from None
+        return samples
+
+    def fits(self, shape: Shape) -> bool:
+        """See `Bench.fits`. The engine holds memory for all steps from the start, so the first one tells."""
+        try:
+            self._engine.run_slice(slice_rows(shape), shape.steps, lambda _: False)
+        except OutOfMemory:
+            return False
+        return True
+
+
+def slice_rows(shape: Shape, vocab_size: int = 2) -> list[Row]:
+    """Rows of a slice that runs for all its steps: equal lengths, no end before."""
+    tokens = tuple(position % vocab_size for position in range(shape.input_length))
+    sampling = SamplingParams(ignore_eos=True)
+    return [
+        Row(f"profile-{number}", tokens, generated=0, max_new_tokens=shape.steps, sampling=sampling)
+        for number in range(shape.batch_size)
+    ]

@@ -1,0 +1,90 @@
+"""The process of an engine on the bench: `python -m toolkit.profiling.child`. Started by `process.EngineProcess`."""
+
+from __future__ import annotations
+
+import os
+import select
+from typing import IO
+
+from toolkit.engines.factory import make_engine
+from toolkit.engines.protocol import Engine, OutOfMemory
+from toolkit.errors import LlmctlError
+from toolkit.files.recipe import Recipe
+from toolkit.profiling.bench import LocalBench, Unmeasurable, slice_rows
+from toolkit.profiling.frames import (
+    Failed,
+    Fits,
+    KeepBusy,
+    Load,
+    Loaded,
+    Reply,
+    Request,
+    Time,
+    Timed,
+    Tried,
+    read_request,
+    write_frame,
+)
+
+
+def main() -> None:
+    """Load the engine that the first frame names, then answer until the parent is gone."""
+    requests = os.fdopen(os.dup(0), "rb", buffering=0)
+    replies = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what a library prints must not end up between two frames
+    try:
+        serve(requests, replies)
+    except (EOFError, BrokenPipeError):
+        os._exit(0)  # the parent is gone; nothing here needs a tidy end
+
+
+def serve(requests: IO[bytes], replies: IO[bytes]) -> None:
+    """Answer the frames in `requests`. Ends with `EOFError`."""
+    load = read_request(requests)
+    assert isinstance(load, Load)
+    recipe = Recipe.model_validate_json(load.recipe_json)
+    try:
+        engine = make_engine(recipe.model, recipe.engine, recipe.hardware)
+    except LlmctlError as error:
+        write_frame(replies, Failed(error.message, error.hint, error.exit_code))
+        return
+    bench = LocalBench(engine, recipe.profile.clock)
+    write_frame(replies, Loaded(bench.facts.model_dump_json()))
+    while True:
+        request = read_request(requests)
+        if isinstance(request, KeepBusy):
+            _keep_busy(engine, request, requests)
+        else:
+            write_frame(replies, _answer(bench, request))
+
+
+def _answer(bench: LocalBench, request: Request) -> Reply:
+    try:
+        if isinstance(request, Time):
+            return Timed(tuple(bench.time(request.point, request.warmups)))
+        assert isinstance(request, Fits)
+        return Tried(bench.fits(request.shape))
+    except Unmeasurable as error:
+        return Failed(str(error))
+    except Exception as error:  # noqa: BLE001  (the edge of a child process: the parent records it and goes on)
+        return Failed(f"{type(error).__name__}: {error}".splitlines()[0])
+
+
+def _keep_busy(engine: Engine, work: KeepBusy, requests: IO[bytes]) -> None:
+    """Serve slices until something can be read, the end of the stream included."""
+
+    def undisturbed(_: object = None) -> bool:
+        return not select.select([requests], [], [], 0)[0]
+
+    while undisturbed():
+        for shape in work.shapes:
+            try:
+                engine.run_slice(slice_rows(shape, engine.facts.vocab_size), shape.steps, undisturbed)
+            except OutOfMemory:
+                continue
+            if not undisturbed():
+                return
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,158 @@
+"""What was measured so far, on disk after every result: a profile that was killed goes on from where it was.
+
+A JSON object per line: first the conditions under which the rest was measured, then a key and a result each. A last
+line that a kill has torn is cut off. Whoever writes the profile deletes the journal then.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from pathlib import Path
+from types import TracebackType
+from typing import IO
+
+from pydantic import ValidationError
+
+from toolkit.errors import InputError
+from toolkit.files.envelope import Environment, Strict
+from toolkit.files.profile import EngineFacts, FailedPoint, MemoryPoint, SlicePoint
+
+
+class Conditions(Strict):
+    """What must be the same for results to belong together."""
+
+    tool_version: str
+    recipe: dict[str, str]  # section to the digest of its content
+    environment: Environment
+    engine: EngineFacts
+
+    def differences(self, now: Conditions) -> list[str]:
+        """What is not the same any more, in words."""
+        sections = sorted(self.recipe.keys() | now.recipe.keys())
+        changed = [f"'{name}' of the recipe" for name in sections if self.recipe.get(name) != now.recipe.get(name)]
+        if self.tool_version != now.tool_version:
+            changed.append(f"llmctl ({self.tool_version}, now {now.tool_version})")
+        if self.environment != now.environment:
+            changed.append("the machine or the versions of its packages")
+        if not _same_engine(self.engine, now.engine):
+            changed.append("what the engine says of itself")
+        return changed
+
+
+class Visit(Strict):
+    """Samples of a grid point, in seconds."""
+
+    seconds: list[float]
+
+
+Result = Visit | SlicePoint | MemoryPoint | FailedPoint
+
+
+class Entry(Strict):
+    """A line."""
+
+    key: str
+    result: Result
+
+
+class Journal:
+    """Results by key, each on disk when `put` returns. A context; one process at a time.
+
+    Args:
+        path: the file. What cannot be used of it, or is not wanted, is kept aside as <path>.old.
+        conditions: those of today.
+        fresh: do not go on from what is there.
+
+    Attributes:
+        results: those found, and those put since.
+        set_aside: why an old file was set aside, '' where none was.
+
+    Raises `InputError` where the file cannot be written, or another process has it open.
+    """
+
+    def __init__(self, path: Path, conditions: Conditions, *, fresh: bool = False) -> None:
+        self._path = path
+        self.results: dict[str, Result] = {}
+        self.set_aside = ""
+        self._stream = _open_locked(path)
+        self._take_up(conditions, fresh)
+
+    def __enter__(self) -> Journal:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stream.close()
+
+    def put(self, key: str, result: Result) -> None:
+        """Record a result."""
+        self.results[key] = result
+        self._append(Entry(key=key, result=result))
+
+    def _append(self, line: Strict) -> None:
+        self._stream.write(line.model_dump_json().encode() + b"\n")
+        self._stream.flush()
+        os.fsync(self._stream.fileno())
+
+    def _take_up(self, conditions: Conditions, fresh: bool) -> None:
+        lines = self._stream.read().splitlines(keepends=True)
+        if lines:
+            self.set_aside = "--fresh was given" if fresh else _why_not(lines[0], conditions)
+            if not self.set_aside:
+                self._keep(lines)
+                return
+            self._stream.close()
+            os.replace(self._path, self._path.with_name(self._path.name + ".old"))
+            self._stream = _open_locked(self._path)
+        self._append(conditions)
+
+    def _keep(self, lines: list[bytes]) -> None:
+        """Take what can be read, and cut off the rest: a torn line, and whatever may follow one."""
+        end = len(lines[0])
+        for line in lines[1:]:
+            try:
+                entry = Entry.model_validate_json(line)
+            except ValidationError:
+                break
+            if not line.endswith(b"\n"):
+                break
+            self.results[entry.key] = entry.result
+            end += len(line)
+        self._stream.truncate(end)
+        self._stream.seek(end)
+
+
+def _same_engine(then: EngineFacts, now: EngineFacts) -> bool:
+    """Equal, but for a KV budget that moved by less than a percent: on a GPU it is what was free when it loaded."""
+    moved = abs(then.capacity_tokens / now.capacity_tokens - 1.0)
+    budget = {"kv_budget_bytes": now.kv_budget_bytes, "capacity_tokens": now.capacity_tokens}
+    return moved < 0.01 and then.model_copy(update=budget) == now
+
+
+def _open_locked(path: Path) -> IO[bytes]:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        stream = path.open("a+b")
+    except OSError as error:
+        raise InputError(f"{path}: cannot be written: {error.strerror}", "choose another place with --out") from None
+    try:
+        fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        stream.close()
+        raise InputError(
+            f"{path}: another llmctl profile is writing it", "wait for it, or choose another --out"
+        ) from None
+    stream.seek(0)
+    return stream
+
+
+def _why_not(first_line: bytes, now: Conditions) -> str:
+    """Why results measured under these conditions cannot be used now; '' where they can."""
+    try:
+        then = Conditions.model_validate_json(first_line)
+    except ValidationError:
+        return "its first line cannot be read"
+    changed = then.differences(now)
+    return f"changed since: {', '.join(changed)}" if changed else ""

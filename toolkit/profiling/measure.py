@@ -1,0 +1,81 @@
+"""The grid, measured in rounds, every sample kept.
+
+Back-to-back repeats of a point all share what the machine was doing at that moment; a round apart, they do not, and the
+median of a point's samples sees through a disturbance that lasted less than half of the profile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from toolkit.files.profile import DecodePoint, FailedPoint, PrefillPoint
+from toolkit.files.recipe import ProfileSpec
+from toolkit.profiling.bench import Bench, Unmeasurable
+from toolkit.profiling.grid import DECODE_VISITS, GridPoint, in_rounds
+from toolkit.profiling.journal import Journal, Result, Visit
+
+
+def visit_key(point: GridPoint, number: int) -> str:
+    return f"{failure_key(point)}/{number}"
+
+
+def failure_key(point: GridPoint) -> str:
+    return f"{point.kind}/{point.batch_size}/{point.length}"
+
+
+def visits_left(points: Sequence[GridPoint], spec: ProfileSpec, journal: Journal) -> list[tuple[int, GridPoint]]:
+    """(number, point) of every visit that the journal does not know."""
+    return [
+        (number, point)
+        for number, point in in_rounds(points, spec)
+        if visit_key(point, number) not in journal.results and failure_key(point) not in journal.results
+    ]
+
+
+def measure(
+    visits: Sequence[tuple[int, GridPoint]],
+    bench: Bench,
+    spec: ProfileSpec,
+    journal: Journal,
+    advance: Callable[[str], None],
+) -> None:
+    """Make the visits. A point that cannot be measured is recorded as failed, and not visited again."""
+    for number, point in visits:
+        if failure_key(point) not in journal.results:
+            try:
+                seconds = bench.time(point, warmups(point, number, spec))
+            except Unmeasurable as reason:
+                failure = FailedPoint(
+                    kind=point.kind, batch_size=point.batch_size, length=point.length, reason=str(reason)
+                )
+                journal.put(failure_key(point), failure)
+            else:
+                journal.put(visit_key(point, number), Visit(seconds=seconds))
+        advance(str(point))
+
+
+def warmups(point: GridPoint, number: int, spec: ProfileSpec) -> int:
+    """Runs before the first sample of a visit.
+
+    A decode step follows another in a slice, so it is warmed up at each visit. A prefill follows a batch of another
+    shape, as it does here; it is warmed up in the first round alone, for what is compiled or allocated once.
+    """
+    return spec.warmups if point.kind == "decode" or number == 0 else 0
+
+
+def grid_points(
+    points: Sequence[GridPoint], spec: ProfileSpec, results: dict[str, Result]
+) -> tuple[list[PrefillPoint], list[DecodePoint]]:
+    """The points of the profile, with the samples of all their visits."""
+    prefill, decode = [], []
+    for point in points:
+        count = spec.repeats * (DECODE_VISITS if point.kind == "decode" else 1)
+        visits = [results.get(visit_key(point, number)) for number in range(count)]
+        seconds = [second for visit in visits if isinstance(visit, Visit) for second in visit.seconds]
+        if not seconds or failure_key(point) in results:
+            continue
+        if point.kind == "prefill":
+            prefill.append(PrefillPoint(batch_size=point.batch_size, input_length=point.length, seconds=seconds))
+        else:
+            decode.append(DecodePoint(batch_size=point.batch_size, cached_length=point.length, seconds=seconds))
+    return prefill, decode

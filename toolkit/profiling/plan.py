@@ -1,0 +1,98 @@
+"""What a profile will measure, and about how long that will take, said before it starts."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from toolkit.files.profile import FailedPoint
+from toolkit.files.recipe import ProfileSpec
+from toolkit.profiling.bench import VISIT_S, VISIT_SAMPLES, Bench, Unmeasurable
+from toolkit.profiling.grid import GridPoint, Kind, Shape
+from toolkit.profiling.measure import warmups
+
+PROBES_PER_LENGTH = 2  # that run; those that do not fit cost next to nothing
+
+
+@dataclass(slots=True, frozen=True)
+class Work:
+    """What is left to do."""
+
+    visits: Sequence[tuple[int, GridPoint]]
+    memory: Sequence[tuple[int, int]]  # (input length, steps)
+    slices: dict[int, Shape]  # by number
+
+    @property
+    def steps(self) -> int:
+        """How often a progress bar moves."""
+        return len(self.visits) + len(self.memory) + len(self.slices)
+
+
+@dataclass(slots=True, frozen=True)
+class Plan:
+    """What a person is told before the work starts."""
+
+    points: int  # of the grid, all in all
+    steps: int
+    about_s: float
+    resumed: int  # results that an earlier run left
+    skipped: dict[str, int]  # reason to the number of points
+    set_aside: str  # why an earlier run's results are not used, '' where they are or there are none
+
+
+def skip_reasons(skipped: Iterable[FailedPoint]) -> dict[str, int]:
+    return dict(Counter(point.reason for point in skipped))
+
+
+def estimate_s(work: Work, points: Sequence[GridPoint], spec: ProfileSpec, bench: Bench, workers: int) -> float:
+    """About how long the work takes, from up to four quick timings: the smallest and the largest point of each kind."""
+    kinds: tuple[Kind, ...] = ("prefill", "decode")
+    lines = {kind: _Line.timed([point for point in points if point.kind == kind], bench) for kind in kinds}
+
+    def visit_s(number: int, point: GridPoint) -> float:
+        once_s = lines[point.kind].at(point.tokens)
+        samples = min(VISIT_SAMPLES, max(1.0, VISIT_S / once_s))
+        return once_s * (warmups(point, number, spec) + samples)
+
+    def slice_s(shape: Shape) -> float:
+        tokens = shape.batch_size * shape.input_length
+        return lines["prefill"].at(tokens) + shape.steps * lines["decode"].at(tokens)
+
+    probe_s = PROBES_PER_LENGTH * lines["prefill"].at(bench.facts.capacity_tokens)
+    visits_s = sum(visit_s(number, point) for number, point in work.visits)
+    slices_s = sum(slice_s(shape) for shape in work.slices.values()) / workers
+    return visits_s + slices_s + len(work.memory) * probe_s
+
+
+@dataclass(slots=True, frozen=True)
+class _Line:
+    """Seconds of a point, as a line in its tokens."""
+
+    flat_s: float
+    token_s: float
+
+    @classmethod
+    def timed(cls, points: Sequence[GridPoint], bench: Bench) -> _Line:
+        ends = sorted(points, key=lambda point: point.tokens)
+        if not ends:
+            return cls(0.0, 0.0)
+        small, large = ends[0], ends[-1]
+        small_s = _wall_s(small, bench)
+        large_s = max(_wall_s(large, bench), small_s)
+        slope = (large_s - small_s) / max(large.tokens - small.tokens, 1)
+        return cls(max(small_s - slope * small.tokens, 1e-6), slope)
+
+    def at(self, tokens: int) -> float:
+        return self.flat_s + self.token_s * tokens
+
+
+def _wall_s(point: GridPoint, bench: Bench) -> float:
+    """Wall seconds of one run and all that it takes around it; 0 where it cannot be measured."""
+    start_s = time.perf_counter()
+    try:
+        samples = bench.time(point, 1)
+    except Unmeasurable:
+        return 0.0
+    return (time.perf_counter() - start_s) / (len(samples) + 1)

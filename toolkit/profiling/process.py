@@ -1,0 +1,166 @@
+"""An engine on the bench in a process of its own.
+
+What dies there, of a probe past the edge of memory or of a bug in a kernel, takes nothing with it, and what it held is
+given back when it ends. A child whose parent is gone, killed perhaps, reads an end of file and ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from typing import IO, cast
+
+from toolkit.errors import EngineError, InputError
+from toolkit.files.profile import EngineFacts
+from toolkit.files.recipe import Recipe
+from toolkit.profiling.bench import Unmeasurable
+from toolkit.profiling.frames import (
+    Failed,
+    Fits,
+    KeepBusy,
+    Load,
+    Loaded,
+    Reply,
+    Request,
+    Time,
+    Timed,
+    Tried,
+    read_reply,
+    write_frame,
+)
+from toolkit.profiling.grid import GridPoint, Shape
+
+COMMAND = (sys.executable, "-m", "toolkit.profiling.child")
+DEATHS_MAX = 5  # of one bench: where every point kills its process, something else is wrong
+END_S = 5.0
+
+
+class Died(Unmeasurable):
+    """The point killed the process; there is a new one."""
+
+
+class EngineProcess:
+    """`toolkit.profiling.bench.Bench` on a child process, which is started again when it dies.
+
+    `start` and `wait` are apart so that several can load side by side; `stop` ends the child.
+    """
+
+    facts: EngineFacts
+
+    def __init__(self, recipe: Recipe) -> None:
+        self._recipe_json = recipe.model_dump_json()
+        self._child: subprocess.Popen[bytes] | None = None
+        self._deaths = 0
+
+    def start(self) -> None:
+        """Start the child, which begins to load its engine. Its session is its own: Ctrl-C is for the parent."""
+        self._child = subprocess.Popen(COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
+        self._requests = cast(IO[bytes], self._child.stdin)
+        self._replies = cast(IO[bytes], self._child.stdout)
+        self._send(Load(self._recipe_json))
+
+    def wait(self) -> EngineFacts:
+        """Wait for the engine. Raises `EngineError` or `InputError` where it cannot be loaded."""
+        try:
+            reply = read_reply(self._replies)
+        except EOFError:
+            raise EngineError(f"the engine's process ended while it loaded: {self._end()}") from None
+        if isinstance(reply, Failed):
+            self.stop()
+            raise (InputError if reply.exit_code == InputError.exit_code else EngineError)(reply.message, reply.hint)
+        assert isinstance(reply, Loaded)
+        self.facts = EngineFacts.model_validate_json(reply.facts_json)
+        return self.facts
+
+    def stop(self) -> None:
+        """End the child, if there is one."""
+        if self._child is not None:
+            self._child.terminate()
+            self._end()
+
+    def time(self, point: GridPoint, warmups: int) -> list[float]:
+        """See `Bench.time`. Raises `Died` where the point killed the process."""
+        reply = self._ask(Time(point, warmups))
+        assert isinstance(reply, Timed)
+        return list(reply.seconds)
+
+    def fits(self, shape: Shape) -> bool:
+        """See `Bench.fits`. What kills the process, as the kernel does when memory is short, did not fit."""
+        try:
+            reply = self._ask(Fits(shape))
+        except Died:
+            return False
+        assert isinstance(reply, Tried)
+        return reply.fitted
+
+    def keep_busy(self, shapes: Sequence[Shape]) -> None:
+        """Serve these slices over and over until `stop`."""
+        self._send(KeepBusy(tuple(shapes)))
+
+    def _ask(self, request: Request) -> Reply:
+        self._send(request)
+        try:
+            reply = read_reply(self._replies)
+        except EOFError:
+            reason = self._end()
+            self._restart(reason)
+            raise Died(f"the engine's process ended: {reason}") from None
+        if isinstance(reply, Failed):
+            raise Unmeasurable(reply.message)
+        return reply
+
+    def _restart(self, reason: str) -> None:
+        self._deaths += 1
+        if self._deaths >= DEATHS_MAX:
+            message = f"the engine's process ended {self._deaths} times, the last time: {reason}"
+            raise EngineError(message, "look at its output above; smaller profile.batch_sizes may help")
+        self.start()
+        self.wait()
+
+    def _send(self, request: Request) -> None:
+        with contextlib.suppress(BrokenPipeError):  # a request to the dead is answered by an end of file
+            write_frame(self._requests, request)
+
+    def _end(self) -> str:
+        """Reap the child; how it ended."""
+        child, self._child = self._child, None
+        assert child
+        try:
+            code = child.wait(END_S)
+        except subprocess.TimeoutExpired:
+            child.kill()
+            code = child.wait()
+        self._replies.close()
+        with contextlib.suppress(BrokenPipeError):
+            self._requests.close()
+        return f"exit code {code}" if code >= 0 else f"signal {-code}"
+
+
+@contextlib.contextmanager
+def engine_process(recipe: Recipe) -> Iterator[EngineProcess]:
+    """A bench whose engine is loaded."""
+    bench = EngineProcess(recipe)
+    bench.start()
+    try:
+        bench.wait()
+        yield bench
+    finally:
+        bench.stop()
+
+
+@contextlib.contextmanager
+def busy_neighbours(recipe: Recipe, count: int, shapes: Sequence[Shape]) -> Iterator[None]:
+    """`count` other engines at work, as when all workers serve: they share caches and memory bandwidth."""
+    others = [EngineProcess(recipe) for _ in range(count if shapes else 0)]
+    try:
+        for other in others:
+            other.start()
+        for other in others:
+            other.wait()
+            other.keep_busy(shapes)
+        yield
+    finally:
+        for other in others:
+            other.stop()

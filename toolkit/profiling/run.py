@@ -1,0 +1,186 @@
+"""A whole profile: load the engine, say what will be done, probe the memory edge, measure the grid, run slices."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+from toolkit.errors import EngineError
+from toolkit.files.io import Head, head
+from toolkit.files.profile import (
+    MEASURED_SECTIONS,
+    EngineFacts,
+    FailedPoint,
+    MemoryPoint,
+    Profile,
+    SlicePoint,
+)
+from toolkit.files.recipe import Recipe
+from toolkit.profiling.bench import Bench, Unmeasurable
+from toolkit.profiling.grid import grid, slice_shapes
+from toolkit.profiling.journal import Conditions, Journal
+from toolkit.profiling.measure import grid_points, measure, visits_left
+from toolkit.profiling.memory import TIME_LIMIT_S, probe_memory, probe_shapes
+from toolkit.profiling.plan import Plan, Work, estimate_s, skip_reasons
+from toolkit.profiling.process import EngineProcess, busy_neighbours, engine_process
+from toolkit.profiling.slices import run_slices
+from toolkit.workers.protocol import Workers
+
+MakeWorkers = Callable[[Recipe], Workers]
+ResultT = TypeVar("ResultT")
+
+
+class Watch(Protocol):
+    """Who is told what happens: a progress bar, or a test."""
+
+    def planned(self, plan: Plan) -> None:
+        """The engine is loaded, and this is what will be done."""
+        ...
+
+    def advanced(self, text: str) -> None:
+        """One of `Plan.steps` is done; its result is on disk."""
+        ...
+
+
+def journal_path(out: Path) -> Path:
+    """Where the results of an unfinished profile are kept: beside the profile."""
+    return out.with_name(f"{out.name}.partial")
+
+
+def profile(
+    recipe: Recipe,
+    source: Path,
+    out: Path,
+    watch: Watch,
+    *,
+    fresh: bool = False,
+    make_workers: MakeWorkers | None = None,
+) -> Profile:
+    """Measure what `recipe`, read from `source`, describes. Goes on from the journal of an earlier, interrupted run.
+
+    `out` is where the profile will be written, by the caller, who then removes `journal_path(out)`; `fresh` sets an
+    earlier journal aside. Points that cannot be measured are in `Profile.failed`.
+
+    Raises `InputError` for a recipe that the engine refuses or a journal that cannot be written, and `EngineError`
+    where the engine cannot be loaded, keeps dying, or nothing of the grid can be measured.
+    """
+    started_s = time.perf_counter()
+    with engine_process(recipe) as bench:
+        load_s = time.perf_counter() - started_s
+        made_from = head(inputs={"recipe": source}, device=bench.facts.device)
+        with Journal(journal_path(out), _conditions(made_from, bench.facts), fresh=fresh) as journal:
+            session = _Session(recipe, bench.facts, journal, watch)
+            watch.planned(session.plan(bench, load_s))
+            session.probe_memory(bench)
+            session.measure(bench)
+            bench.stop()  # its memory is the workers' now
+            session.run_slices(make_workers or _process_workers)
+            return session.result(made_from)
+
+
+def _process_workers(recipe: Recipe) -> Workers:
+    from toolkit.workers.pool import ProcessWorkers
+
+    return ProcessWorkers(recipe.model, recipe.engine, recipe.hardware, recipe.workers)
+
+
+def _conditions(made_from: Head, facts: EngineFacts) -> Conditions:
+    sections = made_from["inputs"]["recipe"].sections
+    return Conditions(
+        tool_version=made_from["tool_version"],
+        recipe={name: sections[name] for name in MEASURED_SECTIONS if name in sections},
+        environment=made_from["environment"],
+        engine=facts,
+    )
+
+
+def _memory_key(length: int, steps: int) -> str:
+    return f"memory/{length}/{steps}"
+
+
+class _Session:
+    """The stages of one profile, and what they share."""
+
+    def __init__(self, recipe: Recipe, facts: EngineFacts, journal: Journal, watch: Watch) -> None:
+        self._recipe = recipe
+        self._spec = recipe.profile
+        self._facts = facts
+        self._journal = journal
+        self._watch = watch
+        self._points, self._skipped = grid(self._spec, facts)
+        self._shapes = dict(enumerate(slice_shapes(self._spec, facts, self._spec.slices)))
+        done = journal.results
+        self._work = Work(
+            visits=visits_left(self._points, self._spec, journal),
+            memory=[shape for shape in probe_shapes(self._spec, facts) if _memory_key(*shape) not in done],
+            slices={number: shape for number, shape in self._shapes.items() if f"slice/{number}" not in done},
+        )
+
+    def plan(self, bench: EngineProcess, load_s: float) -> Plan:
+        work = self._work
+        loads = (1 if work.visits else 0) + (1 if work.slices else 0)  # the neighbours', the workers'
+        work_s = estimate_s(work, self._points, self._spec, bench, self._recipe.workers)
+        return Plan(
+            points=len(self._points),
+            steps=work.steps,
+            about_s=work_s + loads * load_s,
+            resumed=len(self._journal.results),
+            skipped=skip_reasons(self._skipped),
+            set_aside=self._journal.set_aside,
+        )
+
+    def probe_memory(self, bench: Bench) -> None:
+        deadline_s = time.monotonic() + TIME_LIMIT_S
+        for length, steps in self._work.memory:
+            result: MemoryPoint | FailedPoint
+            try:
+                result = probe_memory(bench, length, steps, deadline_s)
+            except Unmeasurable as reason:
+                result = FailedPoint(kind="memory", batch_size=0, length=length, reason=str(reason))
+            self._journal.put(_memory_key(length, steps), result)
+            self._watch.advanced(f"memory L={length} S={steps}")
+
+    def measure(self, bench: Bench) -> None:
+        """The grid, beside as many busy engines as there will be when it serves. On GPUs, each has its own device."""
+        if not self._work.visits:
+            return
+        shared = self._recipe.hardware.device == "cpu"
+        others = self._recipe.workers - 1 if shared else 0
+        with busy_neighbours(self._recipe, others, list(self._shapes.values())):
+            measure(self._work.visits, bench, self._spec, self._journal, self._watch.advanced)
+
+    def run_slices(self, make_workers: MakeWorkers) -> None:
+        def record(number: int, result: SlicePoint | FailedPoint) -> None:
+            self._journal.put(f"slice/{number}", result)
+            self._watch.advanced(f"slice {number + 1} of {len(self._shapes)}")
+
+        if self._work.slices:
+            workers = make_workers(self._recipe)
+            asyncio.run(run_slices(workers, self._work.slices, self._facts.vocab_size, record))
+
+    def result(self, made_from: Head) -> Profile:
+        results = self._journal.results
+        prefill, decode = grid_points(self._points, self._spec, results)
+        if not prefill or not decode:
+            failed = next((r.reason for r in results.values() if isinstance(r, FailedPoint)), "nothing fits")
+            kind = "decode step" if prefill else "prefill"
+            raise EngineError(f"not one {kind} of the grid could be measured: {failed}", "see profile in the recipe")
+        return Profile(
+            **made_from,
+            recipe_name=self._recipe.name,
+            workers=self._recipe.workers,
+            clock=self._spec.clock,
+            engine=self._facts,
+            prefill=prefill,
+            decode=decode,
+            slices=_of_kind(SlicePoint, results.values()),
+            memory=sorted(_of_kind(MemoryPoint, results.values()), key=lambda point: (point.input_length, point.steps)),
+            failed=[*self._skipped, *_of_kind(FailedPoint, results.values())],
+        )
+
+
+def _of_kind(kind: type[ResultT], results: Iterable[object]) -> list[ResultT]:
+    return [result for result in results if isinstance(result, kind)]
