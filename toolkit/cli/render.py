@@ -7,15 +7,18 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from toolkit.cli.arguments import JsonOption, RecipeArgument, open_recipe
+from toolkit.cli.arguments import JsonOption, RecipeArgument, SetOption, open_recipe, parse_settings
 from toolkit.cli.output import emit, note, table
 
 if TYPE_CHECKING:
     from toolkit.deploy.compare import Difference
-    from toolkit.files.plan import Plan
+    from toolkit.files.plan import Plan, PlannedPolicy
 
 FitOption = Annotated[Path, typer.Option("--fit", help="fit.json, from `llmctl fit`.")]
 TuningOption = Annotated[Path | None, typer.Option("--tuning", help="tuning.json; without it, the recipe's policy.")]
+PolicyOption = Annotated[
+    str | None, typer.Option("--policy", help="This policy, with --set's parameters, instead of the tuning's.")
+]
 OutOption = Annotated[Path, typer.Option("--out", help="Where to write the plan.")]
 CheckOption = Annotated[
     bool, typer.Option("--check", help="Write nothing; compare with the plan at --out, exit 4 if it differs.")
@@ -26,6 +29,8 @@ def command(
     recipe: RecipeArgument,
     fit: FitOption,
     tuning: TuningOption = None,
+    policy: PolicyOption = None,
+    settings: SetOption = None,
     out: OutOption = Path("plan.json"),
     check: CheckOption = False,
     as_json: JsonOption = False,
@@ -34,7 +39,7 @@ def command(
 
     The same files give the same plan, to the byte; --check is for CI.
     """
-    plan = _make(recipe, fit, tuning)
+    plan = _make(recipe, fit, tuning, _given(policy, settings))
     if check:
         _compare(plan, out, as_json)
         return
@@ -45,7 +50,19 @@ def command(
     note(f"wrote {out}; start it with: llmctl serve {out}")
 
 
-def _make(recipe: Path, fit: Path, tuning: Path | None) -> Plan:
+def _given(policy: str | None, settings: list[str] | None) -> PlannedPolicy | None:
+    """The policy that was asked for by name."""
+    from toolkit.errors import InputError
+    from toolkit.files.plan import PlannedPolicy
+
+    if policy is None:
+        if settings:
+            raise InputError("--set changes the policy that --policy names", "add --policy NAME")
+        return None
+    return PlannedPolicy(name=policy, parameters=parse_settings(settings))
+
+
+def _make(recipe: Path, fit: Path, tuning: Path | None, given: PlannedPolicy | None) -> Plan:
     from toolkit.deploy.plan import make_plan
     from toolkit.files.fit import Fit
     from toolkit.files.io import read_file
@@ -54,7 +71,7 @@ def _make(recipe: Path, fit: Path, tuning: Path | None) -> Plan:
     made_from = {"recipe": recipe, "fit": fit}
     tuned = read_file(Tuning, tuning, inputs=made_from) if tuning else None
     inputs = made_from | ({"tuning": tuning} if tuning else {})
-    return make_plan(open_recipe(recipe), read_file(Fit, fit, inputs={"recipe": recipe}), tuned, inputs)
+    return make_plan(open_recipe(recipe), read_file(Fit, fit, inputs={"recipe": recipe}), tuned, inputs, given)
 
 
 def _show(plan: Plan) -> None:

@@ -20,14 +20,23 @@ from toolkit.sched.policies import make_policy
 from toolkit.sched.policies.parameters import parameters
 
 
-def make_plan(recipe: Recipe, fit: Fit, tuning: Tuning | None, inputs: Mapping[str, Path]) -> Plan:
+def make_plan(
+    recipe: Recipe,
+    fit: Fit,
+    tuning: Tuning | None,
+    inputs: Mapping[str, Path],
+    given: PlannedPolicy | None = None,
+) -> Plan:
     """The plan for serving `recipe`. `inputs` maps roles to the files that the arguments were read from.
 
-    The tuner's best settings, or the recipe's where it says to keep them; without a tuning, the recipe's own. Raises
-    `InputError` where the three do not belong together, or a policy or a parameter is not known.
+    The `given` policy; else the tuner's best settings, or the recipe's where it says to keep them; without a tuning,
+    the recipe's own. Raises `InputError` where the files do not belong together, or a policy or parameter is unknown.
     """
     _check_same(recipe, fit, tuning)
-    choice = _from_recipe(recipe) if tuning is None else _from_tuning(tuning)
+    if given is not None:
+        choice = Choice(given.name, given.parameters, "asked for by name", frozenset(), {}, "")
+    else:
+        choice = _from_recipe(recipe) if tuning is None else _from_tuning(tuning)
     policy = PlannedPolicy(name=choice.policy, parameters=parameters(make_policy(choice.policy, choice.parameters)))
     return Plan(
         **head(inputs, fit.engine.device, fit.environment.device_memory_bytes),
