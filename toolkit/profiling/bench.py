@@ -71,10 +71,15 @@ class LocalBench:
 
 
 def slice_rows(shape: Shape, vocab_size: int = 2) -> list[Row]:
-    """Rows of a slice that runs for all its steps: equal lengths, no end before."""
+    """Rows of a slice that runs for all its steps. The first is L long, the others down to 3/4 of it: real padding."""
     tokens = tuple(position % vocab_size for position in range(shape.input_length))
+    shortest = shape.input_length - shape.input_length // 4
+    lengths = [
+        shape.input_length - number * (shape.input_length - shortest) // max(shape.batch_size - 1, 1)
+        for number in range(shape.batch_size)
+    ]
     sampling = SamplingParams(ignore_eos=True)
     return [
-        Row(f"profile-{number}", tokens, generated=0, max_new_tokens=shape.steps, sampling=sampling)
-        for number in range(shape.batch_size)
+        Row(f"profile-{number}", tokens[:length], generated=0, max_new_tokens=shape.steps, sampling=sampling)
+        for number, length in enumerate(lengths)
     ]

@@ -56,25 +56,27 @@ def _too_large(point: GridPoint, facts: EngineFacts) -> str:
     return ""
 
 
-# Decode steps are visited this often in a round: they are short, so one visit sees one moment of the machine, and a
-# slice is made of many of them.
-DECODE_VISITS = 3
+# Points that cost little are visited this often in a round. A short visit sees one moment of the machine, so it takes
+# more of them to see as much as one long prefill does.
+CHEAP_VISITS = 3
 
 
 def in_rounds(points: Sequence[GridPoint], spec: ProfileSpec) -> Iterator[tuple[int, GridPoint]]:
     """(number, point) for every visit; the number counts the visits to that point.
 
     Each of the `spec.repeats` rounds visits all points, in an order of its own: a machine that is disturbed for a while
-    then spoils one visit to many points, not all visits to one.
+    then spoils one visit to many points, not all visits to one. Decode steps, and the prefills with fewer tokens than
+    most, are visited three times in a round.
     """
-    prefill = sorted(point for point in points if point.kind == "prefill")
-    decode = sorted(point for point in points if point.kind == "decode")
+    prefill = sorted((point for point in points if point.kind == "prefill"), key=lambda point: (point.tokens, point))
+    half = len(prefill) // 2
+    cheap = sorted(point for point in points if point.kind == "decode") + prefill[:half]
     for number in range(spec.repeats):
         rng = random.Random(f"{spec.seed}/{number}")
-        dealt = rng.sample(prefill, len(prefill))
-        for part in range(DECODE_VISITS):
-            visits = [(number, point) for point in dealt[part::DECODE_VISITS]]
-            visits += [(number * DECODE_VISITS + part, point) for point in decode]
+        dealt = rng.sample(prefill[half:], len(prefill) - half)
+        for part in range(CHEAP_VISITS):
+            visits = [(number, point) for point in dealt[part::CHEAP_VISITS]]
+            visits += [(number * CHEAP_VISITS + part, point) for point in cheap]
             rng.shuffle(visits)
             yield from visits
 
@@ -88,26 +90,28 @@ class Shape:
     steps: int
 
 
-SLICE_SHARE = 0.9  # of the KV cache: the edge has its own probes
 TRIES = 200
 
 
-def slice_shapes(spec: ProfileSpec, facts: EngineFacts, count: int) -> list[Shape]:
-    """Random slices over the grid's ranges that fit the engine; each depends on the seed and its number alone.
+def slice_shapes(spec: ProfileSpec, tokens_max: float, length_max: int) -> dict[int, Shape]:
+    """Random slices over the grid's ranges, by number, with N * (L + S) <= `tokens_max` and L + S <= `length_max`.
 
-    Sizes and lengths are log-uniform, like the grid. Empty where nothing fits.
+    Each depends on the seed and its number alone; sizes and lengths are log-uniform, like the grid. A number for which
+    nothing that fits is found is left out.
     """
-    drawn = (_draw_shape(spec, facts, random.Random(f"{spec.seed}/slice/{number}")) for number in range(count))
-    return [shape for shape in drawn if shape]
+    drawn = {
+        number: _draw_shape(spec, tokens_max, length_max, random.Random(f"{spec.seed}/slice/{number}"))
+        for number in range(spec.slices)
+    }
+    return {number: shape for number, shape in drawn.items() if shape}
 
 
-def _draw_shape(spec: ProfileSpec, facts: EngineFacts, rng: random.Random) -> Shape | None:
+def _draw_shape(spec: ProfileSpec, tokens_max: float, length_max: int, rng: random.Random) -> Shape | None:
     for _ in range(TRIES):
         steps = rng.choice(spec.slice_tokens)
         length = _log_uniform(spec.input_lengths, rng)
         batch_size = _log_uniform(spec.batch_sizes, rng)
-        fits = batch_size * (length + steps) <= SLICE_SHARE * facts.capacity_tokens
-        if fits and length + steps <= facts.max_model_len:
+        if batch_size * (length + steps) <= tokens_max and length + steps <= length_max:
             return Shape(batch_size, length, steps)
     return None
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from toolkit.files.profile import DecodePoint, FailedPoint, PrefillPoint
 from toolkit.files.recipe import ProfileSpec
 from toolkit.profiling.bench import Bench, Unmeasurable
-from toolkit.profiling.grid import DECODE_VISITS, GridPoint, in_rounds
+from toolkit.profiling.grid import CHEAP_VISITS, GridPoint, in_rounds
 from toolkit.profiling.journal import Journal, Result, Visit
 
 
@@ -69,8 +69,7 @@ def grid_points(
     """The points of the profile, with the samples of all their visits."""
     prefill, decode = [], []
     for point in points:
-        count = spec.repeats * (DECODE_VISITS if point.kind == "decode" else 1)
-        visits = [results.get(visit_key(point, number)) for number in range(count)]
+        visits = [results.get(visit_key(point, number)) for number in range(spec.repeats * CHEAP_VISITS)]
         seconds = [second for visit in visits if isinstance(visit, Visit) for second in visit.seconds]
         if not seconds or failure_key(point) in results:
             continue

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from toolkit.files.profile import EngineFacts, MemoryPoint
 from toolkit.files.recipe import ProfileSpec
@@ -14,6 +14,7 @@ ROWS_MAX = 4096
 BEYOND = 2.0  # probes end at this many times the capacity: an engine that holds more has no edge to find
 PRECISION = 0.005  # of the batch size: an edge known to half a percent is known well enough
 TIME_LIMIT_S = 300.0  # for all lengths
+SAFE_SHARE = 0.9
 
 
 def find_edge(
@@ -51,6 +52,12 @@ def probe_shapes(spec: ProfileSpec, facts: EngineFacts) -> list[tuple[int, int]]
         for length in lengths
         for steps in sorted({min(max(spec.slice_tokens), facts.max_model_len - length), facts.max_model_len - length})
     ]
+
+
+def safe_tokens(probes: Iterable[MemoryPoint], facts: EngineFacts) -> float:
+    """N * (L + S) that runs at any length, a little below the edge; without probes, a little below the capacity."""
+    known = [probe.largest_ok * (probe.input_length + probe.steps) for probe in probes if probe.largest_ok]
+    return SAFE_SHARE * min([*known, facts.capacity_tokens])
 
 
 def probe_memory(bench: Bench, length: int, steps: int, deadline_s: float) -> MemoryPoint:

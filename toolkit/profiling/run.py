@@ -20,10 +20,10 @@ from toolkit.files.profile import (
 )
 from toolkit.files.recipe import Recipe
 from toolkit.profiling.bench import Bench, Unmeasurable
-from toolkit.profiling.grid import grid, slice_shapes
+from toolkit.profiling.grid import Shape, grid, slice_shapes
 from toolkit.profiling.journal import Conditions, Journal
 from toolkit.profiling.measure import grid_points, measure, visits_left
-from toolkit.profiling.memory import TIME_LIMIT_S, probe_memory, probe_shapes
+from toolkit.profiling.memory import TIME_LIMIT_S, probe_memory, probe_shapes, safe_tokens
 from toolkit.profiling.plan import Plan, Work, estimate_s, skip_reasons
 from toolkit.profiling.process import EngineProcess, busy_neighbours, engine_process
 from toolkit.profiling.slices import run_slices
@@ -101,6 +101,10 @@ def _memory_key(length: int, steps: int) -> str:
     return f"memory/{length}/{steps}"
 
 
+def _slice_key(number: int) -> str:
+    return f"slice/{number}"
+
+
 class _Session:
     """The stages of one profile, and what they share."""
 
@@ -111,13 +115,18 @@ class _Session:
         self._journal = journal
         self._watch = watch
         self._points, self._skipped = grid(self._spec, facts)
-        self._shapes = dict(enumerate(slice_shapes(self._spec, facts, self._spec.slices)))
-        done = journal.results
         self._work = Work(
             visits=visits_left(self._points, self._spec, journal),
-            memory=[shape for shape in probe_shapes(self._spec, facts) if _memory_key(*shape) not in done],
-            slices={number: shape for number, shape in self._shapes.items() if f"slice/{number}" not in done},
+            memory=[each for each in probe_shapes(self._spec, facts) if _memory_key(*each) not in journal.results],
+            slices=self._slices_left(),
         )
+
+    def _slices_left(self) -> dict[int, Shape]:
+        """Those that the journal does not know. Until memory has been probed, they may be too large."""
+        results = self._journal.results
+        tokens_max = safe_tokens(_of_kind(MemoryPoint, results.values()), self._facts)
+        shapes = slice_shapes(self._spec, tokens_max, self._facts.max_model_len)
+        return {number: shape for number, shape in shapes.items() if _slice_key(number) not in results}
 
     def plan(self, bench: EngineProcess, load_s: float) -> Plan:
         work = self._work
@@ -149,17 +158,20 @@ class _Session:
             return
         shared = self._recipe.hardware.device == "cpu"
         others = self._recipe.workers - 1 if shared else 0
-        with busy_neighbours(self._recipe, others, list(self._shapes.values())):
+        tokens_max = safe_tokens(_of_kind(MemoryPoint, self._journal.results.values()), self._facts)
+        shapes = slice_shapes(self._spec, tokens_max, self._facts.max_model_len)
+        with busy_neighbours(self._recipe, others, list(shapes.values())):
             measure(self._work.visits, bench, self._spec, self._journal, self._watch.advanced)
 
     def run_slices(self, make_workers: MakeWorkers) -> None:
         def record(number: int, result: SlicePoint | FailedPoint) -> None:
-            self._journal.put(f"slice/{number}", result)
-            self._watch.advanced(f"slice {number + 1} of {len(self._shapes)}")
+            self._journal.put(_slice_key(number), result)
+            self._watch.advanced(f"slice {number + 1} of {self._spec.slices}")
 
-        if self._work.slices:
+        left = self._slices_left()
+        if left:
             workers = make_workers(self._recipe)
-            asyncio.run(run_slices(workers, self._work.slices, self._facts.vocab_size, record))
+            asyncio.run(run_slices(workers, left, self._facts.vocab_size, record))
 
     def result(self, made_from: Head) -> Profile:
         results = self._journal.results
