@@ -42,7 +42,9 @@ def inspect(trace: TraceArgument, as_json: JsonOption = False) -> None:
 def convert(
     trace: TraceArgument,
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The file to write, canonical JSONL.")],
-    start: Annotated[float, typer.Option(min=0.0, help="Leave out what arrives before this second.")] = 0.0,
+    start: Annotated[
+        float, typer.Option(min=0.0, help="Leave out what arrives before this second (after scaling).")
+    ] = 0.0,
     duration: Annotated[float | None, typer.Option(min=0.0, help="Seconds to keep from --start on.")] = None,
     rate: Annotated[float | None, typer.Option(help="Scale arrival times to this mean rate, requests/s.")] = None,
     draw_rate: Annotated[
@@ -58,7 +60,7 @@ def convert(
 ) -> None:
     """Write a trace of any known format as canonical JSONL, cut and scaled where asked.
 
-    The order is: cut, draw or scale arrivals, scale lengths.
+    The cut comes last, so its seconds are those of the scaled trace, as in `tune` and `bench`.
     """
     from toolkit.errors import InputError
     from toolkit.traces.generate import Arrivals, draw_arrivals
@@ -71,14 +73,14 @@ def convert(
     if (max_model_len is None) != (max_new_tokens is None):
         raise InputError("--max-model-len and --max-new-tokens belong together", "give both, or neither")
     loaded, _ = read_trace(trace_path(trace))
-    if start > 0 or duration is not None:
-        loaded = cut(loaded, start, float("inf") if duration is None else start + duration)
     if draw_rate is not None:
         loaded = draw_arrivals(loaded, Arrivals(draw_rate, cv), seed)
     if rate is not None:
         loaded = scale_rate(loaded, rate)
     if max_model_len is not None and max_new_tokens is not None:
         loaded = scale_lengths(loaded, max_model_len, max_new_tokens)
+    if start > 0 or duration is not None:
+        loaded = cut(loaded, start, float("inf") if duration is None else start + duration)
     write_trace(loaded, out)
     _wrote(loaded, out, as_json)
 

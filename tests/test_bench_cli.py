@@ -1,0 +1,169 @@
+"""`llmctl bench`, from the command line to the report, against a tiny server."""
+
+import json
+import os
+import signal
+
+import pytest
+import samples
+from sse_server import serve_request, sse_server, whole
+
+from toolkit.cli.main import run
+from toolkit.deploy.plan import make_plan
+from toolkit.files.io import write_file
+from toolkit.traces.read import read_trace
+from toolkit.traces.write import Line, write_lines
+
+
+@pytest.fixture
+def trace(tmp_path):
+    path = tmp_path / "trace.jsonl"
+    write_lines([Line(10 * k, 20 + k, 3 + k) for k in range(5)], path)
+    return path
+
+
+@pytest.fixture
+def plan(tmp_path):
+    path = tmp_path / "plan.json"
+    write_file(make_plan(samples.recipe(), samples.fit(), None, {}), path)
+    return path
+
+
+def llmctl(capsys, *args: object) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as ended:
+        run(["bench", *map(str, args)])
+    return (ended.value.code, *capsys.readouterr())
+
+
+def test_a_plan_s_prediction_stands_beside_what_was_measured(capsys, tmp_path, trace, plan):
+    out = tmp_path / "bench.json"
+    with sse_server() as server:
+        code, printed, _ = llmctl(capsys, "--url", server.url, "--trace", trace, "--plan", plan, "--out", out, "--json")
+    assert code == 0
+    report = json.loads(printed)
+    assert report == json.loads(out.read_text())
+    assert (report["model"], report["lengths"], report["requests"], report["answered"]) == ("tiny", "hidden", 5, 5)
+    assert (report["failures"], report["wrong_length"], report["interrupted"]) == ({}, 0, False)
+    assert {"trace", "plan"} <= report["inputs"].keys()
+    compared = {row["metric"]: row for row in report["compared"]}
+    for name, row in compared.items():
+        assert row["measured"] == report["measured"][name]
+        assert row["predicted"] == report["predicted"][name]
+        if row["measured"] > 0:
+            assert row["error_percent"] == pytest.approx(100 * (row["predicted"] / row["measured"] - 1))
+    assert {"throughput_rps", "goodput_rps", "ttft_p99_s", "tpot_mean_s", "e2e_p95_s"} <= compared.keys()
+    tried, *bodies = server.bodies
+    assert (tried["llmctl_end_after"], tried["stream"]) == (1, False)
+    assert sorted(body["llmctl_end_after"] for body in bodies) == [3, 4, 5, 6, 7]
+    assert {body["max_tokens"] for body in bodies} == {128}
+
+
+def test_the_table_fits_80_columns_and_says_what_was_done(capsys, trace, plan):
+    with sse_server() as server:
+        code, out, err = llmctl(capsys, "--url", server.url, "--trace", trace, "--plan", plan)
+    assert code == 0
+    assert max(map(len, out.splitlines())) <= 80
+    assert "throughput_rps" in out
+    assert "predicted" in out
+    assert "trace: prompts unchanged: all within 384 tokens" in err
+    assert "replaying 5 requests against tiny" in err
+
+
+def test_another_server_is_told_the_lengths_and_the_report_says_so(capsys, trace):
+    with sse_server(models={"data": [{"id": "m", "owned_by": "vllm", "max_model_len": 4096}]}) as server:
+        code, out, err = llmctl(capsys, "--url", server.url, "--trace", trace)
+    assert code == 0
+    assert "predicted" not in out
+    assert "lengths given away" in err
+    assert sorted(body["max_tokens"] for body in server.bodies[1:]) == [3, 4, 5, 6, 7]
+
+
+def test_lengths_are_fitted_to_what_the_server_takes(capsys, tmp_path):
+    path = tmp_path / "long.jsonl"
+    write_lines([Line(k, 1000, 1000) for k in range(3)], path)
+    with sse_server() as server:
+        code, _, err = llmctl(capsys, "--url", server.url, "--trace", path)
+    assert code == 0
+    assert {(len(body["prompt"]), body["llmctl_end_after"]) for body in server.bodies[1:]} == {(64, 64)}
+    assert "prompts divided by 15.62" in err
+
+
+def test_a_part_of_the_trace_at_another_rate(capsys, trace):
+    """At 200/s the five requests arrive at 0, 5, 10, 15 and 20 ms; three of them from 5 ms on, for 15 ms."""
+    with sse_server() as server:
+        options = ["--rate", 200, "--start", 0.004, "--duration", 0.015]
+        code, printed, _ = llmctl(capsys, "--url", server.url, "--trace", trace, *options, "--json")
+    assert code == 0
+    assert json.loads(printed)["requests"] == 3
+    assert json.loads(printed)["trace_notes"][-1] == "cut to 0.004 s .. 0.019 s: 3 requests"
+
+
+def test_saved_requests_can_be_replayed(capsys, tmp_path, trace):
+    saved = tmp_path / "requests.jsonl"
+    with sse_server() as server:
+        assert llmctl(capsys, "--url", server.url, "--trace", trace, "--save-requests", saved)[0] == 0
+    again, report = read_trace(saved)
+    assert report.dropped == {}
+    assert again.output_tokens.tolist() == read_trace(trace)[0].output_tokens.tolist()
+
+
+def test_failures_are_counted_by_reason(capsys, trace):
+    def answer(body):
+        if body["stream"] and len(body["prompt"]) == 22:
+            return whole({"error": {"message": "busy"}}, 503)
+        return serve_request(body)
+
+    with sse_server(answer) as server:
+        code, _, err = llmctl(capsys, "--url", server.url, "--trace", trace)
+    assert code == 0
+    assert "1 requests failed: HTTP 503: busy" in err
+
+
+def test_ctrl_c_reports_what_was_answered(capsys, tmp_path):
+    path, out = tmp_path / "trace.jsonl", tmp_path / "bench.json"
+    write_lines([Line(0, 20, 3), Line(50, 21, 3), Line(10**8, 22, 3)], path)
+
+    def answer(body):
+        if len(body["prompt"]) == 21:
+            os.kill(os.getpid(), signal.SIGINT)
+            return None
+        return serve_request(body)
+
+    with sse_server(answer) as server:
+        code, _, err = llmctl(capsys, "--url", server.url, "--trace", path, "--out", out)
+    assert code == 130
+    assert "interrupted: 1 of 3 requests were answered" in err
+    assert json.loads(out.read_text())["interrupted"] is True
+
+
+def test_a_server_that_cannot_hide_lengths_is_found_out_before_the_replay(capsys, trace):
+    refusal = whole({"error": {"message": "'llmctl_end_after' needs a server started with --allow-end-after"}}, 400)
+    with sse_server(lambda body: refusal) as server:
+        code, out, err = llmctl(capsys, "--url", server.url, "--trace", trace)
+    assert (code, out) == (2, "")
+    assert "HTTP 400: 'llmctl_end_after' needs a server started with --allow-end-after" in err
+    assert len(server.bodies) == 1
+
+
+def test_a_wrong_key_says_where_to_put_it(capsys, trace):
+    refusal = whole({"error": {"message": "no or a wrong key"}}, 401)
+    with sse_server(lambda body: refusal) as server:
+        code, _, err = llmctl(capsys, "--url", server.url, "--trace", trace)
+    assert code == 2
+    assert "hint: give the key in LLMCTL_API_KEY" in err
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--url", "nowhere"], "'nowhere' is not the URL of a server"),
+        (["--url", "http://127.0.0.1:1"], "http://127.0.0.1:1/v1/models does not answer"),
+        (["--trace", "no-such"], "no-such: no such file"),
+        (["--plan", "no-such.json"], "no-such.json: cannot be read"),
+        (["--sla", "ttft_p99=2"], "--sla ttft_p99"),
+    ],
+)
+def test_bad_input_is_one_clear_line_with_exit_code_2(capsys, args, message):
+    code, out, err = llmctl(capsys, *args)
+    assert (code, out) == (2, "")
+    assert message in err

@@ -1,0 +1,199 @@
+"""The load generator against a tiny server: what it sends, when, and what it makes of every way a replay can go."""
+
+import asyncio
+import math
+import os
+import signal
+
+import numpy as np
+import pytest
+from sse_server import chunked, event, serve_request, sse_server, tokens_event, usage_event, whole
+
+from toolkit.bench.client import Load, replay, run, send_lag_s
+from toolkit.bench.target import Target, find_target
+from toolkit.errors import InputError
+from toolkit.traces.types import Trace
+
+
+def trace_of(*rows: tuple[float, int, int], max_tokens: int = 0) -> Trace:
+    arrival, prompt, output = (np.array(column) for column in zip(*rows, strict=True))
+    return Trace(arrival.astype(float), prompt, output, np.full(len(rows), max_tokens))
+
+
+THREE = trace_of((0, 5, 3), (0.01, 7, 1), (0.02, 9, 4))
+CLOCK_TICK_S = 0.002  # uvloop's timers count whole milliseconds, and may fire that much early
+HIDDEN = Load("hidden", max_new_tokens=64, vocab_size=50)
+
+
+def play(server, trace=THREE, load=HIDDEN):
+    return run(find_target(server.url), trace, load, lambda: None)
+
+
+def test_every_request_has_the_trace_s_lengths_and_the_scheduler_is_not_told():
+    with sse_server() as server:
+        result = play(server)
+    assert sorted((len(body["prompt"]), body["llmctl_end_after"], body["max_tokens"]) for body in server.bodies) == [
+        (5, 3, 64),
+        (7, 1, 64),
+        (9, 4, 64),
+    ]
+    assert [sample.output_tokens for sample in result.samples] == [3, 1, 4]
+    assert [sample.failure for sample in result.samples] == ["", "", ""]
+    assert not result.interrupted
+
+
+def test_a_client_s_own_limit_is_what_the_scheduler_is_told():
+    with sse_server() as server:
+        play(server, trace_of((0, 5, 3), max_tokens=17))
+    assert server.bodies[0]["max_tokens"] == 17
+
+
+def test_lengths_that_are_given_away_are_max_tokens():
+    with sse_server() as server:
+        result = play(server, load=Load("given", 64, 50))
+    assert sorted(body["max_tokens"] for body in server.bodies) == [1, 3, 4]
+    assert all("llmctl_end_after" not in body for body in server.bodies)
+    assert [sample.output_tokens for sample in result.samples] == [3, 1, 4]
+
+
+def test_requests_are_greedy_streams_with_usage():
+    with sse_server() as server:
+        play(server, trace_of((0, 5, 3)))
+    [body] = server.bodies
+    assert (body["model"], body["temperature"], body["ignore_eos"], body["stream"]) == ("tiny", 0, True, True)
+    assert body["stream_options"] == {"include_usage": True}
+
+
+def test_prompts_are_random_tokens_of_the_vocabulary_each_its_own_and_the_same_with_the_same_seed():
+    trace = trace_of((0, 40, 1), (0, 40, 1))
+    prompts = []
+    for seed in (1, 1, 2):
+        with sse_server() as server:
+            play(server, trace, Load("hidden", 64, 50, seed=seed))
+        prompts.append(sorted(body["prompt"] for body in server.bodies))
+    assert prompts[0] == prompts[1] != prompts[2]
+    assert prompts[0][0] != prompts[0][1]
+    assert all(0 <= token < 50 for token in prompts[0][0])
+
+
+def test_arrivals_do_not_wait_for_answers():
+    """The server answers the first request only when it has the second."""
+
+    async def main() -> list[str]:
+        second = asyncio.Event()
+        connections = []
+
+        async def handle(reader, writer):
+            connections.append(writer)
+            await reader.readuntil(b"\r\n\r\n")
+            if len(connections) == 2:
+                second.set()
+            await second.wait()
+            writer.write(chunked(tokens_event(), usage_event(1)))
+            await writer.drain()
+            writer.close()
+
+        async with await asyncio.start_server(handle, "127.0.0.1", 0) as listening:
+            url = f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
+            target = Target(url, "", "tiny", None, own=True)
+            result = await replay(target, trace_of((0, 5, 1), (0.01, 5, 1)), HIDDEN, lambda: None)
+        return [sample.failure for sample in result.samples]
+
+    assert asyncio.run(main()) == ["", ""]
+
+
+def test_times_count_from_the_scheduled_arrival():
+    with sse_server() as server:
+        result = play(server)
+    for sample, at in zip(result.samples, THREE.arrival_s.tolist(), strict=True):
+        assert sample.scheduled_s == at
+        assert at - CLOCK_TICK_S <= sample.sent_s <= sample.first_token_s <= sample.last_token_s
+    assert send_lag_s(result.samples) >= 0
+
+
+def test_failures_have_reasons_and_do_not_stop_the_others():
+    answers = {
+        5: whole({"error": {"message": "busy"}}, 503),
+        7: chunked(tokens_event(), event({"error": {"message": "worker died"}})),
+    }
+    with sse_server(lambda body: answers.get(len(body["prompt"])) or serve_request(body)) as server:
+        result = play(server)
+    assert [one.failure for one in result.samples] == ["HTTP 503: busy", "error in the stream: worker died", ""]
+
+
+def test_a_server_that_never_answers_costs_one_timeout():
+    with sse_server(lambda body: None) as server:
+        result = play(server, trace_of((0, 5, 3)), Load("hidden", 64, 50, timeout_s=0.05))
+    assert result.samples[0].failure == "no end within 0.05 s"
+
+
+def test_a_server_that_has_gone_is_a_failure_of_each_request():
+    with sse_server() as server:
+        target = find_target(server.url)
+    result = run(target, THREE, HIDDEN, lambda: None)
+    assert {one.failure.partition(":")[0] for one in result.samples} == {"cannot connect"}
+    assert all(math.isnan(one.sent_s) for one in result.samples)
+
+
+def test_each_end_is_told_once():
+    ends = []
+    with sse_server() as server:
+        run(find_target(server.url), THREE, HIDDEN, lambda: ends.append(1))
+    assert len(ends) == 3
+
+
+def test_ctrl_c_stops_the_replay_and_keeps_what_was_answered():
+    def answer(body):
+        if len(body["prompt"]) == 7:
+            os.kill(os.getpid(), signal.SIGINT)
+            return None
+        return serve_request(body)
+
+    with sse_server(answer) as server:
+        result = play(server, trace_of((0, 5, 3), (0.05, 7, 1), (1e6, 9, 4)))
+    assert result.interrupted
+    assert [one.failure for one in result.samples] == ["", "interrupted", "not sent"]
+
+
+def test_the_key_goes_with_every_request():
+    with sse_server() as server:
+        run(find_target(server.url, api_key="secret"), trace_of((0, 5, 3)), HIDDEN, lambda: None)
+    assert "authorization: Bearer secret" in server.heads[0]
+
+
+def test_a_target_says_what_it_serves_and_whose_it_is():
+    with sse_server() as server:
+        for url in (server.url, server.url + "/", server.url + "/v1", server.url + "/v1/"):
+            target = find_target(url)
+            assert (target.url, target.model, target.max_model_len, target.own) == (server.url, "tiny", 128, True)
+    with sse_server(models={"data": [{"id": "a"}, {"id": "b", "owned_by": "vllm"}]}) as server:
+        assert find_target(server.url).model == "a"
+        assert (find_target(server.url, "b").own, find_target(server.url, "b").max_model_len) == (False, None)
+
+
+@pytest.mark.parametrize(
+    ("models", "model", "message"),
+    [
+        ({"data": [{"id": "a"}, {"id": "b"}]}, "c", "does not serve the model 'c'"),
+        ({"data": []}, None, "does not serve the model"),
+        ({"models": []}, None, "is not OpenAI's list of models"),
+        ("hello", None, "is not OpenAI's list of models"),
+    ],
+)
+def test_a_server_without_the_model_is_an_input_error(models, model, message):
+    with sse_server(models=models) as server, pytest.raises(InputError, match=message):
+        find_target(server.url, model)
+
+
+@pytest.mark.parametrize("url", ["localhost:8000", "ftp://x", "http://", "http://x:y", "", "/v1"])
+def test_what_is_no_url_of_a_server_is_an_input_error(url):
+    with pytest.raises(InputError, match="is not"):
+        find_target(url)
+
+
+def test_an_unreachable_server_is_named():
+    with sse_server() as server:
+        url = server.url
+    with pytest.raises(InputError, match=f"{url}/v1/models does not answer") as caught:
+        find_target(url)
+    assert "llmctl serve" in caught.value.hint

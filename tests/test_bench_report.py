@@ -1,0 +1,97 @@
+"""What a replay becomes: metrics over what was answered, beside what was predicted."""
+
+import pytest
+import samples
+
+from toolkit.bench.client import INTERRUPTED, Replay
+from toolkit.bench.report import Compared, compare, report, request_lines
+from toolkit.bench.stream import Sample
+from toolkit.traces.read import read_trace
+from toolkit.traces.write import write_lines
+
+HEAD = {"tool_version": "0", "environment": samples.ENVIRONMENT, "inputs": {}}
+
+
+def sample(at: float, first: float, last: float, tokens: int = 5, failure: str = "") -> Sample:
+    return Sample(at, 10, 5, at, first, last, 0.5, tokens, failure)
+
+
+GOOD = [sample(0, 1, 3), sample(1, 1.5, 4)]
+REFUSED = Sample(2.0, 10, 5, 2.0, failure="HTTP 503: busy")
+
+
+def report_on(*rows: Sample, interrupted: bool = False, predicted=None, sla=None):
+    return report(
+        Replay(list(rows), interrupted),
+        HEAD,
+        model="tiny",
+        lengths="hidden",
+        trace_notes=["a note"],
+        sla=sla or {},
+        predicted=predicted or {},
+    )
+
+
+def test_measured_metrics_are_those_of_the_simulator():
+    result = report_on(*GOOD, sla={"ttft_p99_s": 0.5})
+    assert (result.requests, result.answered, result.failures) == (2, 2, {})
+    assert (result.measured["throughput_rps"], result.measured["goodput_rps"]) == (0.5, 0.25)
+    assert (result.measured["ttft_mean_s"], result.measured["tpot_mean_s"], result.measured["e2e_mean_s"]) == (
+        0.75,
+        0.5625,
+        3.0,
+    )
+
+
+def test_failures_are_counted_by_reason_and_stay_in_the_requests():
+    result = report_on(*GOOD, REFUSED, REFUSED)
+    assert result.failures == {"HTTP 503: busy": 2}
+    assert (result.answered, result.measured["requests"], result.measured["failed"]) == (4, 4, 2)
+
+
+def test_an_interrupted_replay_reports_what_was_answered_and_compares_nothing():
+    cut_off, unsent = Sample(2.0, 10, 5, 2.0, failure=INTERRUPTED), Sample(9.0, 10, 5)
+    result = report_on(*GOOD, cut_off, unsent, interrupted=True, predicted={"throughput_rps": 1.0})
+    assert (result.requests, result.answered, result.failures) == (4, 2, {})
+    assert result.measured["throughput_rps"] == 0.5
+    assert result.predicted == {}
+
+
+def test_a_replay_without_a_single_answer_has_no_metrics():
+    result = report_on(Sample(0.0, 10, 5), interrupted=True)
+    assert (result.measured, result.compared) == ({}, [])
+
+
+def test_outputs_of_another_length_are_counted():
+    assert report_on(*GOOD, sample(2, 3, 4, tokens=6)).wrong_length == 1
+
+
+def test_the_error_is_the_prediction_s():
+    rows = compare({"throughput_rps": 2.0, "e2e_mean_s": 4.0}, {"throughput_rps": 1.0, "e2e_mean_s": 5.0})
+    assert rows == [
+        Compared(metric="throughput_rps", measured=2.0, predicted=1.0, error_percent=-50.0),
+        Compared(metric="e2e_mean_s", measured=4.0, predicted=5.0, error_percent=25.0),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("measured", "predicted"), [({"goodput_rps": 2.0}, {}), ({}, {"goodput_rps": 2.0}), ({"goodput_rps": 0.0}, {})]
+)
+def test_there_is_no_error_where_one_side_is_missing(measured, predicted):
+    [row] = compare(measured, predicted)
+    assert row.error_percent is None
+
+
+def test_nothing_measured_leaves_no_error_to_divide_by():
+    [row] = compare({"goodput_rps": 0.0}, {"goodput_rps": 1.0})
+    assert (row.measured, row.predicted, row.error_percent) == (0.0, 1.0, None)
+
+
+def test_saved_requests_are_a_trace_of_what_was_served(tmp_path):
+    path = tmp_path / "requests.jsonl"
+    write_lines(request_lines([*GOOD, REFUSED]), path)
+    trace, read = read_trace(path)
+    assert read.dropped == {"failed responses": 1}
+    assert trace.arrival_s.tolist() == [0, 1]
+    assert trace.output_tokens.tolist() == [5, 5]
+    assert '"ttft_ms":1000,"e2e_ms":3000,"status":"ok"' in path.read_text().splitlines()[0]

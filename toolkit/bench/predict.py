@@ -1,0 +1,19 @@
+"""What the simulator says of the very requests that are replayed, under the plan that the server runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from toolkit.files.plan import Plan
+from toolkit.sched.policies import make_policy
+from toolkit.sim.api import simulate, world_from_fit
+from toolkit.traces.types import Trace
+
+
+def predict(plan: Plan, trace: Trace, sla: Mapping[str, float]) -> dict[str, float]:
+    """Metric name to value, as in `toolkit.metrics.summarize`, for `trace` served by the plan."""
+    recipe = plan.recipe
+    world = world_from_fit(
+        plan.fit, workers=plan.workers, max_new_tokens=recipe.serve.max_new_tokens, seed=recipe.tune.seed
+    )
+    return simulate(trace, make_policy(plan.policy.name, plan.policy.parameters), world).metrics(sla)

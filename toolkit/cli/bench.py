@@ -1,0 +1,169 @@
+"""`llmctl bench`: replay a trace against a running server; measured beside predicted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
+
+import typer
+
+from toolkit.cli.arguments import JsonOption, SlaOption, parse_sla
+
+if TYPE_CHECKING:
+    from toolkit.bench.report import BenchReport
+    from toolkit.bench.target import Target
+    from toolkit.files.plan import Plan
+    from toolkit.traces.types import Trace
+
+DEFAULT_LIMIT = 256  # tokens, as in recipes
+SAFE_VOCABULARY = 256  # tokens that every tokenizer has
+LATE_S = 0.05  # the client's own delay from which on its figures deserve a warning
+
+
+def command(
+    url: Annotated[str, typer.Option(help="The server, like http://127.0.0.1:8000.")] = "http://127.0.0.1:8000",
+    trace: Annotated[str, typer.Option(help="A trace file, or the name of a shipped trace.")] = "chat-small",
+    plan: Annotated[
+        Path | None, typer.Option(help="What the server runs: lengths are fitted to it, metrics predicted from it.")
+    ] = None,
+    rate: Annotated[float | None, typer.Option(help="Scale arrivals to this many requests per second.")] = None,
+    start: Annotated[float, typer.Option(min=0.0, help="First second of the (scaled) trace to replay.")] = 0.0,
+    duration: Annotated[float | None, typer.Option(min=0.0, help="Seconds to replay; default: to the end.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Write the report here, as JSON.")] = None,
+    save_requests: Annotated[
+        Path | None, typer.Option(help="Write every request's times here, as a canonical trace.")
+    ] = None,
+    sla: SlaOption = None,
+    lengths: Annotated[
+        Literal["hidden", "given"] | None,
+        typer.Option(
+            help="Whether the server's scheduler may know output lengths (given: max_tokens says them). "
+            "Default: hidden from llmctl's own server, which must run with --allow-end-after; else given."
+        ),
+    ] = None,
+    max_new_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Limit of requests whose trace names none; default: the plan's, or 256.")
+    ] = None,
+    vocab_size: Annotated[
+        int | None, typer.Option(min=1, help="Prompts are random tokens below this; default: the plan's, or 256.")
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="The model's name; default: the first that the server has.")] = None,
+    api_key: Annotated[str, typer.Option(envvar="LLMCTL_API_KEY", help="The server's key.")] = "",
+    timeout: Annotated[float, typer.Option(min=0.001, help="Give a request up after so many seconds.")] = 600.0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the prompts.")] = 0,
+    as_json: JsonOption = False,
+) -> None:
+    """Replay a trace against a running server and print what was measured, beside what the plan predicts.
+
+    Requests go out at the trace's times, whatever the server does; latencies count from there. Ctrl-C ends the replay
+    early and reports what was answered.
+    """
+    from toolkit.bench.client import Load, run
+    from toolkit.bench.predict import predict
+    from toolkit.bench.report import report, request_lines
+    from toolkit.bench.target import find_target, try_out
+    from toolkit.cli.output import emit, note, progress, seconds
+    from toolkit.files.io import head, read_file, write_file
+    from toolkit.files.plan import Plan
+    from toolkit.traces.read import read_trace
+    from toolkit.traces.shipped import trace_path
+    from toolkit.traces.write import write_lines
+
+    planned = read_file(Plan, plan) if plan else None
+    targets = parse_sla(sla) or (planned.recipe.sla if planned else {})
+    path = trace_path(trace)
+    loaded, _ = read_trace(path)
+    target = find_target(url, model, api_key)
+    limits = _limits(planned, target, max_new_tokens, vocab_size)
+    replayed = _excerpt(_fitted(loaded, limits, rate), start, duration)
+    load = Load(lengths or ("hidden" if target.own else "given"), limits.output, limits.vocabulary, timeout, seed)
+    try_out(target, load.lengths)
+    predicted = predict(planned, replayed, targets) if planned else {}
+    for line in replayed.notes:
+        note(f"trace: {line}")
+    expected_s = predicted.get("makespan_s", float(replayed.arrival_s[-1]))
+    note(f"replaying {len(replayed):,} requests against {target.model}: about {seconds(expected_s)}")
+    with progress("replaying", len(replayed)) as advance:
+        replay = run(target, replayed, load, advance)
+    result = report(
+        replay,
+        head({"trace": path} | ({"plan": plan} if plan else {})),
+        model=target.model,
+        lengths=load.lengths,
+        trace_notes=replayed.notes,
+        sla=targets,
+        predicted=predicted,
+    )
+    if save_requests:
+        write_lines(request_lines(replay.samples), save_requests)
+    if out:
+        write_file(result, out)
+    emit(as_json, result, lambda: _show(result))
+    _remark(result)
+    if replay.interrupted:
+        raise typer.Exit(130)
+
+
+class Limits(NamedTuple):
+    """What requests must keep to, in tokens."""
+
+    context: int | None  # prompt + output; None: the server does not say
+    output: int
+    vocabulary: int
+
+
+def _limits(plan: Plan | None, target: Target, output: int | None, vocabulary: int | None) -> Limits:
+    """What was asked for, else the plan's, else what the server says, else what any server can do."""
+    if plan is not None:
+        recipe = plan.recipe
+        given = recipe.model.max_model_len, recipe.serve.max_new_tokens, plan.fit.engine.vocab_size
+        return Limits(given[0], output or given[1], vocabulary or given[2])
+    context = target.max_model_len
+    usual = DEFAULT_LIMIT if context is None else min(DEFAULT_LIMIT, context // 2)
+    return Limits(context, output or usual, vocabulary or SAFE_VOCABULARY)
+
+
+def _fitted(trace: Trace, limits: Limits, rate: float | None) -> Trace:
+    """The trace with lengths that the server takes and the wanted rate."""
+    from toolkit.traces.scale import scale_lengths, scale_rate
+
+    if limits.context is not None:
+        trace = scale_lengths(trace, limits.context, limits.output)
+    return trace if rate is None else scale_rate(trace, rate)
+
+
+def _excerpt(trace: Trace, start: float, duration: float | None) -> Trace:
+    from toolkit.traces.windows import cut
+
+    if start == 0 and duration is None:
+        return trace
+    return cut(trace, start, float("inf") if duration is None else start + duration)
+
+
+def _show(result: BenchReport) -> None:
+    from toolkit.cli.output import percent, table
+
+    if not result.predicted:
+        table(["metric", ">measured"], [[row.metric, row.measured] for row in result.compared])
+        return
+    rows = [
+        [row.metric, row.measured, row.predicted, None if row.error_percent is None else percent(row.error_percent)]
+        for row in result.compared
+    ]
+    table(["metric", ">measured", ">predicted", ">prediction's error"], rows)
+
+
+def _remark(result: BenchReport) -> None:
+    """What a reader must know before believing the table."""
+    from toolkit.cli.output import note, seconds
+
+    if result.interrupted:
+        note(f"interrupted: {result.answered:,} of {result.requests:,} requests were answered, and are reported")
+    for reason, count in result.failures.items():
+        note(f"{count:,} requests failed: {reason}")
+    if result.lengths == "given":
+        note("lengths given away: max_tokens told the server each output's length, as no real client could")
+    if result.wrong_length:
+        note(f"{result.wrong_length:,} outputs had another length than in the trace")
+    if result.send_lag_p99_s > LATE_S:
+        note(f"the client was short of CPU: requests left up to {seconds(result.send_lag_p99_s)} late (p99)")
