@@ -71,8 +71,8 @@ def test_a_table_fits_80_columns_and_is_plain_text(
     table(["name", "value", ">text"], [("[red]a", 12345, "long " * 40), ("b", 0.12345, None)], title="a title")
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 80
-    assert "[red]a" in lines[4]
-    assert "12,345" in lines[4]
+    assert "[red]a" in lines[5]
+    assert "12,345" in lines[5]
     assert "0.123" in "".join(lines)
 
 

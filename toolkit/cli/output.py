@@ -58,7 +58,9 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[object]], title: str =
 
     console = Console(highlight=False, soft_wrap=False)
     console.width = min(console.width, WIDTH)
-    view = Table(box=box.SIMPLE_HEAD, title=title or None, title_justify="left", title_style="bold", pad_edge=False)
+    if title:  # as a line of its own: rich would wrap a table's title to the table's width
+        console.print(Text(f"\n{title}", style="bold"))
+    view = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for index, name in enumerate(columns):
         right = all(isinstance(row[index], int | float) for row in rows)
         align = name[0] if name[:1] in JUSTIFY else "><"[not right]

@@ -37,12 +37,12 @@ def command(
     from toolkit.traces.shipped import trace_path
 
     fitted = read_file(Fit, fit)
-    requests, report = read_trace(trace_path(trace))
+    requests, _ = read_trace(trace_path(trace))
     if fit_lengths:
         requests = scale_lengths(requests, fitted.engine.max_model_len, max_new_tokens)
     if rate is not None:
         requests = scale_rate(requests, rate)
-    for line in (*report.lines(), *requests.notes):
+    for line in requests.notes:
         note(f"trace: {line}")
     chosen = make_policy(policy, parse_settings(settings))
     world = world_from_fit(fitted, workers=workers or fitted.workers, max_new_tokens=max_new_tokens, seed=seed)

@@ -39,9 +39,9 @@ def command(
 
     spec = _with_options(open_recipe(recipe), trials, seed, rate)
     fitted = read_file(Fit, fit, {"recipe": recipe})
-    requests, report = read_trace(trace_path(trace))
+    requests, _ = read_trace(trace_path(trace))
     workload = make_workload(spec, fitted, requests)
-    for line in (*report.lines(), *workload.trace.notes):
+    for line in workload.trace.notes:
         note(f"trace: {line}")
     made_from = head({"recipe": recipe, "fit": fit, "trace": trace_path(trace)})
     fingerprint = "".join(source.sha256 for source in made_from["inputs"].values()) + spec.model_dump_json()
