@@ -19,6 +19,7 @@ from toolkit.files.profile import SlicePoint
 
 SLICES_MIN = 6
 STRETCH_MIN = 1e-3
+RESOLUTION_S = 1e-6  # the solver stays off its bounds by a hair; below this, batch_s is 0
 # Relative residuals beyond this count linearly: a slice that another program disturbed should not bend the line.
 DISTURBED = 0.1
 
@@ -59,4 +60,4 @@ def _line(served: Floats, seconds: Floats) -> tuple[float, float]:
         f_scale=DISTURBED,
     )
     batch_s, stretch = found.x / scale
-    return float(batch_s), float(stretch)
+    return (float(batch_s) if batch_s > RESOLUTION_S else 0.0), float(stretch)

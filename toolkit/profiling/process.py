@@ -7,6 +7,7 @@ given back when it ends. A child whose parent is gone, killed perhaps, reads an 
 from __future__ import annotations
 
 import contextlib
+import os
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -31,6 +32,7 @@ from toolkit.profiling.frames import (
     write_frame,
 )
 from toolkit.profiling.grid import GridPoint, Shape
+from toolkit.workers.process import THREAD_VARIABLES
 
 COMMAND = (sys.executable, "-m", "toolkit.profiling.child")
 DEATHS_MAX = 5  # of one bench: where every point kills its process, something else is wrong
@@ -51,12 +53,16 @@ class EngineProcess:
 
     def __init__(self, recipe: Recipe) -> None:
         self._recipe_json = recipe.model_dump_json()
+        threads = recipe.engine.threads
+        self._environment = os.environ | (dict.fromkeys(THREAD_VARIABLES, str(threads)) if threads else {})
         self._child: subprocess.Popen[bytes] | None = None
         self._deaths = 0
 
     def start(self) -> None:
         """Start the child, which begins to load its engine. Its session is its own: Ctrl-C is for the parent."""
-        self._child = subprocess.Popen(COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
+        self._child = subprocess.Popen(
+            COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True, env=self._environment
+        )
         self._requests = cast(IO[bytes], self._child.stdin)
         self._replies = cast(IO[bytes], self._child.stdout)
         self._send(Load(self._recipe_json))

@@ -1,0 +1,164 @@
+"""Which points a profile measures, in which order, and what one visit to a point is."""
+
+from collections import Counter
+
+import pytest
+from samples import recipe
+from synthetic_profiles import FACTS
+
+from toolkit.engines.fake import FakeEngine
+from toolkit.engines.protocol import OutOfMemory
+from toolkit.files.recipe import ProfileSpec
+from toolkit.profiling.bench import VISIT_SAMPLES, LocalBench, Unmeasurable, slice_rows
+from toolkit.profiling.grid import CHEAP_VISITS, GridPoint, Shape, grid, in_rounds, slice_shapes
+from toolkit.profiling.plan import Work, estimate_s
+
+SPEC = ProfileSpec(
+    batch_sizes=[1, 4, 16, 64],
+    input_lengths=[16, 64, 256],
+    cached_lengths=[16, 64, 512],
+    memory_lengths=[64],
+    repeats=4,
+    warmups=1,
+    slices=40,
+)
+
+
+def test_the_grid_is_every_size_at_every_length_that_fits():
+    points, skipped = grid(SPEC, FACTS)
+    assert GridPoint("prefill", 16, 256) in points
+    assert GridPoint("decode", 64, 64) in points
+    assert len(points) + len(skipped) == 4 * 3 + 4 * 3
+
+
+def test_what_does_not_fit_is_skipped_with_its_reason():
+    _, skipped = grid(SPEC, FACTS)
+    reasons = {(point.kind, point.batch_size, point.length): point.reason for point in skipped}
+    assert reasons == {
+        ("prefill", 64, 256): "more than the 8192 tokens that the KV cache holds",
+        **{("decode", size, 512): "longer than the model's 512 tokens" for size in (1, 4, 16, 64)},
+    }
+
+
+def test_every_point_is_visited_in_every_round_and_the_cheap_ones_three_times():
+    points, _ = grid(SPEC, FACTS)
+    visits = Counter(point for _, point in in_rounds(points, SPEC))
+    assert visits.keys() == set(points)
+    assert {visits[point] for point in points if point.kind == "decode"} == {4 * CHEAP_VISITS}
+    assert visits[GridPoint("prefill", 1, 16)] == 4 * CHEAP_VISITS
+    assert visits[GridPoint("prefill", 16, 256)] == 4
+
+
+def test_visits_to_a_point_are_numbered_from_zero():
+    points, _ = grid(SPEC, FACTS)
+    visits = list(in_rounds(points, SPEC))
+    assert len(set(visits)) == len(visits)
+    assert [number for number, point in visits if point == GridPoint("decode", 1, 16)] == list(range(4 * CHEAP_VISITS))
+
+
+def test_each_round_has_an_order_of_its_own_and_the_same_every_time():
+    points, _ = grid(SPEC, FACTS)
+    visits = list(in_rounds(points, SPEC))
+    first, second = visits[: len(visits) // 4], visits[len(visits) // 4 : len(visits) // 2]
+    assert [point for _, point in first] != [point for _, point in second]
+    assert list(in_rounds(points, SPEC)) == visits
+
+
+def test_slices_stay_within_memory_and_model():
+    shapes = slice_shapes(SPEC, 2000, 200).values()
+    assert len(shapes) == 40
+    assert all(shape.batch_size * (shape.input_length + shape.steps) <= 2000 for shape in shapes)
+    assert all(shape.input_length + shape.steps <= 200 for shape in shapes)
+    assert {shape.steps for shape in shapes} == {16, 32}
+
+
+def test_a_slice_depends_on_its_number_alone():
+    few = SPEC.model_copy(update={"slices": 10})
+    all_of_them = slice_shapes(SPEC, 2000, 200)
+    assert slice_shapes(few, 2000, 200) == {number: all_of_them[number] for number in range(10)}
+
+
+def test_no_slice_where_nothing_fits():
+    assert slice_shapes(SPEC, 10, 200) == {}
+
+
+def test_slices_have_real_padding_and_all_their_steps():
+    rows = slice_rows(Shape(5, 100, 16), vocab_size=50)
+    assert [len(row.tokens) for row in rows] == [100, 94, 88, 82, 75]
+    assert all(row.max_new_tokens == 16 and row.sampling.ignore_eos for row in rows)
+    assert max(max(row.tokens) for row in rows) == 49
+
+
+class Stopwatch(FakeEngine):
+    """A fake engine whose runs take what the test says, by no clock at all."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(FACTS)
+        self.seconds = seconds
+        self.runs: list[tuple[str, int, int]] = []
+
+    def time_prefill(self, batch_size, input_length, clock):
+        self.runs.append(("prefill", batch_size, input_length))
+        return self.seconds
+
+    def time_decode(self, batch_size, cached_length, clock):
+        self.runs.append(("decode", batch_size, cached_length))
+        return self.seconds
+
+
+def test_a_long_point_is_run_once_after_its_warmups():
+    engine = Stopwatch(0.5)
+    assert LocalBench(engine, "wall").time(GridPoint("prefill", 2, 64), warmups=2) == [0.5]
+    assert engine.runs == [("prefill", 2, 64)] * 3
+
+
+def test_a_short_point_is_run_a_few_times():
+    engine = Stopwatch(0.001)
+    assert LocalBench(engine, "cpu").time(GridPoint("decode", 2, 64), warmups=0) == [0.001] * VISIT_SAMPLES
+
+
+def test_out_of_memory_makes_a_point_unmeasurable():
+    bench = LocalBench(FakeEngine(FACTS), "wall")
+    with pytest.raises(Unmeasurable, match="out of memory"):
+        bench.time(GridPoint("prefill", 1000, 64), warmups=0)
+
+
+def test_a_bench_tells_what_fits():
+    bench = LocalBench(FakeEngine(FACTS), "wall")
+    assert bench.fits(Shape(64, 112, 16))
+    assert not bench.fits(Shape(65, 112, 16))
+
+
+def test_a_probe_takes_one_step_only():
+    steps = []
+
+    class Counting(FakeEngine):
+        def run_slice(self, rows, steps_, on_step):
+            return super().run_slice(rows, steps_, lambda step: steps.append(step) or on_step(step))
+
+    assert LocalBench(Counting(FACTS), "wall").fits(Shape(4, 100, 300))
+    assert len(steps) == 1
+
+
+def test_the_estimate_grows_with_the_work():
+    spec = recipe().profile.model_copy(update={"repeats": 5, "warmups": 0})
+    points, _ = grid(SPEC, FACTS)
+    visits = list(in_rounds(points, spec))
+    bench = LocalBench(FakeEngine(FACTS, prefill_s=lambda n, length: 1e-5 * n, decode_s=lambda n, length: 1e-5), "wall")
+    shapes = {number: Shape(4, 64, 32) for number in range(50)}
+    whole = Work(visits, [(64, 16)], shapes)
+    part = Work(visits[:10], [], {})
+    estimates = [estimate_s(work, points, spec, bench, workers=2) for work in (part, whole)]
+    assert 0.0 < estimates[0] < estimates[1]
+
+
+def test_an_engine_that_measures_nothing_still_gets_an_estimate():
+    class Full(FakeEngine):
+        def time_prefill(self, batch_size, input_length, clock):
+            raise OutOfMemory
+
+        time_decode = time_prefill
+
+    points, _ = grid(SPEC, FACTS)
+    work = Work(list(in_rounds(points, SPEC)), [], {})
+    assert estimate_s(work, points, SPEC, LocalBench(Full(FACTS), "wall"), workers=1) >= 0.0

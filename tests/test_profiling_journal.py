@@ -1,0 +1,105 @@
+"""The journal: what is written is there again, and what does not belong together does not mix."""
+
+import pytest
+from synthetic_profiles import ENVIRONMENT, FACTS
+
+from toolkit.errors import InputError
+from toolkit.files.profile import FailedPoint, MemoryPoint, SlicePoint
+from toolkit.profiling.journal import Conditions, Journal, Visit
+
+NOW = Conditions(tool_version="1", recipe={"model": "aa", "profile": "bb"}, environment=ENVIRONMENT, engine=FACTS)
+RESULTS = {
+    "prefill/1/16/0": Visit(seconds=[0.1, 1e-9, 1 / 3]),
+    "prefill/64/256": FailedPoint(kind="prefill", batch_size=64, length=256, reason="out of memory"),
+    "memory/64/16": MemoryPoint(input_length=64, steps=16, largest_ok=3, smallest_oom=None),
+    "slice/7": SlicePoint(batch_size=2, input_length=16, steps=16, seconds=0.25),
+}
+
+
+@pytest.fixture
+def path(tmp_path):
+    with Journal(tmp_path / "profile.json.partial", NOW) as journal:
+        for key, result in RESULTS.items():
+            journal.put(key, result)
+    return tmp_path / "profile.json.partial"
+
+
+def test_results_are_there_again(path):
+    with Journal(path, NOW) as journal:
+        assert journal.results == RESULTS
+        assert journal.set_aside == ""
+
+
+def test_results_go_on(path):
+    with Journal(path, NOW) as journal:
+        journal.put("slice/8", RESULTS["slice/7"])
+    with Journal(path, NOW) as journal:
+        assert journal.results == RESULTS | {"slice/8": RESULTS["slice/7"]}
+
+
+def test_a_torn_line_is_cut_off_wherever_it_was_torn(path):
+    whole = path.read_bytes()
+    last = len(whole.splitlines(keepends=True)[-1])
+    for torn in range(1, last + 1):
+        path.write_bytes(whole[:-torn])
+        with Journal(path, NOW) as journal:
+            assert journal.results.keys() == RESULTS.keys() - {"slice/7"}
+            journal.put("slice/8", RESULTS["slice/7"])
+        with Journal(path, NOW) as journal:
+            assert journal.results.keys() == RESULTS.keys() - {"slice/7"} | {"slice/8"}
+
+
+def test_what_follows_a_damaged_line_is_measured_again(path):
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join([*lines[:2], b"\x00\xff damage\n", *lines[2:]]))
+    with Journal(path, NOW) as journal:
+        assert list(journal.results) == ["prefill/1/16/0"]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"recipe": {"model": "aa", "profile": "cc"}}, "'profile' of the recipe"),
+        ({"recipe": {"model": "aa", "profile": "bb", "engine": "dd"}}, "'engine' of the recipe"),
+        ({"tool_version": "2"}, "llmctl (1, now 2)"),
+        ({"environment": ENVIRONMENT.model_copy(update={"cpu_count": 64})}, "the machine"),
+        ({"engine": FACTS.model_copy(update={"capacity_tokens": 9000})}, "what the engine says of itself"),
+    ],
+)
+def test_results_of_other_conditions_are_set_aside(path, change, said):
+    old = path.read_bytes()
+    with Journal(path, NOW.model_copy(update=change)) as journal:
+        assert journal.results == {}
+        assert said in journal.set_aside
+    assert path.with_name("profile.json.partial.old").read_bytes() == old
+
+
+def test_a_budget_that_moved_by_a_hair_is_the_same_engine(path):
+    hair = FACTS.model_copy(update={"capacity_tokens": 8190, "kv_budget_bytes": 8190 * 4096})
+    with Journal(path, NOW.model_copy(update={"engine": hair})) as journal:
+        assert journal.results == RESULTS
+
+
+def test_fresh_sets_aside_what_is_there(path):
+    with Journal(path, NOW, fresh=True) as journal:
+        assert journal.results == {}
+        assert journal.set_aside == "--fresh was given"
+
+
+def test_what_is_no_journal_is_set_aside(tmp_path):
+    path = tmp_path / "x.partial"
+    path.write_text("hello\n")
+    with Journal(path, NOW) as journal:
+        assert "first line" in journal.set_aside
+    assert (tmp_path / "x.partial.old").read_text() == "hello\n"
+
+
+def test_only_one_process_at_a_time(path):
+    with Journal(path, NOW), pytest.raises(InputError, match="another llmctl profile"):
+        Journal(path, NOW)
+
+
+def test_a_place_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match="cannot be written"):
+        Journal(tmp_path / "file" / "profile.json.partial", NOW)

@@ -1,0 +1,344 @@
+"""Whole profiles with the fake engine: what is in them, and that an interrupted one loses nothing."""
+
+import asyncio
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from samples import recipe
+from synthetic_profiles import ENVIRONMENT, FACTS
+
+from toolkit.engines.fake import FakeEngine
+from toolkit.engines.protocol import SliceOutput
+from toolkit.errors import EngineError, InputError
+from toolkit.estimators.fitting import fit_profile
+from toolkit.files.io import load_recipe
+from toolkit.files.profile import FailedPoint, SlicePoint
+from toolkit.profiling.bench import LocalBench, Unmeasurable
+from toolkit.profiling.grid import GridPoint, Shape, grid
+from toolkit.profiling.journal import Conditions, Journal
+from toolkit.profiling.measure import grid_points, measure, visits_left
+from toolkit.profiling.process import DEATHS_MAX, Died, EngineProcess, busy_neighbours, engine_process
+from toolkit.profiling.run import journal_path, profile
+from toolkit.profiling.slices import run_slices
+from toolkit.workers.pool import ProcessWorkers
+from toolkit.workers.protocol import BatchDone, WorkerLost, WorkerReady
+
+RECIPE = """
+name: fake
+model: {source: random, config: {model_type: fake}, dtype: float32, tokenizer: bytes, max_model_len: 512}
+hardware: {device: cpu, name: none}
+engine: {name: fake, kv_cache_memory_mib: 2}
+workers: 2
+profile:
+  batch_sizes: [1, 2, 8, 32]
+  input_lengths: [16, 64, 128]
+  cached_lengths: [16, 32, 64]
+  memory_lengths: [64, 128]
+  repeats: 2
+  slices: 8
+"""
+POINTS = 4 * 3 + 4 * 3 - 3  # 32 rows of 64 tokens and one more do not fit into 2,048, nor of 128
+
+
+@pytest.fixture
+def source(tmp_path) -> Path:
+    path = tmp_path / "fake.yaml"
+    path.write_text(RECIPE)
+    return path
+
+
+CONDITIONS = Conditions(tool_version="1", recipe={}, environment=ENVIRONMENT, engine=FACTS)
+
+
+class Watching:
+    """Remembers what it is told; ends the run after `until` results, as Ctrl-C does."""
+
+    def __init__(self, until: int = -1) -> None:
+        self.until = until
+        self.plan = None
+        self.steps = []
+
+    def planned(self, plan):
+        self.plan = plan
+
+    def advanced(self, text):
+        self.steps.append(text)
+        if len(self.steps) == self.until:
+            raise KeyboardInterrupt
+
+
+def run(source: Path, watch: Watching, workers=None):
+    return profile(
+        load_recipe(source), source, source.with_name("profile.json"), watch, make_workers=workers or InMemory.of
+    )
+
+
+class InMemory:
+    """Workers that answer at once from a fake engine; `fate` may say what becomes of a batch instead."""
+
+    def __init__(self, size: int, fate=lambda batch_id, rows: "") -> None:
+        self.size = size
+        self.fate = fate
+        self.ran = []
+        self._busy = set()
+        self._engine = FakeEngine(FACTS)
+
+    @classmethod
+    def of(cls, recipe):
+        return cls(recipe.workers)
+
+    async def start(self, on_event):
+        self._on_event = on_event
+        for worker in range(self.size):
+            on_event(WorkerReady(worker, FACTS))
+
+    def run(self, worker, batch_id, rows, steps):
+        assert worker not in self._busy
+        self.ran.append((worker, batch_id, Shape(len(rows), len(rows[0].tokens), steps)))
+        self._busy.add(worker)
+        asyncio.get_running_loop().call_soon(self._end, worker, batch_id, rows, steps)
+
+    def _end(self, worker, batch_id, rows, steps):
+        self._busy.discard(worker)
+        failure = self.fate(batch_id, rows)
+        output = SliceOutput((), ()) if failure else self._engine.run_slice(rows, steps, lambda _: True)
+        self._on_event(BatchDone(worker, batch_id, output, 0.0, failure))
+        if failure == "crashed":
+            self._on_event(WorkerLost(worker, "killed"))
+            asyncio.get_running_loop().call_soon(self._on_event, WorkerReady(worker, FACTS))
+
+    async def stop(self):
+        self.stopped = True
+
+
+def test_a_profile_holds_what_its_recipe_asks_for(source):
+    watch = Watching()
+    found = run(source, watch)
+    assert (watch.plan.points, watch.plan.resumed, watch.plan.set_aside) == (POINTS, 0, "")
+    assert watch.plan.skipped == {"more than the 2048 tokens that the KV cache holds": 3}
+    assert len(watch.steps) == watch.plan.steps
+    assert len(found.prefill) + len(found.decode) == POINTS
+    assert all(len(point.seconds) >= 2 for point in [*found.prefill, *found.decode])
+    assert len(found.slices) == 8
+    assert {(point.input_length, point.steps, point.largest_ok) for point in found.memory} == {
+        (64, 32, 21),
+        (64, 448, 4),
+        (128, 32, 12),
+        (128, 384, 4),
+    }
+    assert {point.reason for point in found.failed} == {"more than the 2048 tokens that the KV cache holds"}
+    assert (found.engine.engine, found.clock, found.workers) == ("fake", "wall", 2)
+    assert found.inputs["recipe"].name == "fake.yaml"
+
+
+def test_an_interrupted_profile_goes_on_and_measures_nothing_twice(source):
+    first, second = Watching(until=30), Watching()
+    with pytest.raises(KeyboardInterrupt):
+        run(source, first)
+    found = run(source, second)
+    assert second.plan.resumed == 30
+    assert second.plan.steps == first.plan.steps - 30
+    assert len(second.steps) == second.plan.steps
+    assert len(found.prefill) + len(found.decode) == POINTS
+    assert len(found.slices) == 8
+    journal = journal_path(source.with_name("profile.json")).read_text().splitlines()
+    keys = [json.loads(line)["key"] for line in journal[1:]]
+    assert len(keys) == len(set(keys)) == first.plan.steps
+
+
+def test_a_profile_that_is_killed_goes_on(source):
+    script = f"""
+import os, signal
+from pathlib import Path
+from toolkit.files.io import load_recipe
+from toolkit.profiling.run import profile
+class Watch:
+    steps = 0
+    def planned(self, plan): pass
+    def advanced(self, text):
+        self.steps += 1
+        if self.steps == 25: os.kill(os.getpid(), signal.SIGKILL)
+source = Path({str(source)!r})
+profile(load_recipe(source), source, source.with_name("profile.json"), Watch())
+"""
+    killed = subprocess.run([sys.executable, "-c", script], check=False)
+    assert killed.returncode == -signal.SIGKILL
+    watch = Watching()
+    run(source, watch)
+    assert watch.plan.resumed == 25
+
+
+def test_a_changed_grid_begins_anew_and_says_why(source):
+    with pytest.raises(KeyboardInterrupt):
+        run(source, Watching(until=5))
+    source.write_text(RECIPE.replace("repeats: 2", "repeats: 3"))
+    watch = Watching()
+    run(source, watch)
+    assert watch.plan.resumed == 0
+    assert watch.plan.set_aside == "changed since: 'profile' of the recipe"
+
+
+def test_a_changed_latency_target_changes_nothing(source):
+    with pytest.raises(KeyboardInterrupt):
+        run(source, Watching(until=5))
+    source.write_text(f"{RECIPE}sla: {{ttft_p99_s: 1.0}}\n")
+    watch = Watching()
+    run(source, watch)
+    assert watch.plan.resumed == 5
+
+
+def test_a_profile_of_the_pool_of_processes_can_be_fitted(source):
+    source.write_text(RECIPE.replace("model_type: fake", "model_type: fake, prefill_s: 0.001, decode_s: 0.0005"))
+    found = run(source, Watching(), workers=_pool)
+    fitted = fit_profile(found)
+    assert fitted.overhead.error.points == 8
+    assert fitted.memory.zeta == pytest.approx(1.0, abs=0.03)
+
+
+def _pool(recipe):
+    return ProcessWorkers(recipe.model, recipe.engine, recipe.hardware, recipe.workers)
+
+
+def test_an_engine_that_cannot_be_loaded_is_the_users_to_mend(source):
+    source.write_text(RECIPE.replace("model_type: fake", "model_type: fake, eos_one_inn: 3"))
+    with pytest.raises(InputError, match="eos_one_inn") as error:
+        run(source, Watching())
+    assert error.value.hint == "did you mean 'eos_one_in'?"
+
+
+def test_a_failing_point_is_recorded_and_the_others_are_measured(tmp_path):
+    class Faulty(LocalBench):
+        def time(self, point, warmups):
+            if point.batch_size == 4:
+                raise Unmeasurable("a kernel is missing")
+            return super().time(point, warmups)
+
+    spec = recipe(
+        profile={"batch_sizes": [1, 4], "input_lengths": [16, 32], "cached_lengths": [16], "memory_lengths": [16]}
+    ).profile
+    points, _ = grid(spec, FACTS)
+    with Journal(tmp_path / "journal", CONDITIONS) as journal:
+        visited = []
+        measure(visits_left(points, spec, journal), Faulty(FakeEngine(FACTS), "wall"), spec, journal, visited.append)
+        prefill, decode = grid_points(points, spec, journal.results)
+        failed = [result for result in journal.results.values() if isinstance(result, FailedPoint)]
+        assert visits_left(points, spec, journal) == []
+    assert [(point.batch_size, point.input_length) for point in prefill] == [(1, 16), (1, 32)]
+    assert [(point.batch_size, point.cached_length) for point in decode] == [(1, 16)]
+    assert {(point.kind, point.batch_size, point.length, point.reason) for point in failed} == {
+        ("prefill", 4, 16, "a kernel is missing"),
+        ("prefill", 4, 32, "a kernel is missing"),
+        ("decode", 4, 16, "a kernel is missing"),
+    }
+
+
+def fake_recipe(**config):
+    return recipe(model={"source": "random", "config": {"model_type": "fake", **config}, "max_model_len": 512})
+
+
+def test_a_point_that_kills_its_process_gets_a_new_one():
+    with engine_process(fake_recipe()) as bench:
+        bench._child.kill()
+        with pytest.raises(Died, match="signal 9"):
+            bench.time(GridPoint("prefill", 1, 16), 0)
+        assert bench.time(GridPoint("prefill", 1, 16), 0)
+
+
+def test_a_probe_that_kills_its_process_did_not_fit():
+    with engine_process(fake_recipe()) as bench:
+        bench._child.kill()
+        assert not bench.fits(Shape(1, 16, 16))
+        assert bench.fits(Shape(1, 16, 16))
+
+
+def test_an_engine_that_keeps_dying_ends_the_profile():
+    bench = EngineProcess(fake_recipe())
+    bench._deaths = DEATHS_MAX - 1
+    bench.start()
+    bench.wait()
+    bench._child.kill()
+    with pytest.raises(EngineError, match=f"ended {DEATHS_MAX} times"):
+        bench.time(GridPoint("decode", 1, 16), 0)
+
+
+def test_what_an_engine_raises_is_the_points_own_failure():
+    with (
+        engine_process(fake_recipe(crash_token=1)) as bench,
+        pytest.raises(Unmeasurable, match="RuntimeError: a prompt"),
+    ):
+        bench.fits(Shape(1, 16, 16))
+
+
+def test_neighbours_end_with_the_measurement():
+    started = []
+
+    class Noted(EngineProcess):
+        def keep_busy(self, shapes):
+            super().keep_busy(shapes)
+            started.append(self._child)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("toolkit.profiling.process.EngineProcess", Noted)
+        with busy_neighbours(fake_recipe(decode_s=0.001), 2, [Shape(2, 16, 8)]):
+            assert [child.poll() for child in started] == [None, None]
+    assert all(child.poll() is not None for child in started)
+
+
+SHAPES = {number: Shape(1 + number % 3, 16, 8) for number in range(10)}
+
+
+def run_shapes(workers):
+    recorded = {}
+
+    def record(number, result):
+        assert number not in recorded
+        recorded[number] = result
+
+    asyncio.run(run_slices(workers, SHAPES, 95, record))
+    assert workers.stopped
+    return recorded
+
+
+def test_each_slice_is_recorded_once_with_its_shape():
+    workers = InMemory(2)
+    recorded = run_shapes(workers)
+    assert recorded.keys() == SHAPES.keys()
+    for number, result in recorded.items():
+        assert isinstance(result, SlicePoint)
+        assert Shape(result.batch_size, result.input_length, result.steps) == SHAPES[number]
+        assert result.seconds > 0
+
+
+def test_every_worker_warms_up_and_stays_busy_to_the_end():
+    workers = InMemory(2)
+    run_shapes(workers)
+    assert len(workers.ran) >= len(SHAPES) + 2
+    assert {worker for worker, _, _ in workers.ran} == {0, 1}
+
+
+def test_a_slice_that_runs_out_of_memory_is_recorded_as_failed():
+    recorded = run_shapes(InMemory(2, fate=lambda batch_id, rows: "oom" if batch_id == 5 else ""))
+    failed = [result for result in recorded.values() if isinstance(result, FailedPoint)]
+    assert recorded.keys() == SHAPES.keys()
+    assert [(point.kind, point.reason) for point in failed] == [("slice", "oom")]
+
+
+def test_a_worker_that_crashes_gets_slices_again_when_it_is_back():
+    workers = InMemory(1, fate=lambda batch_id, rows: "crashed" if batch_id == 3 else "")
+    recorded = run_shapes(workers)
+    assert recorded.keys() == SHAPES.keys()
+    assert sum(isinstance(result, FailedPoint) for result in recorded.values()) == 1
+
+
+def test_no_slices_need_no_workers():
+    asyncio.run(run_slices(None, {}, 95, None))
+
+
+def test_a_grid_of_which_nothing_can_be_measured_is_an_error(source):
+    source.write_text(RECIPE.replace("batch_sizes: [1, 2, 8, 32]", "batch_sizes: [500]"))
+    with pytest.raises(EngineError, match="not one prefill"):
+        run(source, Watching())
