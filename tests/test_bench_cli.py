@@ -53,7 +53,7 @@ def test_a_plan_s_prediction_stands_beside_what_was_measured(capsys, tmp_path, t
             assert row["error_percent"] == pytest.approx(100 * (row["predicted"] / row["measured"] - 1))
     assert {"throughput_rps", "goodput_rps", "ttft_p99_s", "tpot_mean_s", "e2e_p95_s"} <= compared.keys()
     tried, *bodies = server.bodies
-    assert (tried["llmctl_end_after"], tried["stream"]) == (1, False)
+    assert (tried["llmctl_end_after"], tried["max_tokens"], tried["stream"]) == (1, 128, False)
     assert sorted(body["llmctl_end_after"] for body in bodies) == [3, 4, 5, 6, 7]
     assert {body["max_tokens"] for body in bodies} == {128}
 
@@ -117,6 +117,19 @@ def test_failures_are_counted_by_reason(capsys, trace):
         code, _, err = llmctl(capsys, "--url", server.url, "--trace", trace)
     assert code == 0
     assert "1 requests failed: HTTP 503: busy" in err
+
+
+def test_a_replay_in_which_nothing_was_served_fails(capsys, tmp_path, trace):
+    def answer(body):
+        return whole({"error": {"message": "busy"}}, 503) if body["stream"] else serve_request(body)
+
+    out = tmp_path / "bench.json"
+    with sse_server(answer) as server:
+        code, _, err = llmctl(capsys, "--url", server.url, "--trace", trace, "--out", out)
+    assert code == 1
+    assert "5 requests failed: HTTP 503: busy" in err
+    assert "error: not one of 5 requests was served" in err
+    assert json.loads(out.read_text())["failures"] == {"HTTP 503: busy": 5}
 
 
 def test_ctrl_c_reports_what_was_answered(capsys, tmp_path):

@@ -71,7 +71,7 @@ def test_lengths_that_fit_are_left_alone():
 def test_a_single_long_request_is_clipped_and_does_not_shrink_the_others():
     scaled = scale_lengths(trace_of([5] * 999 + [90], [5] * 1000), 60, 10)
     assert scaled.prompt_tokens[0] == 5
-    assert scaled.notes[0] == "prompts not divided, clipped to 50 tokens (1 of 1,000, 0.1 %)"
+    assert scaled.notes[0] == "prompts clipped to 50 tokens (1 of 1,000, 0.1 %)"
 
 
 def test_limits_of_clients_shrink_with_the_outputs_and_never_cut_them():

@@ -77,9 +77,13 @@ def find_target(url: str, model: str | None = None, api_key: str = "") -> Target
     return Target(base, api_key, chosen.id, chosen.max_model_len, own=chosen.owned_by == "llmctl")
 
 
-def try_out(target: Target, lengths: Lengths) -> None:
-    """Send one request of one token. InputError with the server's own words where it is refused."""
-    fields = completion(target.model, [1], 1, 1 if lengths == "hidden" else None) | {"stream": False}
+def try_out(target: Target, lengths: Lengths, max_tokens: int) -> None:
+    """Send one request of one token, with the `max_tokens` to come where that is only a limit.
+
+    Raises InputError with the server's own words where it is refused.
+    """
+    hidden = lengths == "hidden"
+    fields = completion(target.model, [1], max_tokens if hidden else 1, 1 if hidden else None) | {"stream": False}
     del fields["stream_options"]
     _request(target, "POST", "/v1/completions", fields)
 

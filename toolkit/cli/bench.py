@@ -63,6 +63,7 @@ def command(
     from toolkit.bench.report import report, request_lines
     from toolkit.bench.target import find_target, try_out
     from toolkit.cli.output import emit, note, progress, seconds
+    from toolkit.errors import LlmctlError
     from toolkit.files.io import head, read_file, write_file
     from toolkit.files.plan import Plan
     from toolkit.traces.read import read_trace
@@ -77,7 +78,7 @@ def command(
     limits = _limits(planned, target, max_new_tokens, vocab_size)
     replayed = _excerpt(_fitted(loaded, limits, rate), start, duration)
     load = Load(lengths or ("hidden" if target.own else "given"), limits.output, limits.vocabulary, timeout, seed)
-    try_out(target, load.lengths)
+    try_out(target, load.lengths, limits.output)
     predicted = predict(planned, replayed, targets) if planned else {}
     for line in replayed.notes:
         note(f"trace: {line}")
@@ -102,6 +103,8 @@ def command(
     _remark(result)
     if replay.interrupted:
         raise typer.Exit(130)
+    if not result.measured["throughput_rps"]:
+        raise LlmctlError(f"not one of {result.requests:,} requests was served", "the reasons are above")
 
 
 class Limits(NamedTuple):

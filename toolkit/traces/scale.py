@@ -65,16 +65,10 @@ def _fit(lengths: Tokens, limit: int, what: str) -> tuple[Tokens, str, float]:
     divided = np.ceil(lengths / factor).astype(np.int64)
     fitted = np.minimum(divided, limit)
     clipped = int((divided > limit).sum())
-    if factor == 1.0 and not clipped:
-        return fitted, f"{what} unchanged: all within {limit} tokens", factor
-    scaled = (
-        f"divided by {factor:.4g} (99th percentile {edge:.0f} -> {min(edge, limit):.0f})"
-        if factor > 1
-        else "not divided"
-    )
-    share = 100.0 * clipped / len(lengths)
-    return (
-        fitted,
-        f"{what} {scaled}, clipped to {limit} tokens ({clipped:,} of {len(lengths):,}, {share:.1f} %)",
-        factor,
-    )
+    done = []
+    if factor > 1.0:
+        done.append(f"divided by {factor:.4g} (99th percentile {edge:.0f} -> {limit})")
+    if clipped:
+        share = 100.0 * clipped / len(lengths)
+        done.append(f"clipped to {limit} tokens ({clipped:,} of {len(lengths):,}, {share:.1f} %)")
+    return fitted, f"{what} {', '.join(done) or f'unchanged: all within {limit} tokens'}", factor
