@@ -1,0 +1,298 @@
+"""Workers in real processes: what they serve, and what happens when they die, run out of memory, or are not wanted."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import psutil
+import pytest
+import tiny
+import uvloop
+
+from toolkit.engines.factory import make_engine
+from toolkit.engines.protocol import Row, SamplingParams, SliceOutput
+from toolkit.errors import EngineError
+from toolkit.files.recipe import ModelSpec
+from toolkit.workers.pool import ProcessWorkers
+from toolkit.workers.protocol import BatchDone, BatchProgress, WorkerEvent, WorkerLost, WorkerReady
+
+CRASH, HANG = 200, 201
+LONG = SamplingParams(ignore_eos=True)
+ROWS = [Row("a", (1, 2, 3), 0, 40), Row("b", (4, 5), 0, 40, end_after=7)]
+STUCK = [Row("a", (HANG, 1), 0, 40, LONG), Row("b", (2,), 0, 40, LONG)]  # one token each, then never again
+
+
+def fake(**config: object) -> ModelSpec:
+    return tiny.model_spec("fake", config={"model_type": "fake", "crash_token": CRASH, "hang_token": HANG, **config})
+
+
+ENDLESS = [Row("a", (1,), 0, 10**6, LONG), Row("b", (2,), 0, 10**6, LONG)]  # an hour and more of steps
+
+
+def slow_workers(size: int = 1, **options: float) -> ProcessWorkers:
+    """Workers that take their time for every step."""
+    return ProcessWorkers(
+        fake(decode_s=0.005), tiny.engine_spec("fake", budget_mib=4096), tiny.CPU, size, flush_s=0.01, **options
+    )
+
+
+def process_workers(size: int = 1, model: ModelSpec | None = None, budget_mib: float = 1.0) -> ProcessWorkers:
+    engine = tiny.engine_spec("fake", budget_mib=budget_mib)
+    return ProcessWorkers(model or fake(), engine, tiny.CPU, size, backoff_s=0.0)
+
+
+class Events:
+    """Collects events; a test waits for the ones it expects."""
+
+    def __init__(self) -> None:
+        self.seen: list[WorkerEvent] = []
+        self._news = asyncio.Event()
+
+    def __call__(self, event: WorkerEvent) -> None:
+        self.seen.append(event)
+        self._news.set()
+
+    async def until(self, kind: type[WorkerEvent], count: int = 1) -> list[WorkerEvent]:
+        """All events of a kind, as soon as there are `count`."""
+        while True:
+            found = [event for event in self.seen if isinstance(event, kind)]
+            if len(found) >= count:
+                return found
+            self._news.clear()
+            await asyncio.wait_for(self._news.wait(), 60)
+
+
+def with_workers(
+    scenario: Callable[[ProcessWorkers, Events], Awaitable[None]], workers: ProcessWorkers | None = None
+) -> None:
+    """Run a scenario with started workers, and see that no process is left."""
+
+    async def main() -> None:
+        pool, events = workers or process_workers(), Events()
+        await pool.start(events)
+        try:
+            await scenario(pool, events)
+        finally:
+            await pool.stop()
+        assert psutil.Process().children() == []
+
+    asyncio.run(main())
+
+
+def expected(rows: list[Row], steps: int) -> SliceOutput:
+    engine = make_engine(fake(), tiny.engine_spec("fake"), tiny.CPU)
+    return engine.run_slice(rows, steps, lambda step: True)
+
+
+def test_a_slice_through_a_process_equals_one_without() -> None:
+    async def scenario(workers: ProcessWorkers, events: Events) -> None:
+        for worker in (0, 1):
+            workers.run(worker, 10 + worker, ROWS, 20)
+        await events.until(BatchDone, 2)
+        done = {event.worker: event for event in events.seen if isinstance(event, BatchDone)}
+        for worker in (0, 1):
+            assert (done[worker].batch_id, done[worker].failure) == (10 + worker, "")
+            assert done[worker].output == expected(ROWS, 20)
+            assert tokens_reported(events, 10 + worker) == expected(ROWS, 20).tokens
+
+    with_workers(scenario, process_workers(2))
+
+
+def tokens_reported(events: Events, batch_id: int) -> tuple[tuple[int, ...], ...]:
+    """What the progress of a batch adds up to."""
+    tokens: list[list[int]] = [[] for _ in ROWS]
+    for event in events.seen:
+        if isinstance(event, BatchProgress) and event.batch_id == batch_id:
+            for step in event.steps:
+                for row, token in zip(step.rows, step.tokens, strict=True):
+                    tokens[row].append(token)
+    return tuple(map(tuple, tokens))
+
+
+def test_each_worker_reports_its_facts_once() -> None:
+    async def scenario(workers: ProcessWorkers, events: Events) -> None:
+        ready = [event for event in events.seen if isinstance(event, WorkerReady)]
+        assert sorted(event.worker for event in ready) == [0, 1]
+        assert {event.facts.capacity_tokens for event in ready} == {1024}
+        assert len({workers.pid(0), workers.pid(1), os.getpid()}) == 3
+
+    with_workers(scenario, process_workers(2))
+
+
+def test_it_runs_on_uvloop() -> None:
+    async def main() -> None:
+        workers, events = process_workers(), Events()
+        await workers.start(events)
+        workers.run(0, 1, ROWS, 20)
+        await events.until(BatchDone)
+        workers.kill(0)
+        await events.until(WorkerReady, 2)
+        await workers.stop()
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(main())
+
+
+def test_a_worker_killed_in_a_batch_gives_what_was_reported_and_comes_back() -> None:
+    async def scenario(workers: ProcessWorkers, events: Events) -> None:
+        first_pid = workers.pid(0)
+        workers.run(0, 5, STUCK, 40)
+        await events.until(BatchProgress)
+        workers.kill(0)
+        await events.until(WorkerReady, 2)
+        progress, done, lost, ready = events.seen[1:]
+        assert isinstance(progress, BatchProgress)
+        assert isinstance(done, BatchDone)
+        assert (done.batch_id, done.failure) == (5, "crashed")
+        assert [len(tokens) for tokens in done.output.tokens] == [1, 1]
+        assert lost == WorkerLost(0, "killed by SIGKILL")
+        assert isinstance(ready, WorkerReady)
+        assert workers.pid(0) not in (None, first_pid)
+        workers.run(0, 6, ROWS, 20)
+        assert (await events.until(BatchDone, 2))[1].output == expected(ROWS, 20)
+
+    with_workers(scenario)
+
+
+def test_a_worker_killed_while_idle_comes_back() -> None:
+    async def scenario(workers: ProcessWorkers, events: Events) -> None:
+        workers.kill(0)
+        await events.until(WorkerReady, 2)
+        assert [type(event) for event in events.seen] == [WorkerReady, WorkerLost, WorkerReady]
+
+    with_workers(scenario)
+
+
+def test_a_slice_sent_to_a_worker_that_is_gone_has_crashed() -> None:
+    async def scenario(workers: ProcessWorkers, events: Events) -> None:
+        workers.kill(0)
+        await events.until(WorkerLost)
+        workers.run(0, 9, ROWS, 20)
+        (done,) = await events.until(BatchDone)
+        assert (done.batch_id, done.failure, done.output.tokens) == (9, "crashed", ((), ()))
+
+    with_workers(scenario)
+
+
+def test_an_engine_that_raises_ends_its_process_and_says_why() -> None:
+    async def scenario(workers: ProcessWorkers, events: Events) -> None:
+        workers.run(0, 1, [Row("poison", (CRASH,), 0, 4)], 4)
+        (lost,) = await events.until(WorkerLost)
+        assert isinstance(lost, WorkerLost)
+        assert lost.reason == "exit code 1: RuntimeError: a prompt holds the token 200 that crashes this engine"
+        await events.until(WorkerReady, 2)
+
+    with_workers(scenario)
+
+
+def test_running_out_of_memory_fails_the_batch_and_keeps_the_process() -> None:
+    async def scenario(workers: ProcessWorkers, events: Events) -> None:
+        pid = workers.pid(0)
+        workers.run(0, 1, [Row(str(index), (1,) * 60, 0, 30) for index in range(20)], 30)
+        (done,) = await events.until(BatchDone)
+        assert (done.failure, set(done.output.tokens)) == ("oom", {()})
+        workers.run(0, 2, ROWS, 20)
+        assert (await events.until(BatchDone, 2))[1].output == expected(ROWS, 20)
+        assert workers.pid(0) == pid
+
+    with_workers(scenario)
+
+
+def test_a_batch_stops_when_no_row_is_wanted() -> None:
+    async def scenario(workers: ProcessWorkers, events: Events) -> None:
+        workers.run(0, 1, ENDLESS, 10**6)
+        await events.until(BatchProgress)
+        workers.cancel(0, 1, ["a"])
+        await events.until(BatchProgress, 3)
+        assert not [event for event in events.seen if isinstance(event, BatchDone)]
+        workers.cancel(0, 1, ["b"])
+        (done,) = await events.until(BatchDone)
+        assert (done.failure, done.output.finish) == ("", ("", ""))
+        workers.cancel(0, 1, ["a", "b"])  # too late, and harmless
+        workers.run(0, 2, ROWS, 2)
+        assert len((await events.until(BatchDone, 2))[1].output.tokens[0]) == 2
+
+    with_workers(scenario, slow_workers())
+
+
+def test_two_batches_at_once_on_one_worker_are_a_bug() -> None:
+    async def scenario(workers: ProcessWorkers, events: Events) -> None:
+        workers.run(0, 1, ROWS, 20)
+        with pytest.raises(ValueError, match="one at a time"):
+            workers.run(0, 2, ROWS, 20)
+        await events.until(BatchDone)
+
+    with_workers(scenario)
+
+
+def test_stop_ends_a_batch_at_its_next_step() -> None:
+    async def scenario(workers: ProcessWorkers, events: Events) -> None:
+        workers.run(0, 1, ENDLESS, 10**6)
+        await events.until(BatchProgress)
+
+    with_workers(scenario, slow_workers())
+
+
+def test_stop_kills_what_hangs() -> None:
+    async def scenario(workers: ProcessWorkers, events: Events) -> None:
+        workers.run(0, 1, STUCK, 40)
+        await events.until(BatchProgress)
+
+    with_workers(scenario, ProcessWorkers(fake(), tiny.engine_spec("fake"), tiny.CPU, 1, stop_timeout_s=0.0))
+
+
+def test_an_engine_that_cannot_be_loaded_says_so_in_its_own_words() -> None:
+    with pytest.raises(EngineError) as raised:
+        with_workers(scenario=None, workers=process_workers(2, fake(decode_ms=3)))  # type: ignore[arg-type]
+    assert raised.value.message == "model.config.decode_ms: the fake engine has no such key"
+    assert raised.value.hint == "did you mean 'decode_s'?"
+    assert psutil.Process().children() == []
+
+
+def test_a_worker_that_dies_while_it_loads_is_an_engine_error() -> None:
+    with pytest.raises(EngineError, match="worker 0 ended while it loaded its engine: exit code 1: RuntimeError"):
+        with_workers(scenario=None, workers=process_workers(1, fake(crash_token=0)))  # type: ignore[arg-type]  (its warm-up)
+    assert psutil.Process().children() == []
+
+
+FRONT = """
+import asyncio, os, signal, sys
+sys.path.insert(0, sys.argv[1])
+import test_workers_pool as shared
+
+async def main():
+    workers, events = shared.slow_workers(2), shared.Events()
+    await workers.start(events)
+    workers.run(0, 1, shared.ENDLESS, 10**6)
+    await events.until(shared.BatchProgress)
+    print(workers.pid(0), workers.pid(1), flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+asyncio.run(main())
+"""
+
+
+def test_workers_end_when_their_front_is_killed() -> None:
+    command = [sys.executable, "-c", FRONT, str(Path(__file__).parent)]
+    front = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    busy, idle = map(int, front.stdout.split())
+    left = [psutil.Process(pid) for pid in (busy, idle) if psutil.pid_exists(pid)]
+    _, alive = psutil.wait_procs(left, timeout=30)
+    assert (front.returncode, alive) == (-signal.SIGKILL, [])
+
+
+def test_a_real_model_in_a_process() -> None:
+    rows = [Row("a", (1, 2, 3), 0, 12), Row("b", tuple(range(30)), 0, 12, SamplingParams(temperature=1.0, seed=3))]
+
+    async def scenario(workers: ProcessWorkers, events: Events) -> None:
+        workers.run(0, 1, rows, 8)
+        (done,) = await events.until(BatchDone)
+        here = make_engine(tiny.model_spec(), tiny.engine_spec(), tiny.CPU)
+        assert done.output == here.run_slice(rows, 8, lambda step: True)
+        assert done.engine_s > 0
+
+    with_workers(scenario, ProcessWorkers(tiny.model_spec(), tiny.engine_spec(), tiny.CPU, 1))

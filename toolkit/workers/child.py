@@ -1,0 +1,188 @@
+"""A worker's process: `python -m toolkit.workers.child FD` loads an engine and serves slices over the socket FD.
+
+One thread does it all: between two steps it looks whether the front wants something, so a cancelled batch stops, and a
+worker whose front is gone ends by itself. An unexpected error ends the process too: after it, nothing is known of the
+engine's state, and the front knows how to start another.
+"""
+
+from __future__ import annotations
+
+import gc
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from toolkit.engines.factory import make_engine
+from toolkit.engines.protocol import Engine, OutOfMemory, Row, StepOutput
+from toolkit.errors import LlmctlError
+from toolkit.files.recipe import EngineSpec, HardwareSpec, ModelSpec
+from toolkit.workers.frames import (
+    Cancel,
+    Done,
+    FromWorker,
+    Progress,
+    Ready,
+    Refused,
+    Run,
+    Start,
+    Stop,
+    ToWorker,
+    pack,
+    worker_side,
+)
+
+WARM_UP_ROWS = (Row("warm-up-0", (0,) * 8, 0, 3), Row("warm-up-1", (0,) * 5, 0, 3))
+_CHUNK = 1 << 16
+
+
+class FrontGoneError(Exception):
+    """The other end of the socket is closed: there is nobody to work for."""
+
+
+class Channel:
+    """Blocking frames over a socket, in order. `FrontGoneError` when the other end has closed."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._socket = sock
+        self._reader = worker_side()
+        self._waiting: deque[ToWorker] = deque()
+
+    def send(self, frame: FromWorker) -> None:
+        try:
+            self._socket.sendall(pack(frame))
+        except (BrokenPipeError, ConnectionResetError):
+            raise FrontGoneError from None
+
+    def receive(self) -> ToWorker:
+        """The next frame, waiting for it."""
+        while not self._waiting:
+            self._receive(0)
+        return self._waiting.popleft()
+
+    def poll(self) -> list[ToWorker]:
+        """The frames that are here now."""
+        try:
+            while True:
+                self._receive(socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            pass
+        frames = list(self._waiting)
+        self._waiting.clear()
+        return frames
+
+    def put_back(self, frame: ToWorker) -> None:
+        """`receive` gives this frame next."""
+        self._waiting.appendleft(frame)
+
+    def _receive(self, flags: int) -> None:
+        try:
+            data = self._socket.recv(_CHUNK, flags)
+        except ConnectionResetError:
+            data = b""
+        if not data:
+            raise FrontGoneError
+        self._waiting.extend(self._reader.feed(data))
+
+
+class RunningSlice:
+    """What happens between two steps of a batch: progress goes out, cancellations come in.
+
+    The slice's first tokens and a row's last one go out at once; other steps wait up to `flush_s` for company, so that
+    the front handles a few frames per second and worker, and not one per token.
+    """
+
+    def __init__(self, run: Run, channel: Channel, flush_s: float, clock: Callable[[], float]) -> None:
+        self._run = run
+        self._channel = channel
+        self._flush_s = flush_s
+        self._clock = clock
+        self._unsent: list[StepOutput] = []
+        self._sent_s = -1.0
+        self._wanted = {row.request_id for row in run.rows}
+
+    def on_step(self, step: StepOutput) -> bool:
+        """False where nobody wants the batch any more."""
+        self._unsent.append(step)
+        now_s = self._clock()
+        if step.ended or self._sent_s < 0 or now_s - self._sent_s >= self._flush_s:
+            self._channel.send(Progress(self._run.batch_id, self.take_unsent()))
+            self._sent_s = now_s
+        for index, _ in step.ended:
+            self._wanted.discard(self._run.rows[index].request_id)
+        return self._look() and bool(self._wanted)
+
+    def take_unsent(self) -> tuple[StepOutput, ...]:
+        steps = tuple(self._unsent)
+        self._unsent.clear()
+        return steps
+
+    def _look(self) -> bool:
+        """Take what the front sent. False: end the slice."""
+        for frame in self._channel.poll():
+            if isinstance(frame, Cancel) and frame.batch_id == self._run.batch_id:
+                self._wanted.difference_update(frame.request_ids)
+            elif isinstance(frame, Stop):
+                self._channel.put_back(frame)
+                return False
+        return True
+
+
+def serve(channel: Channel, clock: Callable[[], float] = time.perf_counter) -> int:
+    """Load what the first frame says and serve until the front stops or goes. Returns the exit code."""
+    start = channel.receive()
+    if not isinstance(start, Start):
+        raise ValueError(f"the first frame must be 'start', not {start}")
+    try:
+        engine = _load(start)
+    except LlmctlError as error:
+        channel.send(Refused(error.message, error.hint))
+        return error.exit_code
+    channel.send(Ready(engine.facts.model_dump_json()))
+    while True:
+        frame = channel.receive()
+        if isinstance(frame, Stop):
+            return 0
+        if isinstance(frame, Run):
+            channel.send(_run(engine, frame, RunningSlice(frame, channel, start.flush_s, clock), clock))
+
+
+def _load(start: Start) -> Engine:
+    engine = make_engine(
+        ModelSpec.model_validate_json(start.model),
+        EngineSpec.model_validate_json(start.engine),
+        HardwareSpec.model_validate_json(start.hardware),
+    )
+    engine.run_slice(WARM_UP_ROWS, 3, lambda _: True)  # kernels are chosen and caches filled at the first pass
+    gc.collect()
+    gc.freeze()  # the model's objects stay: no collection needs to walk over them again
+    return engine
+
+
+def _run(engine: Engine, run: Run, progress: RunningSlice, clock: Callable[[], float]) -> Done:
+    start_s = clock()
+    try:
+        engine.run_slice(run.rows, run.steps, progress.on_step)
+    except OutOfMemory:
+        return Done(run.batch_id, progress.take_unsent(), clock() - start_s, out_of_memory=True)
+    return Done(run.batch_id, progress.take_unsent(), clock() - start_s)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Serve the socket whose file descriptor is the only argument."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C reaches the whole group; when to end is the front's to say
+    with socket.socket(fileno=int(arguments[0])) as sock:
+        try:
+            return serve(Channel(sock))
+        except FrontGoneError:
+            return 0
+        except Exception:  # noqa: BLE001  (one of the two edges: what happened goes to stderr, which the front keeps)
+            traceback.print_exc()
+            return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,118 @@
+"""What goes over the socket between the front and a worker's process: typed frames, msgpack, each after its length.
+
+Nothing is unpickled, and a frame that is not one of these is an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Generic, TypeVar
+
+import msgspec
+
+from toolkit.engines.protocol import Row, StepOutput
+
+MAX_FRAME_BYTES = 1 << 28
+_HEAD_BYTES = 4
+
+
+class Start(msgspec.Struct, frozen=True, tag="start"):
+    """The first frame to a worker: what to load. The specs are JSON of the recipe's models."""
+
+    model: str
+    engine: str
+    hardware: str
+    flush_s: float  # progress is sent at most this often, but for first and last tokens of rows
+
+
+class Run(msgspec.Struct, frozen=True, tag="run"):
+    """Serve a slice."""
+
+    batch_id: int
+    rows: tuple[Row, ...]
+    steps: int
+
+
+class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
+    """These rows of a batch are not wanted any more."""
+
+    batch_id: int
+    request_ids: tuple[str, ...]
+
+
+class Stop(msgspec.Struct, frozen=True, tag="stop"):
+    """End, at the next step boundary."""
+
+
+class Ready(msgspec.Struct, frozen=True, tag="ready"):
+    """The engine is loaded and warm. `facts` is JSON of `EngineFacts`."""
+
+    facts: str
+
+
+class Refused(msgspec.Struct, frozen=True, tag="refused"):
+    """The engine cannot be loaded, and for a reason that the user can mend."""
+
+    message: str
+    hint: str
+
+
+class Progress(msgspec.Struct, frozen=True, tag="progress"):
+    """Steps of the running batch that were not sent yet."""
+
+    batch_id: int
+    steps: tuple[StepOutput, ...]
+
+
+class Done(msgspec.Struct, frozen=True, tag="done"):
+    """The batch is over. `steps` are those that were not sent yet; `engine_s` are wall seconds inside the engine."""
+
+    batch_id: int
+    steps: tuple[StepOutput, ...]
+    engine_s: float
+    out_of_memory: bool = False
+
+
+ToWorker = Start | Run | Cancel | Stop
+FromWorker = Ready | Refused | Progress | Done
+Frame = TypeVar("Frame")
+
+_ENCODER = msgspec.msgpack.Encoder()
+
+
+def pack(frame: ToWorker | FromWorker) -> bytes:
+    """The frame's bytes, its length before it."""
+    body = _ENCODER.encode(frame)
+    return len(body).to_bytes(_HEAD_BYTES, "big") + body
+
+
+class FrameReader(Generic[Frame]):
+    """Cuts a stream of bytes into frames; sans-IO, so both ends use it."""
+
+    def __init__(self, decoder: msgspec.msgpack.Decoder[Frame]) -> None:
+        self._decoder = decoder
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> Iterator[Frame]:
+        """The frames that are complete now. `ValueError` (msgspec's among them) for what is no frame."""
+        self._buffer += data
+        while len(self._buffer) >= _HEAD_BYTES:
+            size = int.from_bytes(self._buffer[:_HEAD_BYTES], "big")
+            if size > MAX_FRAME_BYTES:
+                raise ValueError(f"a frame of {size} bytes; the limit is {MAX_FRAME_BYTES}")
+            end = _HEAD_BYTES + size
+            if len(self._buffer) < end:
+                return
+            body = bytes(self._buffer[_HEAD_BYTES:end])
+            del self._buffer[:end]
+            yield self._decoder.decode(body)
+
+
+def worker_side() -> FrameReader[ToWorker]:
+    """Reads what a worker gets."""
+    return FrameReader(msgspec.msgpack.Decoder(ToWorker))
+
+
+def front_side() -> FrameReader[FromWorker]:
+    """Reads what the front gets."""
+    return FrameReader(msgspec.msgpack.Decoder(FromWorker))

@@ -1,0 +1,201 @@
+"""Workers as processes on this machine: started together, each with its engine, and started again when one dies."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from toolkit.engines.protocol import Row
+from toolkit.errors import EngineError
+from toolkit.files.profile import EngineFacts
+from toolkit.files.recipe import EngineSpec, HardwareSpec, ModelSpec
+from toolkit.sched.types import Failure
+from toolkit.workers.frames import Cancel, Done, FromWorker, Progress, Ready, Refused, Run, Start, Stop
+from toolkit.workers.process import Exit, WorkerProcess
+from toolkit.workers.protocol import BatchDone, BatchProgress, OnEvent, WorkerEvent, WorkerLost, WorkerReady
+from toolkit.workers.record import BatchRecord
+
+MAX_BACKOFF_S = 30.0
+
+
+def _future() -> asyncio.Future[None]:
+    return asyncio.get_running_loop().create_future()
+
+
+@dataclass(slots=True, eq=False)
+class _Slot:
+    """One worker: the process that it is now, and what it runs."""
+
+    index: int
+    process: WorkerProcess | None = None
+    facts: EngineFacts | None = None  # None: not ready
+    refusal: Refused | None = None
+    batch: BatchRecord | None = None
+    started: bool = False  # it was ready once
+    deaths: int = 0  # in a row, without a batch served between them
+    first_ready: asyncio.Future[None] = field(default_factory=_future)
+    keeper: asyncio.Task[None] | None = None
+
+
+class ProcessWorkers:
+    """`toolkit.workers.protocol.Workers`, each in a process of its own.
+
+    Args:
+        model, engine, hardware: what each loads.
+        size: how many.
+        flush_s: progress of a batch is reported at most this often, but for first and last tokens.
+        backoff_s: the wait before a worker that died twice in a row is started again; it doubles each time.
+        stop_timeout_s: how long `stop` waits for a step to end before it kills.
+    """
+
+    def __init__(
+        self,
+        model: ModelSpec,
+        engine: EngineSpec,
+        hardware: HardwareSpec,
+        size: int,
+        *,
+        flush_s: float = 0.05,
+        backoff_s: float = 0.5,
+        stop_timeout_s: float = 10.0,
+    ) -> None:
+        self.size = size
+        self._start = Start(model.model_dump_json(), engine.model_dump_json(), hardware.model_dump_json(), flush_s)
+        self._threads = engine.threads
+        self._backoff_s = backoff_s
+        self._stop_timeout_s = stop_timeout_s
+        self._slots: list[_Slot] = []
+        self._on_event: OnEvent | None = None
+        self._stopping = asyncio.Event()
+
+    async def start(self, on_event: OnEvent) -> None:
+        """Start all workers at once. `EngineError`, with what the first to fail said, if one cannot load its engine."""
+        self._on_event = on_event
+        self._slots = [_Slot(index) for index in range(self.size)]
+        for slot in self._slots:
+            slot.keeper = asyncio.create_task(self._keep(slot), name=f"worker {slot.index}")
+        try:
+            await asyncio.gather(*[slot.first_ready for slot in self._slots])
+        except BaseException:  # cancelled while they load, too: no process may be left behind
+            await self.stop()
+            raise
+
+    def run(self, worker: int, batch_id: int, rows: Sequence[Row], steps: int) -> None:
+        """Send a slice. A worker that is gone answers, too: the batch has crashed."""
+        slot = self._slots[worker]
+        if slot.batch is not None:
+            raise ValueError(f"worker {worker} runs batch {slot.batch.batch_id}; one at a time")
+        slot.batch = BatchRecord(batch_id, len(rows))
+        if slot.facts is not None and slot.process is not None:
+            slot.process.send(Run(batch_id, tuple(rows), steps))
+        else:
+            asyncio.get_running_loop().call_soon(self._end_batch, slot, 0.0, "crashed")
+
+    def cancel(self, worker: int, batch_id: int, request_ids: Sequence[str]) -> None:
+        """Tell the worker; for a batch that is over, nothing happens."""
+        process = self._slots[worker].process
+        if process is not None:
+            process.send(Cancel(batch_id, tuple(request_ids)))
+
+    async def stop(self) -> None:
+        """End all workers: at their next step, or killed after `stop_timeout_s`. No events come any more."""
+        self._stopping.set()
+        self._on_event = None
+        keepers = [slot.keeper for slot in self._slots if slot.keeper is not None]
+        for slot in self._slots:
+            if slot.process is not None and slot.facts is not None:
+                slot.process.send(Stop())
+            elif slot.process is not None:
+                slot.process.kill()  # it is loading, and has nothing to finish
+        if keepers:
+            await asyncio.wait(keepers, timeout=self._stop_timeout_s)
+        for slot in self._slots:
+            if slot.process is not None:
+                slot.process.kill()
+        await asyncio.gather(*keepers)
+
+    def pid(self, worker: int) -> int | None:
+        """The process of a worker; None between two."""
+        process = self._slots[worker].process
+        return process.pid if process is not None else None
+
+    def kill(self, worker: int) -> None:
+        """SIGKILL a worker's process; a new one is started."""
+        process = self._slots[worker].process
+        if process is not None:
+            process.kill()
+
+    async def _keep(self, slot: _Slot) -> None:
+        """Keep one worker alive until the end, or until its first engine cannot be loaded."""
+        while not self._stopping.is_set():
+            slot.refusal = None
+            exited = await self._live(slot)
+            slot.process = None
+            self._lost(slot, exited)
+            if not slot.started:
+                return
+            await self._back_off(slot)
+
+    async def _live(self, slot: _Slot) -> Exit:
+        """One process of a worker, from its start to its end."""
+        try:
+            slot.process = await WorkerProcess.spawn(self._start, self._threads, lambda frame: self._hear(slot, frame))
+        except OSError as error:
+            return Exit(1, f"no process could be started: {error.strerror}")
+        if self._stopping.is_set():
+            slot.process.kill()
+        return await slot.process.gone()
+
+    def _hear(self, slot: _Slot, frame: FromWorker) -> None:
+        if isinstance(frame, Ready):
+            slot.facts = EngineFacts.model_validate_json(frame.facts)
+            slot.started = True
+            if not slot.first_ready.done():
+                slot.first_ready.set_result(None)
+            self._tell(WorkerReady(slot.index, slot.facts))
+        elif isinstance(frame, Refused):
+            slot.refusal = frame
+        elif slot.batch is not None and frame.batch_id == slot.batch.batch_id:
+            self._hear_of_batch(slot, slot.batch, frame)
+
+    def _hear_of_batch(self, slot: _Slot, batch: BatchRecord, frame: Progress | Done) -> None:
+        batch.add(frame.steps)
+        if frame.steps:
+            self._tell(BatchProgress(slot.index, batch.batch_id, frame.steps))
+        if isinstance(frame, Done):
+            slot.deaths = 0
+            self._end_batch(slot, frame.engine_s, "oom" if frame.out_of_memory else "")
+
+    def _end_batch(self, slot: _Slot, engine_s: float, failure: Failure) -> None:
+        batch, slot.batch = slot.batch, None
+        if batch is not None:
+            self._tell(BatchDone(slot.index, batch.batch_id, batch.output(), engine_s, failure))
+
+    def _lost(self, slot: _Slot, exited: Exit) -> None:
+        was_ready, slot.facts = slot.facts is not None, None
+        slot.deaths += 1
+        self._end_batch(slot, 0.0, "crashed")
+        if was_ready:
+            self._tell(WorkerLost(slot.index, exited.reason))
+        if not slot.first_ready.done():
+            slot.first_ready.set_exception(_cannot_start(slot, exited))
+
+    async def _back_off(self, slot: _Slot) -> None:
+        """The first death may be bad luck; from the second in a row on, wait longer each time."""
+        if slot.deaths < 2:
+            return
+        wait_s = min(self._backoff_s * 2.0 ** (slot.deaths - 2), MAX_BACKOFF_S)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._stopping.wait(), wait_s)
+
+    def _tell(self, event: WorkerEvent) -> None:
+        if self._on_event is not None:
+            self._on_event(event)
+
+
+def _cannot_start(slot: _Slot, exited: Exit) -> EngineError:
+    if slot.refusal is not None:
+        return EngineError(slot.refusal.message, slot.refusal.hint)
+    return EngineError(f"worker {slot.index} ended while it loaded its engine: {exited.reason}")

@@ -1,0 +1,148 @@
+"""One worker's process as the front sees it: started, spoken to, and gone once, with a line that says why."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import cast
+
+from toolkit.workers.frames import FromWorker, Start, ToWorker, front_side, pack
+
+THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
+STDERR_TAIL_BYTES = 1 << 13
+EXIT_GRACE_S = 5.0  # between closing the socket and exiting: what an interpreter with torch loaded needs to end
+STDERR_DRAIN_S = 1.0  # a grandchild may hold stderr open for ever
+
+OnFrame = Callable[[FromWorker], None]
+
+
+@dataclass(slots=True, frozen=True)
+class Exit:
+    """How a process ended: Python's return code (negative: a signal), and the last line of its stderr."""
+
+    code: int
+    last_line: str
+
+    @property
+    def reason(self) -> str:
+        """One line for people."""
+        if self.code < 0:
+            return f"killed by {_signal_name(-self.code)}"
+        return f"exit code {self.code}" + (f": {self.last_line}" if self.last_line else "")
+
+
+class WorkerProcess:
+    """A child that runs `toolkit.workers.child`. Use `spawn`.
+
+    The child ends by itself when the socket closes, so it does not outlive its front, however that dies.
+    """
+
+    def __init__(self, process: asyncio.subprocess.Process, link: _Link) -> None:
+        self._process = process
+        self._link = link
+        self._tail = bytearray()
+        self._reading = asyncio.create_task(self._keep_stderr())
+
+    @classmethod
+    async def spawn(cls, start: Start, threads: int | None, on_frame: OnFrame) -> WorkerProcess:
+        """Start a child and send it `start`. `on_frame` gets what it says, on the running loop."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            ours.setblocking(False)
+            loop = asyncio.get_running_loop()
+            _, link = await loop.create_unix_connection(lambda: _Link(on_frame), sock=ours)
+            command = ("-m", "toolkit.workers.child", str(theirs.fileno()))
+            process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                *command,
+                pass_fds=(theirs.fileno(),),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.DEVNULL,
+                stderr=asyncio.subprocess.PIPE,
+                env=_environment(threads),
+            )
+        worker = cls(process, link)
+        worker.send(start)
+        return worker
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def send(self, frame: ToWorker) -> None:
+        """Queue a frame; one that is sent to a process that is gone, is lost."""
+        self._link.send(frame)
+
+    def kill(self) -> None:
+        """SIGKILL, if it still runs."""
+        with contextlib.suppress(ProcessLookupError):
+            self._process.kill()
+
+    async def gone(self) -> Exit:
+        """Wait until it has ended and was reaped. A child that closed its socket has nothing left to do but exit."""
+        await self._link.closed
+        try:
+            code = await asyncio.wait_for(self._process.wait(), EXIT_GRACE_S)
+        except TimeoutError:
+            self.kill()
+            code = await self._process.wait()
+        await asyncio.wait((self._reading,), timeout=STDERR_DRAIN_S)
+        self._reading.cancel()
+        return Exit(code, _last_line(bytes(self._tail)))
+
+    async def _keep_stderr(self) -> None:
+        stderr = self._process.stderr
+        assert stderr is not None
+        while chunk := await stderr.read(4096):
+            self._tail = (self._tail + chunk)[-STDERR_TAIL_BYTES:]
+
+
+class _Link(asyncio.Protocol):
+    """The front's end of the socket."""
+
+    def __init__(self, on_frame: OnFrame) -> None:
+        self.closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._on_frame = on_frame
+        self._reader = front_side()
+        self._transport: asyncio.Transport | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is one without being a subclass
+
+    def data_received(self, data: bytes) -> None:
+        for frame in self._reader.feed(data):
+            self._on_frame(frame)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._transport = None
+        self.closed.set_result(None)
+
+    def send(self, frame: ToWorker) -> None:
+        if self._transport is not None:
+            self._transport.write(pack(frame))
+
+
+def _environment(threads: int | None) -> dict[str, str]:
+    """Ours, with the number of threads that the libraries under torch read when they are loaded."""
+    environment = dict(os.environ, TOKENIZERS_PARALLELISM="false")
+    if threads is not None:
+        environment |= dict.fromkeys(THREAD_VARIABLES, str(threads))
+    return environment
+
+
+def _last_line(stderr: bytes) -> str:
+    lines = [line.strip() for line in stderr.decode(errors="replace").splitlines() if line.strip()]
+    return lines[-1][:300] if lines else ""
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
