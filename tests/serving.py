@@ -5,18 +5,28 @@ same text, and a token that was lost or doubled gives another.
 """
 
 import asyncio
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from pathlib import Path
+from typing import Self
 
 import httpx
 import msgspec
+import psutil
 import samples
 
+from toolkit.deploy.plan import make_plan
 from toolkit.engines.bytes_tokenizer import EOS, VOCAB_SIZE, ByteTokenizer
 from toolkit.engines.protocol import Row, SliceOutput, StepOutput
 from toolkit.estimators.laws import bilinear_law
 from toolkit.estimators.memory import ZetaMemory
+from toolkit.files.io import write_file
+from toolkit.files.plan import Plan
 from toolkit.sched.policies import make_policy
 from toolkit.sched.scheduler import Scheduler
 from toolkit.sched.types import Worker
@@ -169,3 +179,48 @@ async def turns(count: int = 20) -> None:
     """Let the loop run, without waiting for any clock."""
     for _ in range(count):
         await asyncio.sleep(0)
+
+
+def fake_plan(folder: Path, **config: float) -> Plan:
+    """A plan that serves the shipped fake engine in processes; `config` is FakeConfig's."""
+    model = {"source": "random", "config": {"model_type": "fake", **config}, "max_model_len": 512, "tokenizer": "bytes"}
+    recipe = samples.recipe(model=model, serve={"max_new_tokens": 256, "port": 0})
+    inputs = {"recipe": folder / "recipe.json", "fit": folder / "fit.json"}
+    write_file(recipe, inputs["recipe"])
+    write_file(samples.fit(), inputs["fit"])
+    plan = make_plan(recipe, samples.fit(), None, inputs)
+    write_file(plan, folder / "plan.json")
+    return plan
+
+
+class Server:
+    """`llmctl serve` in a process of its own, from before it listens until it has ended."""
+
+    def __init__(self, plan: Path, *options: str, **environment: str) -> None:
+        command = (sys.executable, "-m", "toolkit", "serve", str(plan), "--json", *options)
+        self.process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | environment
+        )
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line:
+            raise RuntimeError(self.process.communicate()[1])
+        self.ready = json.loads(line)
+        self.url = self.ready["url"]
+
+    def workers(self) -> list[psutil.Process]:
+        return psutil.Process(self.process.pid).children()
+
+    def end(self) -> int:
+        """SIGTERM, and the exit code."""
+        self.process.terminate()
+        self.process.communicate(timeout=60)
+        return self.process.returncode
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.communicate()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -110,8 +111,8 @@ class Driver:
 
     @property
     def now_s(self) -> float:
-        """Seconds since `start`."""
-        return asyncio.get_running_loop().time() - self._start_s
+        """Seconds since `start`. The loop's own clock is no finer than a millisecond on uvloop."""
+        return time.monotonic() - self._start_s
 
     @property
     def running(self) -> int:
@@ -125,9 +126,8 @@ class Driver:
 
     async def start(self) -> None:
         """Load the workers. `EngineError` if one cannot."""
-        loop = asyncio.get_running_loop()
-        self._start_s = loop.time()
-        self.crashed = loop.create_future()
+        self._start_s = time.monotonic()
+        self.crashed = asyncio.get_running_loop().create_future()
         self._empty.set()
         await self._workers.start(self._on_event)
         self.state = "ready"

@@ -15,7 +15,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 import uvicorn
-import uvloop
 from starlette.types import ASGIApp
 
 from toolkit.errors import InputError
@@ -57,7 +56,8 @@ def listen(host: str, port: int) -> socket.socket:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         return socket.create_server(address[:2], family=family, backlog=BACKLOG)
     except OSError as error:
-        raise InputError(f"cannot listen on {host} port {port}: {error.strerror}", "choose another --port") from None
+        reason = str(error.strerror).partition(" (")[0]  # the rest repeats the address
+        raise InputError(f"cannot listen on {host} port {port}: {reason}", "choose another --port") from None
 
 
 def url(listener: socket.socket) -> str:
@@ -87,16 +87,10 @@ class Signals:
         (self.second if self.first.is_set() else self.first).set()
 
 
-def run(driver: Driver, app: ASGIApp, listener: socket.socket, ending: Ending, on_ready: Callable[[], None]) -> None:
-    """Serve until a signal ends it. `EngineError` where a worker cannot load; a bug of the scheduler is raised."""
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(serve(driver, app, listener, ending, on_ready))
-
-
 async def serve(
     driver: Driver, app: ASGIApp, listener: socket.socket, ending: Ending, on_ready: Callable[[], None]
 ) -> None:
-    """As `run`, on the running loop."""
+    """Serve until a signal ends it. `EngineError` where a worker cannot load; a bug of the scheduler is raised."""
     signals = Signals()
     config = uvicorn.Config(
         app,

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from msgspec import UNSET
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from toolkit.serve.driver import SHUTTING_DOWN
 from toolkit.serve.errors import ApiError, error_body
@@ -98,12 +98,15 @@ class EventStream(Response):
         self._write_timeout_s = write_timeout_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def write(message: Message) -> None:
+            async with asyncio.timeout(self._write_timeout_s):
+                await send(message)
+
         with suppress(TimeoutError):  # the server closes a connection whose response was not completed
             async with attended(self._exchange, receive):
-                await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+                await write({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
                 async for events, more in self._events():
-                    async with asyncio.timeout(self._write_timeout_s):
-                        await send({"type": "http.response.body", "body": events, "more_body": more})
+                    await write({"type": "http.response.body", "body": events, "more_body": more})
 
     async def _events(self) -> AsyncIterator[tuple[bytes, bool]]:
         """Bytes to write at once, and whether more follow."""

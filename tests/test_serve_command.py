@@ -1,0 +1,80 @@
+"""`llmctl serve`: what it takes, and what it refuses before anything is loaded."""
+
+import socket
+from pathlib import Path
+
+import pytest
+from serving import fake_plan
+
+from toolkit.cli.main import run
+
+
+def fails(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    """The one line that `llmctl serve` ends with; its exit code is 2."""
+    with pytest.raises(SystemExit) as ended:
+        run(["serve", *words])
+    assert ended.value.code == 2
+    lines = [line for line in capsys.readouterr().err.splitlines() if not line.startswith(("note:", "loading"))]
+    assert lines[0].startswith("error: ")
+    return "\n".join(lines)
+
+
+@pytest.fixture
+def plan(tmp_path: Path) -> str:
+    fake_plan(tmp_path)
+    return str(tmp_path / "plan.json")
+
+
+def test_it_needs_a_plan(capsys: pytest.CaptureFixture[str]):
+    assert "there is no plan to serve" in fails(capsys)
+    assert "hint: llmctl serve plan.json" in fails(capsys, "tiny-llama-cpu")
+
+
+def test_a_plan_and_a_fit_are_one_too_many(capsys: pytest.CaptureFixture[str], plan: str):
+    assert "one or the other" in fails(capsys, "--plan", plan, "--fit", "fit.json")
+
+
+def test_other_machines_are_not_served_without_a_key(capsys: pytest.CaptureFixture[str], plan: str):
+    for host in ("0.0.0.0", "::", "example.com"):
+        assert f"host {host} can be reached from other machines" in fails(capsys, plan, "--host", host)
+
+
+def test_a_port_that_is_taken(capsys: pytest.CaptureFixture[str], plan: str):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert f"cannot listen on 127.0.0.1 port {port}: Address already in use\n" in fails(
+            capsys, plan, "--port", str(port)
+        )
+
+
+def test_a_policy_that_is_not(capsys: pytest.CaptureFixture[str], plan: str):
+    assert "there is no policy 'slicee'" in fails(capsys, plan, "--policy", "slicee")
+
+
+def test_a_parameter_that_is_not(capsys: pytest.CaptureFixture[str], plan: str):
+    assert "did you mean 'slice_tokens'?" in fails(capsys, plan, "--set", "slice_token=5")
+
+
+def test_a_log_that_cannot_be_written(capsys: pytest.CaptureFixture[str], plan: str, tmp_path: Path):
+    assert "cannot be written: " in fails(capsys, plan, "--event-log", str(tmp_path / "nowhere" / "events.jsonl"))
+
+
+def test_an_engine_that_cannot_load_ends_it(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    fake_plan(tmp_path, no_such_key=1)
+    with pytest.raises(SystemExit) as ended:
+        run(["serve", str(tmp_path / "plan.json")])
+    assert ended.value.code == 3
+    assert "model.config.no_such_key: the fake engine has no such key" in capsys.readouterr().err
+
+
+def test_policy_parameters_and_workers_can_be_others_than_the_plans(plan: str):
+    from toolkit.cli.serve import _change
+    from toolkit.files.io import read_file
+    from toolkit.files.plan import Plan
+
+    original = read_file(Plan, plan)
+    assert original.policy.parameters["slice_tokens"] == 128
+    changed = _change(original, None, ["slice_tokens=64"], 3)
+    assert (changed.policy.parameters["slice_tokens"], changed.workers) == (64, 3)
+    other = _change(original, "sequence", ["batch_size=4"], None)
+    assert (other.policy.name, other.policy.parameters["batch_size"]) == ("sequence", 4)

@@ -1,0 +1,166 @@
+"""Health is progress; readiness is being loaded and not leaving; metrics say what happened."""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from serving import HandWorkers, client, make_driver, turns
+
+from toolkit.serve.health import is_ready, problem
+from toolkit.serve.metrics import Histogram
+
+
+def ask(test: Callable[[httpx.AsyncClient], Coroutine], **options) -> None:
+    async def run() -> None:
+        async with client(**options) as http:
+            await test(http)
+
+    asyncio.run(run())
+
+
+def test_a_loading_server_is_healthy_and_not_ready():
+    driver = make_driver(HandWorkers())
+    assert problem(driver) == ""
+    assert not is_ready(driver)
+
+
+def test_a_loaded_server_is_both():
+    async def test(http: httpx.AsyncClient) -> None:
+        for path in ("/health", "/ready"):
+            assert (await http.get(path)).status_code == 200
+            assert (await http.head(path)).status_code == 200
+
+    ask(test)
+
+
+def test_a_leaving_server_is_healthy_and_not_ready():
+    async def test(http: httpx.AsyncClient) -> None:
+        http.driver.leaving = True
+        ready = await http.get("/ready")
+        assert (ready.status_code, ready.json()) == (503, {"status": "leaving"})
+        assert (await http.get("/health")).status_code == 200
+        assert (await http.post("/v1/completions", json={"prompt": "a"})).status_code == 200
+
+    ask(test)
+
+
+def test_a_worker_that_is_silent_for_too_long_is_unhealthy_until_it_speaks():
+    async def test(http: httpx.AsyncClient) -> None:
+        asking = asyncio.create_task(http.post("/v1/completions", json={"prompt": "a", "max_tokens": 8}))
+        await turns(60)
+        (flight,) = http.driver.flights.values()
+        flight.sign_s -= 10 * flight.batch.estimated_s + 29
+        assert (await http.get("/health")).status_code == 200
+        flight.sign_s -= 2
+        response = await http.get("/health")
+        assert response.status_code == 503
+        assert "worker 0 has been silent for 3" in response.json()["status"]
+        http.workers.progress()
+        assert (await http.get("/health")).status_code == 200
+        http.workers.finish()
+        await asking
+
+    ask(test, workers=HandWorkers())
+
+
+def test_without_a_living_worker_it_is_unhealthy():
+    async def test(http: httpx.AsyncClient) -> None:
+        asking = asyncio.create_task(http.post("/v1/completions", json={"prompt": "a", "max_tokens": 8}))
+        await turns(60)
+        http.workers.crash()
+        response = await http.get("/health")
+        assert (response.status_code, response.json()) == (503, {"status": "no worker is alive"})
+        http.workers.recover()
+        assert (await http.get("/health")).status_code == 200
+        await turns()
+        http.workers.finish()
+        await asking
+
+    ask(test, workers=HandWorkers())
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_after_a_bug_in_the_scheduler_it_is_unhealthy():
+    async def test(http: httpx.AsyncClient) -> None:
+        http.driver.crashed.set_exception(ValueError("a bug"))
+        assert (await http.get("/health")).status_code == 503
+        assert http.driver.crashed.exception()
+
+    ask(test)
+
+
+def scrape(body: str) -> dict[str, float]:
+    """Sample to value; labels that tell samples apart in brackets."""
+    samples = {}
+    for family in text_string_to_metric_families(body):
+        for sample in family.samples:
+            labels = [value for name, value in sample.labels.items() if name not in ("model_name", "engine")]
+            samples[sample.name + (f"[{','.join(labels)}]" if labels else "")] = sample.value
+    return samples
+
+
+def test_metrics_count_what_was_served():
+    async def test(http: httpx.AsyncClient) -> None:
+        for tokens in (10, 20):
+            await http.post("/v1/completions", json={"prompt": "hello", "max_tokens": tokens})
+        await turns()  # a row ends before its batch does
+        found = scrape((await http.get("/metrics")).text)
+        assert found["llmctl_requests_running"] == found["llmctl_requests_waiting"] == 0
+        assert found["llmctl_workers_alive"] == 2
+        assert found["llmctl_prompt_tokens_total"] == 10
+        assert found["llmctl_generation_tokens_total"] == 30
+        assert found["llmctl_requests_total[length]"] == 2
+        assert found["llmctl_ttft_seconds_count"] == found["llmctl_e2e_seconds_count"] == 2
+        assert found["llmctl_queue_seconds_bucket[+Inf]"] == 2
+        assert found["llmctl_batches_total"] == found["llmctl_batch_time_ratio_count"] == 5
+        assert found["llmctl_oom_events_total"] == found["llmctl_extrapolated_batches_total"] == 0
+        assert not any(name.startswith("vllm:") for name in found)
+
+    ask(test)
+
+
+def test_the_same_numbers_come_under_vllms_names_on_request():
+    async def test(http: httpx.AsyncClient) -> None:
+        await http.post("/v1/completions", json={"prompt": "hello", "max_tokens": 10})
+        found = scrape((await http.get("/metrics")).text)
+        for own, theirs in {
+            "llmctl_requests_running": "vllm:num_requests_running",
+            "llmctl_requests_waiting": "vllm:num_requests_waiting",
+            "llmctl_kv_cache_usage_ratio": "vllm:kv_cache_usage_perc",
+            "llmctl_generation_tokens_total": "vllm:generation_tokens_total",
+            "llmctl_requests_total[length]": "vllm:request_success_total[length]",
+            "llmctl_ttft_seconds_sum": "vllm:time_to_first_token_seconds_sum",
+            "llmctl_ttft_seconds_bucket[0.08]": "vllm:time_to_first_token_seconds_bucket[0.08]",
+            "llmctl_itl_seconds_count": "vllm:inter_token_latency_seconds_count",
+            "llmctl_tpot_seconds_sum": "vllm:request_time_per_output_token_seconds_sum",
+            "llmctl_e2e_seconds_sum": "vllm:e2e_request_latency_seconds_sum",
+            "llmctl_queue_seconds_sum": "vllm:request_queue_time_seconds_sum",
+        }.items():
+            assert found[own] == found[theirs]
+        assert found["vllm:num_preemptions_total"] == 0
+
+    ask(test, vllm_metrics=True)
+
+
+def test_the_cache_counts_padding_and_all_steps_of_what_runs():
+    async def test(http: httpx.AsyncClient) -> None:
+        asking = asyncio.create_task(http.post("/v1/completions", json={"prompt": ["a", "hello"], "max_tokens": 8}))
+        await turns(60)
+        found = scrape((await http.get("/metrics")).text)
+        assert found["llmctl_requests_running"] == 2
+        assert found["llmctl_kv_cache_usage_ratio"] == 2 * (5 + 8) / 8192
+        assert found["llmctl_worker_load_seconds[0]"] > 0
+        http.workers.finish()
+        await asking
+
+    ask(test, workers=HandWorkers())
+
+
+def test_histogram_bounds_are_inclusive():
+    histogram = Histogram((1.0, 2.0))
+    for value, times in ((1.0, 1), (1.5, 2), (2.5, 1)):
+        histogram.observe(value, times)
+    assert histogram.cumulative() == [("1.0", 1.0), ("2.0", 3.0), ("+Inf", 4.0)]
+    assert histogram.total == 6.5

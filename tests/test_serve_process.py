@@ -1,0 +1,196 @@
+"""The server as users run it: a process with workers in processes of their own, on a real port."""
+
+import itertools
+import json
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+from serving import Server, events, fake_plan
+
+from toolkit.files.plan import Plan
+from toolkit.sched.eventlog import from_lines, replay
+from toolkit.serve.assemble import make_scheduler
+
+GREEDY = {"model": "toy", "temperature": 0, "max_tokens": 60}
+ENGINE = {"eos_one_in": 0, "decode_s": 0.004}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("server")
+
+
+@pytest.fixture(scope="module")
+def plan(folder: Path) -> Plan:
+    return fake_plan(folder, **ENGINE)
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path, plan: Plan) -> Iterator[Server]:
+    with Server(folder / "plan.json", "--served-model-name", "toy", "--set", "slice_tokens=16") as running:
+        yield running
+
+
+@pytest.fixture
+def client(server: Server) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as one:
+        yield one
+
+
+def test_the_ready_line_says_what_is_served(server: Server):
+    assert server.ready["model"] == "toy"
+    assert server.ready["workers"] == 2
+    assert server.ready["policy"] == "slice"
+    assert server.ready["parameters"]["slice_tokens"] == 16
+    assert httpx.get(f"{server.url}/ready").status_code == 200
+
+
+def test_openais_client_completes(client: openai.OpenAI):
+    whole = client.completions.create(prompt="hello", **GREEDY)
+    pieces = list(
+        client.completions.create(prompt="hello", stream=True, stream_options={"include_usage": True}, **GREEDY)
+    )
+    assert len(pieces) > 3
+    assert "".join(piece.choices[0].text for piece in pieces[:-1]) == whole.choices[0].text
+    assert pieces[-2].choices[0].finish_reason == whole.choices[0].finish_reason == "length"
+    assert pieces[-1].usage == whole.usage
+    assert whole.usage is not None
+    assert whole.usage.completion_tokens == 60
+
+
+def test_openais_client_chats(client: openai.OpenAI):
+    messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hello"}]
+    whole = client.chat.completions.create(messages=messages, n=2, **GREEDY)
+    texts = ["", ""]
+    for piece in client.chat.completions.create(messages=messages, n=2, stream=True, **GREEDY):
+        (choice,) = piece.choices
+        texts[choice.index] += choice.delta.content or ""
+    assert texts == [choice.message.content for choice in whole.choices]
+    assert {choice.message.role for choice in whole.choices} == {"assistant"}
+
+
+def test_openais_client_puts_a_streamed_chat_together(client: openai.OpenAI):
+    """Its helper accepts a chat that stopped, and none that was cut off."""
+    messages = [{"role": "user", "content": "hello"}]
+    whole = client.chat.completions.create(messages=messages, **GREEDY).choices[0].message.content
+    options = {"messages": messages, "stop": whole[20:24], **GREEDY}
+    with client.chat.completions.stream(**options) as stream:
+        for _ in stream:
+            pass
+        (choice,) = stream.get_final_completion().choices
+    assert (choice.message.role, choice.message.content, choice.finish_reason) == ("assistant", whole[:20], "stop")
+
+
+async def ask_asynchronously(url: str) -> None:
+    async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
+        whole = await client.completions.create(prompt=["a", "b"], **GREEDY)
+        stream = await client.completions.create(prompt=["a", "b"], stream=True, **GREEDY)
+        texts = ["", ""]
+        async for piece in stream:
+            texts[piece.choices[0].index] += piece.choices[0].text
+        assert texts == [choice.text for choice in whole.choices]
+        assert [model.id async for model in client.models.list()] == ["toy"]
+        assert (await client.models.retrieve("toy")).object == "model"
+
+
+def test_openais_asynchronous_client(server: Server):
+    import asyncio
+
+    asyncio.run(ask_asynchronously(f"{server.url}/v1"))
+
+
+def test_openais_client_knows_our_errors(client: openai.OpenAI):
+    with pytest.raises(openai.BadRequestError, match="the limit of prompt \\+ output is 512") as refused:
+        client.completions.create(model="toy", prompt="a" * 600)
+    assert refused.value.code == "context_length_exceeded"
+    with pytest.raises(openai.NotFoundError):
+        client.completions.create(model="gpt-5", prompt="a")
+
+
+def test_a_killed_worker_costs_its_requests_nothing(server: Server, client: openai.OpenAI):
+    """SIGKILL to every worker, one after the other, while four streams run: the text is the undisturbed one."""
+    prompts = ["first", "second", "third", "fourth"]
+    expected = [client.completions.create(prompt=prompt, **GREEDY).choices[0].text for prompt in prompts]
+    streams = [client.completions.create(prompt=prompt, stream=True, **GREEDY) for prompt in prompts]
+    texts = [next(iter(stream)).choices[0].text for stream in streams]
+    victims = server.workers()
+    assert len(victims) == 2
+    for victim in victims:
+        victim.kill()
+    for index, stream in enumerate(streams):
+        texts[index] += "".join(piece.choices[0].text for piece in stream)
+    assert texts == expected
+    metrics = httpx.get(f"{server.url}/metrics").text
+    assert 'llmctl_worker_restarts_total{model_name="toy"} 2.0' in metrics
+    assert not {victim.pid for victim in victims} & {worker.pid for worker in server.workers()}
+
+
+def test_a_client_that_goes_away_frees_the_worker(server: Server, client: openai.OpenAI):
+    with client.completions.create(prompt="hello", stream=True, **GREEDY | {"max_tokens": 256}) as stream:
+        next(iter(stream))
+    for _ in itertools.count():
+        metrics = httpx.get(f"{server.url}/metrics").text
+        if "llmctl_requests_running{" in metrics and 'running{model_name="toy"} 0.0' in metrics:
+            break
+    assert 'finish_reason="cancelled"' in metrics
+
+
+def test_a_log_of_a_live_server_replays_to_the_same_decisions(folder: Path, plan: Plan):
+    log, trace = folder / "events.jsonl", folder / "requests.jsonl"
+    with Server(folder / "plan.json", "--event-log", str(log), "--request-log", str(trace)) as server:
+        with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+            options = {**GREEDY, "model": "test"}
+            client.completions.create(prompt=["a", "bb", "ccc"], **options)
+            stream = client.completions.create(prompt="d", stream=True, **options)
+            next(iter(stream))
+            server.workers()[0].kill()
+            list(stream)
+            client.completions.create(prompt=["a", "bb", "ccc"], **options)
+        assert server.end() == 0
+    lines = log.read_bytes().splitlines(keepends=True)
+    kinds = {json.loads(line)["type"] for line in lines}
+    assert kinds == {"header", "submit", "tick", "complete", "worker"}
+    assert list(replay(from_lines(lines), make_scheduler(plan))) == []
+    rows = [json.loads(line) for line in trace.read_text().splitlines()]
+    assert [(row["input_length"], row["output_length"], row["status"]) for row in rows].count((1, 60, "ok")) == 3
+    assert all(row["ttft_ms"] <= row["e2e_ms"] for row in rows)
+
+
+def test_sigterm_lets_running_streams_finish_while_ready_says_no(folder: Path, plan: Plan):
+    with Server(folder / "plan.json") as server, httpx.Client(base_url=server.url) as http:
+        body = {"prompt": "hello", "temperature": 0, "max_tokens": 200, "stream": True}
+        with http.stream("POST", "/v1/completions", json=body) as response:
+            pieces = response.iter_text()
+            received = next(pieces)
+            server.process.send_signal(signal.SIGTERM)
+            while (ready := httpx.get(f"{server.url}/ready")).status_code == 200:
+                pass
+            assert ready.json() == {"status": "leaving"}
+            assert httpx.get(f"{server.url}/health").status_code == 200
+            refused = httpx.post(f"{server.url}/v1/completions", json=body)
+            assert (refused.status_code, refused.json()["error"]["message"]) == (503, "the server is draining")
+            received += "".join(pieces)
+        *chunks, last = events(received)
+        assert last == "[DONE]"
+        assert sum(len(chunk["choices"][0]["text"]) for chunk in chunks) == 200
+        server.process.communicate(timeout=60)
+        assert server.process.returncode == 0
+
+
+def test_what_is_late_at_the_end_gets_a_final_error(folder: Path, plan: Plan):
+    with Server(folder / "plan.json", "--shutdown-timeout", "0.05") as server:
+        body = {"prompt": "hello", "max_tokens": 256, "stream": True}
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as response:
+            pieces = response.iter_text()
+            received = next(pieces)
+            server.process.send_signal(signal.SIGINT)
+            received += "".join(pieces)
+        *_, error, done = events(received)
+        assert error["error"]["message"] == "the request failed: the server is shutting down"
+        assert done == "[DONE]"
+        server.process.communicate(timeout=60)
+        assert server.process.returncode == 0

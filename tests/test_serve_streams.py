@@ -1,0 +1,170 @@
+"""Streams over raw ASGI: clients that go away, that do not read, that wait long."""
+
+import asyncio
+import json
+from collections.abc import Callable, Coroutine
+from dataclasses import replace
+
+import pytest
+from serving import SETTINGS, HandWorkers, ToyWorkers, events, make_driver, text, turns
+
+from toolkit.engines.bytes_tokenizer import ByteTokenizer
+from toolkit.serve.api import make_app
+from toolkit.serve.driver import Driver
+
+
+class Client:
+    """One request, seen from the server's socket: what was written, a reader that may stall, a line that may drop."""
+
+    def __init__(self, **body: object) -> None:
+        self._body = json.dumps({"prompt": "hello", "temperature": 0, **body}).encode()
+        self._asked = False
+        self.gone = asyncio.Event()
+        self.reading = asyncio.Event()
+        self.reading.set()
+        self.writes: list[bytes] = []
+        self.complete = False
+
+    @property
+    def received(self) -> str:
+        return b"".join(self.writes).decode()
+
+    async def receive(self) -> dict:
+        if not self._asked:
+            self._asked = True
+            return {"type": "http.request", "body": self._body, "more_body": False}
+        await self.gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(self, message: dict) -> None:
+        await self.reading.wait()
+        if message["type"] == "http.response.body":
+            self.writes.append(message["body"])
+            self.complete = not message.get("more_body", False)
+
+    def start(self, app) -> asyncio.Task:
+        scope = {
+            "type": "http",
+            "http_version": "1.1",
+            "method": "POST",
+            "path": "/v1/completions",
+            "query_string": b"",
+            "headers": [(b"content-type", b"application/json")],
+        }
+        return asyncio.create_task(app(scope, self.receive, self.send))
+
+
+def serve(test: Callable[[object, Driver, HandWorkers], Coroutine], workers: type = HandWorkers, **settings) -> None:
+    async def run() -> None:
+        hands = workers(1)
+        driver = make_driver(hands)
+        await driver.start()
+        await test(make_app(driver, ByteTokenizer(), replace(SETTINGS, **settings)), driver, hands)
+        await driver.stop()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_goes_away_frees_its_slot_with_its_batch(stream: bool):
+    async def test(app, driver: Driver, hands: HandWorkers) -> None:
+        client = Client(stream=stream, max_tokens=100)
+        answering = client.start(app)
+        await turns()
+        hands.progress(steps=2)
+        await turns()
+        client.gone.set()
+        await answering
+        assert driver.running == driver.waiting == 0
+        assert len(hands.unwanted) == 1
+        hands.finish(steps=3)
+        await turns()
+        assert not hands.running
+        assert driver.scheduler.jobs == 0
+        assert driver.stats.ended == {"cancelled": 1}
+
+    serve(test)
+
+
+def test_a_client_that_goes_away_takes_no_other_with_it():
+    async def test(app, driver: Driver, hands: HandWorkers) -> None:
+        leaves, stays = Client(stream=True, max_tokens=100), Client(stream=True, max_tokens=30)
+        answering = [client.start(app) for client in (leaves, stays)]
+        await turns(6)
+        leaves.gone.set()
+        await asyncio.gather(*answering)
+        assert stays.complete
+        assert "".join(one["choices"][0]["text"] for one in events(stays.received)[:-1]) == text("hello", 30)
+
+    serve(test, ToyWorkers)
+
+
+def test_what_comes_while_a_client_does_not_read_is_one_event():
+    async def test(app, driver: Driver, hands: HandWorkers) -> None:
+        client = Client(stream=True, max_tokens=8)
+        answering = client.start(app)
+        await turns()
+        client.reading.clear()
+        for done in range(0, 8, 2):
+            hands.progress(steps=2, done_before=done)
+            await turns()
+        client.reading.set()
+        await answering
+        first, rest, done = events(client.received)
+        assert (first["choices"][0]["text"], rest["choices"][0]["text"]) == (text("hello", 2), text("hello", 8)[2:])
+        assert done == "[DONE]"
+
+    serve(test)
+
+
+def test_a_client_that_stops_reading_is_given_up_and_stalls_nobody():
+    async def test(app, driver: Driver, hands: HandWorkers) -> None:
+        stuck, fine = Client(stream=True, max_tokens=100), Client(stream=True, max_tokens=100)
+        stuck.reading.clear()
+        answering = [client.start(app) for client in (fine, stuck)]
+        await asyncio.gather(*answering)
+        assert fine.complete
+        assert not stuck.complete
+        assert driver.waiting == 0
+
+    serve(test, ToyWorkers, write_timeout_s=0.01)
+
+
+def test_comments_keep_a_waiting_stream_alive():
+    async def test(app, driver: Driver, hands: HandWorkers) -> None:
+        client = Client(stream=True, max_tokens=2)
+        answering = client.start(app)
+        while client.received.count(": waiting\n\n") < 3:
+            await asyncio.sleep(0.001)
+        hands.finish()
+        await answering
+        assert [one["choices"][0]["text"] for one in events(client.received)[:-1]] == [text("hello", 2)]
+
+    serve(test, keepalive_s=0.001)
+
+
+def test_streams_that_are_late_at_the_end_get_a_final_error():
+    async def test(app, driver: Driver, hands: HandWorkers) -> None:
+        client = Client(stream=True, max_tokens=100)
+        answering = client.start(app)
+        await turns()
+        hands.progress(steps=1)
+        assert await driver.drain(0.001) == 1
+        await answering
+        first, last, done = events(client.received)
+        assert first["choices"][0]["text"] == text("hello", 1)
+        assert last["error"]["message"] == "the request failed: the server is shutting down"
+        assert done == "[DONE]"
+        assert client.complete
+
+    serve(test)
+
+
+def test_a_server_that_drains_takes_nothing_new():
+    async def test(app, driver: Driver, hands: HandWorkers) -> None:
+        await driver.drain(0.0)
+        client = Client()
+        await client.start(app)
+        assert json.loads(client.received)["error"]["message"] == "the server is draining"
+
+    serve(test)

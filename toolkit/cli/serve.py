@@ -1,0 +1,173 @@
+"""`llmctl serve`: start what a plan says. OpenAI's API in front, the scheduler, workers in processes of their own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from toolkit.cli.arguments import JsonOption, SetOption, open_recipe, parse_settings
+from toolkit.cli.output import emit, note
+
+if TYPE_CHECKING:
+    from toolkit.files.plan import Plan, PlannedPolicy
+
+Source = Annotated[str | None, typer.Argument(metavar="[PLAN.json|RECIPE]", help="A plan, or a recipe with --fit.")]
+PlanOption = Annotated[Path | None, typer.Option("--plan", help="plan.json, from `llmctl render`.")]
+FitOption = Annotated[Path | None, typer.Option("--fit", help="With a recipe: its fit.json; the plan is made here.")]
+TuningOption = Annotated[Path | None, typer.Option("--tuning", help="With --fit: tuning.json.")]
+HostOption = Annotated[str | None, typer.Option("--host", help="Address to listen on; the recipe's by default.")]
+PortOption = Annotated[
+    int | None, typer.Option("--port", min=0, max=65535, help="Port; 0 takes a free one. The recipe's by default.")
+]
+KeyOption = Annotated[
+    str,
+    typer.Option(
+        "--api-key",
+        envvar="LLMCTL_API_KEY",
+        show_default=False,
+        help="Asked of all clients; better in the environment.",
+    ),
+]
+NameOption = Annotated[str, typer.Option("--served-model-name", help="What clients call the model.")]
+PolicyOption = Annotated[str | None, typer.Option("--policy", help="Another policy than the plan's, with --set.")]
+WorkersOption = Annotated[int | None, typer.Option("--workers", min=1, help="Another number than the plan's.")]
+EventLogOption = Annotated[
+    Path | None, typer.Option("--event-log", help="Write every call of the scheduler here; it replays exactly.")
+]
+RequestLogOption = Annotated[
+    Path | None, typer.Option("--request-log", help="Write a trace of the requests here: lengths and times only.")
+]
+EndAfterOption = Annotated[
+    bool,
+    typer.Option("--allow-end-after", help="Let requests say where they end (llmctl_end_after), for replays."),
+]
+VllmOption = Annotated[bool, typer.Option("--vllm-metrics", help="Offer the metrics under vLLM's names, too.")]
+OpenMetricsOption = Annotated[bool, typer.Option("--open-metrics", help="Let /metrics be read without the key.")]
+TimeoutOption = Annotated[
+    float, typer.Option("--shutdown-timeout", min=0, help="Seconds that running requests get after a signal.")
+]
+NoticeOption = Annotated[
+    float, typer.Option("--shutdown-notice", min=0, help="Seconds of /ready 503 before requests are refused.")
+]
+InsecureOption = Annotated[bool, typer.Option("--insecure", help="Serve other machines without an API key.")]
+
+
+def command(
+    source: Source = None,
+    plan: PlanOption = None,
+    fit: FitOption = None,
+    tuning: TuningOption = None,
+    host: HostOption = None,
+    port: PortOption = None,
+    api_key: KeyOption = "",
+    served_model_name: NameOption = "",
+    policy: PolicyOption = None,
+    settings: SetOption = None,
+    workers: WorkersOption = None,
+    event_log: EventLogOption = None,
+    request_log: RequestLogOption = None,
+    allow_end_after: EndAfterOption = False,
+    vllm_metrics: VllmOption = False,
+    open_metrics: OpenMetricsOption = False,
+    shutdown_timeout: TimeoutOption = 30.0,
+    shutdown_notice: NoticeOption = 0.0,
+    insecure: InsecureOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Start the server of a plan: `llmctl serve plan.json`, or `llmctl serve RECIPE --fit fit.json`.
+
+    Prints one line when all workers are loaded. SIGTERM or Ctrl-C ends it in order: /ready turns 503, running requests
+    get --shutdown-timeout seconds; a second signal ends it at once.
+    """
+    from toolkit.serve.assemble import make_settings
+    from toolkit.serve.launch import Launch, launch
+    from toolkit.serve.server import Ending
+
+    chosen = _change(_plan(source, plan, fit, tuning), policy, settings, workers)
+    front = make_settings(
+        chosen,
+        model=served_model_name,
+        api_key=api_key,
+        allow_end_after=allow_end_after,
+        vllm_metrics=vllm_metrics,
+        open_metrics=open_metrics,
+    )
+    order = Launch(
+        chosen,
+        front,
+        host or chosen.recipe.serve.host,
+        chosen.recipe.serve.port if port is None else port,
+        insecure,
+        event_log,
+        request_log,
+        Ending(shutdown_notice, shutdown_timeout),
+    )
+    note(f"loading {chosen.workers} workers of {chosen.recipe.name}")
+    launch(order, lambda url: _announce(as_json, url, front.model, chosen))
+
+
+def _announce(as_json: bool, url: str, model: str, plan: Plan) -> None:
+    import sys
+
+    facts: dict[str, Any] = {
+        "url": url,
+        "model": model,
+        "workers": plan.workers,
+        "policy": plan.policy.name,
+        "parameters": plan.policy.parameters,
+    }
+    shown = ", ".join(f"{name}={value}" for name, value in plan.policy.parameters.items())
+    line = f"ready: {url} serves {model} on {plan.workers} workers, policy {plan.policy.name} ({shown})"
+    emit(as_json, facts, lambda: print(line))
+    sys.stdout.flush()
+
+
+def _plan(source: str | None, plan: Path | None, fit: Path | None, tuning: Path | None) -> Plan:
+    from toolkit.errors import InputError
+    from toolkit.files.io import read_file
+    from toolkit.files.plan import Plan
+
+    usage = "llmctl serve plan.json, or llmctl serve RECIPE --fit fit.json [--tuning tuning.json]"
+    if plan is None and source and source.endswith(".json"):
+        plan, source = Path(source), None
+    if plan is not None:
+        if source or fit or tuning:
+            raise InputError("a plan holds the recipe, the fit and the tuning; give one or the other", usage)
+        return read_file(Plan, plan)
+    if source is None or fit is None:
+        raise InputError("there is no plan to serve", usage)
+    return _render(source, fit, tuning)
+
+
+def _render(recipe: str, fit: Path, tuning: Path | None) -> Plan:
+    """As `llmctl render` does."""
+    from toolkit.deploy.plan import make_plan
+    from toolkit.files.fit import Fit
+    from toolkit.files.io import read_file, recipe_path
+    from toolkit.files.tuning import Tuning
+
+    made_from = {"recipe": recipe_path(recipe), "fit": fit}
+    tuned = read_file(Tuning, tuning, inputs=made_from) if tuning else None
+    inputs = made_from | ({"tuning": tuning} if tuning else {})
+    return make_plan(open_recipe(made_from["recipe"]), read_file(Fit, fit), tuned, inputs)
+
+
+def _change(plan: Plan, policy: str | None, settings: list[str] | None, workers: int | None) -> Plan:
+    """The plan with what the command line says otherwise. `InputError` for a policy or parameter that is unknown."""
+    if workers is not None and workers != plan.fit.workers:
+        note(f"note: the fit was measured with {plan.fit.workers} workers at once; {workers} may take other times")
+    return plan.model_copy(
+        update={"workers": workers or plan.workers, "policy": _policy(plan, policy, parse_settings(settings))}
+    )
+
+
+def _policy(plan: Plan, name: str | None, changes: dict[str, bool | int | float | str]) -> PlannedPolicy:
+    from toolkit.files.plan import PlannedPolicy
+    from toolkit.sched.policies import make_policy
+    from toolkit.sched.policies.parameters import parameters
+
+    same = name is None or name == plan.policy.name
+    chosen = make_policy(plan.policy.name if same else str(name), (plan.policy.parameters if same else {}) | changes)
+    return PlannedPolicy(name=chosen.name, parameters=parameters(chosen))

@@ -1,0 +1,89 @@
+"""From a plan to a running server: everything is put together here, and taken apart when the server ends."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import uvloop
+
+from toolkit.engines.tokenizer import load_tokenizer
+from toolkit.files.plan import Plan
+from toolkit.sched.types import Request
+from toolkit.serve.api import make_app
+from toolkit.serve.assemble import make_scheduler, make_stats
+from toolkit.serve.driver import Driver
+from toolkit.serve.logs import LineLog
+from toolkit.serve.server import Ending, check_exposure, listen, serve, url
+from toolkit.serve.settings import Settings
+from toolkit.workers.pool import ProcessWorkers
+
+FLUSH_EVERY_S = 1.0
+
+
+@dataclass(slots=True, frozen=True)
+class Launch:
+    """A server to start: what it serves, where, and what it writes down."""
+
+    plan: Plan
+    settings: Settings
+    host: str
+    port: int
+    insecure: bool = False
+    event_log: Path | None = None
+    request_log: Path | None = None
+    ending: Ending = field(default_factory=Ending)
+
+
+def launch(order: Launch, on_ready: Callable[[str], None]) -> None:
+    """Serve until a signal ends it; `on_ready` gets the URL once all workers are loaded.
+
+    `InputError` for an address, a log or a plan that cannot be used; `EngineError` where a worker cannot load.
+    """
+    check_exposure(order.host, order.settings.api_key, insecure=order.insecure)
+    with ExitStack() as stack:
+        listener = stack.enter_context(listen(order.host, order.port))
+        tokenizer = load_tokenizer(order.plan.recipe.model)
+        logs = [stack.enter_context(LineLog(path)) if path else None for path in (order.event_log, order.request_log)]
+        warm_up(order.plan)
+        driver = _driver(order.plan, *logs)
+        app = make_app(driver, tokenizer, order.settings)
+        serving = serve(driver, app, listener, order.ending, lambda: on_ready(url(listener)))
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(_with_flushes(serving, [log for log in logs if log]))
+
+
+def _driver(plan: Plan, event_log: LineLog | None, request_log: LineLog | None) -> Driver:
+    recipe = plan.recipe
+    return Driver(
+        make_scheduler(plan, event_log.event if event_log else None),
+        ProcessWorkers(recipe.model, recipe.engine, recipe.hardware, plan.workers),
+        make_stats(plan),
+        on_end=request_log.request if request_log else None,
+    )
+
+
+def warm_up(plan: Plan) -> None:
+    """Have the policy's kernels compiled, or read from their cache, before the first request needs them."""
+    scheduler = make_scheduler(plan)
+    scheduler.submit(Request("warm-up", 0.0, 1, 1), 0.0)
+    scheduler.tick(0.0)
+
+
+async def _with_flushes(serving: Awaitable[None], logs: Sequence[LineLog]) -> None:
+    """A log is then never far behind, should the process be killed; and no line costs a system call."""
+
+    async def flush() -> None:
+        while True:
+            await asyncio.sleep(FLUSH_EVERY_S)
+            for log in logs:
+                log.flush()
+
+    flushing = asyncio.create_task(flush())
+    try:
+        await serving
+    finally:
+        flushing.cancel()
