@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 OutOption = Annotated[Path, typer.Option("--out", help="Where to write the profile.")]
 FreshOption = Annotated[bool, typer.Option("--fresh", help="Begin anew, though an interrupted run left results.")]
 
+OTHERS_MAX_PERCENT = 10.0  # of all CPUs; more than that shows in the laws
+
 
 def command(
     recipe: RecipeArgument,
@@ -31,12 +33,15 @@ def command(
     until that is written.
     """
     from toolkit.files.io import write_file
+    from toolkit.profiling.noise import OtherLoad
     from toolkit.profiling.run import journal_path, profile
 
+    others = OtherLoad()
     with ExitStack() as stack:
         measured = profile(open_recipe(recipe), recipe, out, TerminalWatch(stack), fresh=fresh)
     write_file(measured, out)
     journal_path(out).unlink(missing_ok=True)
+    _say_how_quiet_it_was(others.percent())
     emit(as_json, measured, lambda: show(measured))
     note(f"wrote {out}; fit its laws with: llmctl fit {out}")
 
@@ -58,6 +63,11 @@ class TerminalWatch:
 
     def advanced(self, text: str) -> None:
         self._advance(text=text)
+
+
+def _say_how_quiet_it_was(others_percent: float) -> None:
+    if others_percent > OTHERS_MAX_PERCENT:
+        note(f"other programs used {others_percent:.0f} % of the CPUs meanwhile: expect laws that are too slow")
 
 
 def show(profile: Profile) -> None:
