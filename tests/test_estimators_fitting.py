@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from scipy.optimize import curve_fit
 from synthetic_profiles import FACTS, LAW, SIZES, make_profile, probe_all
 
 from toolkit.errors import InputError
@@ -104,6 +105,22 @@ def test_segments_say_the_same_as_the_form():
     expected = form.predict(coefficients, points)
     found = [predicted(segments, int(n), int(at)) for n, at in zip(size, length, strict=True)]
     assert found == pytest.approx(expected.tolist())
+
+
+@pytest.mark.parametrize("form", [Form(), Form(square=True), Form(knots=(1, 2, 4), square=True)])
+def test_the_fit_is_where_curve_fit_ends(form):
+    rng = np.random.default_rng(2)
+    size = np.repeat([1.0, 2.0, 4.0, 8.0, 16.0, 32.0], 5)
+    length = np.tile([16.0, 32.0, 64.0, 128.0, 256.0], 6)
+    points = Points(size, length, (3e-3 + 1e-4 * size * length + 1e-7 * size * length**2) * rng.lognormal(0, 0.1, 30))
+
+    def law(_: object, *coefficients: float) -> np.ndarray:
+        return form.predict(np.array(coefficients), points)
+
+    found = form.solve(points)
+    start = np.ones(len(found))
+    other, _ = curve_fit(law, size, points.seconds, p0=start, sigma=points.seconds, bounds=(0.0, np.inf))
+    np.testing.assert_allclose(form.predict(found, points), form.predict(other, points), rtol=1e-3)
 
 
 def test_one_disturbed_repeat_does_not_move_a_point():

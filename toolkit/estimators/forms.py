@@ -1,8 +1,8 @@
 """The forms that a latency law may take, and the fit of one form to points.
 
 A form is linear in its coefficients, so its fit is a non-negative least squares problem on relative residuals: one
-optimum, no start values. The paper's `curve_fit` walks to the same optimum step by step, and on columns that lie six
-orders of magnitude apart it may stop before it gets there; so it is not used.
+optimum, no start values. The paper's `curve_fit`, with the same bounds and weights, ends at the same optimum in about a
+hundred times the time (30 ms and 0.2 ms; a profile takes 70 such fits).
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ import psutil
 
 
 class OtherLoad:
-    """The CPU time that others use from now on: not this process, nor its children, which count once they have ended."""
+    """The CPU time that others use from now on: not this process, nor its children once they have ended."""
 
     def __init__(self) -> None:
         self._start = _snapshot()
