@@ -70,7 +70,9 @@ def show(fit: Fit, fitted: FittedProfile | None = None) -> None:
         for name, law in laws
     ]
     overhead = f"{seconds(fit.overhead.batch_s)} + {number(fit.overhead.stretch)} x laws"
-    rows.append(("slice", overhead, *_errors(fit.overhead.error), f"{fit.workers} workers busy"))
+    rows.append(
+        ("slice", overhead, *_errors(fit.overhead.error), f"{fit.workers} worker{'s' * (fit.workers != 1)} busy")
+    )
     title = f"{fit.recipe_name}: absolute error on held-out points"
     table(["law", "form", ">median", ">p95", ">worst", "measured up to"], rows, title)
     print(f"memory: {_memory(fit.memory)}\n")

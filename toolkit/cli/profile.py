@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -56,9 +57,9 @@ class TerminalWatch:
         if plan.set_aside:
             note(f"the results of an earlier run are set aside: {plan.set_aside}")
         for reason, count in plan.skipped.items():
-            note(f"{count} points are skipped: {reason}")
+            note(f"{_points(count)} skipped: {reason}")
         resumed = f", {plan.resumed} results of an earlier run are kept" if plan.resumed else ""
-        note(f"{plan.points} points, {plan.steps} measurements to go, about {seconds(plan.about_s)}{resumed}")
+        note(f"{_points(plan.points)}, {plan.steps} measurements to go, about {seconds(plan.about_s)}{resumed}")
         self._advance = self._stack.enter_context(progress("measuring", plan.steps))
 
     def advanced(self, text: str) -> None:
@@ -78,7 +79,9 @@ def show(profile: Profile) -> None:
     print(
         f"{profile.recipe_name}: {facts.engine} {facts.engine_version}, {facts.model_type} on {facts.device}{threads}"
     )
-    print(f"KV cache {kv_cache}; times in {profile.clock} seconds, {profile.workers} workers\n")
+    print(
+        f"KV cache {kv_cache}; times in {profile.clock} seconds, {profile.workers} worker{'s' * (profile.workers != 1)}\n"
+    )
     grids = {
         "prefill": [(point.batch_size, point.input_length, point.seconds) for point in profile.prefill],
         "decode step": [(point.batch_size, point.cached_length, point.seconds) for point in profile.decode],
@@ -90,8 +93,12 @@ def show(profile: Profile) -> None:
         for point in profile.memory
     ]
     table([">L", ">S", ">largest batch that ran", ">smallest that did not"], edges, "memory edge")
-    if profile.failed:
-        note(f"{len(profile.failed)} points could not be measured; {profile.recipe_name}'s profile says why")
+    for reason, count in Counter(point.reason for point in profile.failed).items():
+        note(f"{_points(count)} not measured: {reason}")
+
+
+def _points(count: int) -> str:
+    return f"{count} point{'s' * (count != 1)}"
 
 
 def _show_grid(name: str, points: list[tuple[int, int, list[float]]]) -> None:

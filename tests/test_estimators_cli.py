@@ -1,0 +1,107 @@
+"""`llmctl fit` and `llmctl profile`: what they write, print, and exit with."""
+
+import json
+
+import pytest
+from synthetic_profiles import make_profile, probe_all
+
+from toolkit.cli import main
+from toolkit.estimators.load import laws_from_fit
+from toolkit.files.fit import Fit
+from toolkit.files.io import read_file, write_file
+from toolkit.files.profile import Profile
+
+
+def run(*words: str) -> int:
+    with pytest.raises(SystemExit) as end:
+        main.run(list(words))
+    return int(end.value.code or 0)
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_file(make_profile(noise=0.05), "profile.json")
+    return tmp_path
+
+
+def test_fit_writes_the_laws_of_its_profile(folder, capsys):
+    assert run("fit", "profile.json") == 0
+    fit = read_file(Fit, "fit.json", inputs={"profile": "profile.json"})
+    assert laws_from_fit(fit).latency.prefill_s(4, 64) > laws_from_fit(fit).engine.prefill_s(4, 64) > 0
+    assert "wrote fit.json" in capsys.readouterr().err
+
+
+def test_fit_prints_errors_coefficients_and_forms_in_80_columns(folder, capsys):
+    run("fit", "profile.json", "--points")
+    shown = capsys.readouterr().out
+    for word in (
+        "median",
+        "p95",
+        "worst",
+        "prefill",
+        "decode",
+        "slice",
+        "memory:",
+        "zeta",
+        "N*L^2",
+        "bilinear",
+        "N 32",
+    ):
+        assert word in shown
+    assert max(map(len, shown.splitlines())) <= 80
+
+
+def test_fit_prints_rules_where_there_are_rules(folder, capsys):
+    probes = [
+        probe.model_copy(update={"largest_ok": rows, "smallest_oom": rows + 1})
+        for probe, rows in zip(probe_all(1.0), (28, 28, 22, 2), strict=True)
+    ]
+    write_file(make_profile(memory=probes), "profile.json")
+    run("fit", "profile.json")
+    assert "no zeta explains the probes, so rules: L+S > " in capsys.readouterr().out
+
+
+def test_fit_prints_one_json_object(folder, capsys):
+    run("fit", "profile.json", "--json")
+    assert Fit.model_validate(json.loads(capsys.readouterr().out)) == read_file(Fit, "fit.json")
+
+
+def test_fit_holds_to_an_error_limit(folder, capsys):
+    assert run("fit", "profile.json", "--max-error", "50") == 0
+    assert run("fit", "profile.json", "--max-error", "0.01") == 4
+    assert "above --max-error 0.01" in capsys.readouterr().err
+
+
+def test_fit_of_a_profile_that_says_too_little_is_refused(folder, capsys):
+    write_file(make_profile(slices=3), "profile.json")
+    assert run("fit", "profile.json") == 2
+    assert "overhead: 3 slices measured, at least 6 are needed" in capsys.readouterr().err
+
+
+RECIPE = """
+name: fake
+model: {source: random, config: {model_type: fake}, dtype: float32, tokenizer: bytes, max_model_len: 512}
+hardware: {device: cpu, name: none}
+engine: {name: fake, kv_cache_memory_mib: 2}
+profile:
+  {batch_sizes: [1, 64], input_lengths: [16, 64], cached_lengths: [16], memory_lengths: [64], repeats: 1, slices: 2}
+"""
+
+
+def test_profile_writes_a_profile_and_leaves_no_journal(folder, capsys):
+    (folder / "fake.yaml").write_text(RECIPE)
+    assert run("profile", "fake.yaml", "--out", "new.json") == 0
+    shown = capsys.readouterr()
+    assert len(read_file(Profile, "new.json", inputs={"recipe": "fake.yaml"}).slices) == 2
+    assert {path.name for path in folder.iterdir()} == {"fake.yaml", "new.json", "profile.json"}
+    assert "1 point skipped: more than the 2048 tokens" in shown.err
+    assert "5 points, 15 measurements to go, about" in shown.err
+    assert "memory edge" in shown.out
+    assert max(map(len, shown.out.splitlines())) <= 80
+
+
+def test_profile_prints_one_json_object(folder, capsys):
+    (folder / "fake.yaml").write_text(RECIPE)
+    run("profile", "fake.yaml", "--json")
+    assert json.loads(capsys.readouterr().out)["recipe_name"] == "fake"
