@@ -79,9 +79,8 @@ def show(profile: Profile) -> None:
     print(
         f"{profile.recipe_name}: {facts.engine} {facts.engine_version}, {facts.model_type} on {facts.device}{threads}"
     )
-    print(
-        f"KV cache {kv_cache}; times in {profile.clock} seconds, {profile.workers} worker{'s' * (profile.workers != 1)}\n"
-    )
+    workers = f"{profile.workers} worker{'s' * (profile.workers != 1)}"
+    print(f"KV cache {kv_cache}; times in {profile.clock} seconds, {workers}\n")
     grids = {
         "prefill": [(point.batch_size, point.input_length, point.seconds) for point in profile.prefill],
         "decode step": [(point.batch_size, point.cached_length, point.seconds) for point in profile.decode],
