@@ -78,6 +78,12 @@ def largest_batch(engine: TransformersEngine, length: int, steps: int) -> int:
     return max(size for size in range(1, 200) if engine.slice_bytes(size, length, steps) <= budget)
 
 
+@pytest.mark.parametrize("row", [Row("empty", (), 0, 5), Row("long", (1,) * 90, 0, 7), Row("later", (1,) * 90, 3, 10)])
+def test_a_row_that_cannot_be_is_a_bug_and_not_a_guess(row: Row) -> None:
+    with pytest.raises(ValueError, match=f"row {row.request_id}: .* at most 96"):
+        engine_of("llama").run_slice([row], 5, lambda step: True)
+
+
 def test_a_ledger_without_a_budget_only_counts() -> None:
     ledger = ByteLedger(None)
     with ledger.reserve(10), ledger.reserve(1 << 50):

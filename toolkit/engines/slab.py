@@ -48,6 +48,10 @@ class SlabLayer(DynamicLayer):  # type: ignore[misc]
     def get_seq_length(self) -> int:
         return self._length
 
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last `-tokens_to_remove` tokens, as `DynamicLayer.crop` does; their columns are written again."""
+        self._length += tokens_to_remove
+
 
 def _room_for(states: torch.Tensor, columns: int) -> torch.Tensor:
     batch, heads, _, dim = states.shape

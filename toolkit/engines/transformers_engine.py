@@ -80,6 +80,7 @@ class TransformersEngine:
 
     @torch.inference_mode()
     def _serve(self, rows: Sequence[Row], steps: int, on_step: OnStep) -> SliceOutput:
+        self._check_rows(rows)
         width = max(len(row.tokens) for row in rows)
         steps = min(steps, max(remaining(row) for row in rows))
         record = SliceRecord(rows, self._eos_ids)
@@ -114,6 +115,8 @@ class TransformersEngine:
             like = torch.empty(0, dtype=self._dtype, device=self._device)
             batch.cache.fill(self._kv_shapes, batch_size, cached_length, like)
             tokens = batch.input_ids[:, -1].clone()
+            self._decode(batch, tokens)  # a step after a step, as it serves: filling the cache has evicted the weights
+            batch.cache.crop(-1)
             self._synchronize()
             start = clock()
             self._decode(batch, tokens).argmax(dim=-1).tolist()
@@ -123,6 +126,16 @@ class TransformersEngine:
         """Bytes of N rows padded to L and run for S steps, at their largest: the slab, and the prefill beside it."""
         slab = batch_size * (input_length + steps) * self._kv_bytes_per_token
         return slab + self._shape.prefill_bytes(batch_size, input_length)
+
+    def _check_rows(self, rows: Sequence[Row]) -> None:
+        """Whoever sends rows has checked them: past the last position, the model would repeat it and say nothing."""
+        longest = self.facts.max_model_len
+        for row in rows:
+            if not row.tokens or len(row.tokens) + remaining(row) > longest:
+                raise ValueError(
+                    f"row {row.request_id}: {len(row.tokens)} tokens and {remaining(row)} more; "
+                    f"a row has at least one, and at most {longest} in all"
+                )
 
     def _batch(self, rows: Sequence[Sequence[int]], columns: int) -> PaddedBatch:
         return PaddedBatch(rows, columns, self._last_position, SlabCache(self._layers, columns), self._device)

@@ -1,0 +1,144 @@
+"""Frames survive any cut of the stream, and a child reports as often as it should."""
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from toolkit.engines.protocol import FinishReason, Row, SamplingParams, StepOutput
+from toolkit.workers.child import RunningSlice
+from toolkit.workers.frames import (
+    MAX_FRAME_BYTES,
+    Cancel,
+    Done,
+    Progress,
+    Ready,
+    Refused,
+    Run,
+    Start,
+    Stop,
+    ToWorker,
+    front_side,
+    pack,
+    worker_side,
+)
+from toolkit.workers.record import BatchRecord
+
+SAMPLED = SamplingParams(temperature=0.5, seed=-3, stop_token_ids=(1, 2))
+TO_WORKER = [
+    Start("{}", "{}", "{}", 0.05),
+    Run(7, (Row("a", (1, 2, 70_000), 1, 9, SAMPLED, end_after=4), Row("b", (), 0, 1)), 32),
+    Cancel(7, ("a",)),
+    Stop(),
+]
+STEP = StepOutput((0, 1), (65, 66), ((1, "length"),))
+FROM_WORKER = [Ready("{}"), Progress(7, (STEP, STEP)), Done(7, (), 0.25, out_of_memory=True), Refused("no", "try")]
+
+
+@given(st.lists(st.integers(1, 40)))
+def test_frames_come_out_however_the_stream_is_cut(sizes: list[int]) -> None:
+    stream = b"".join(map(pack, TO_WORKER))
+    reader, got = worker_side(), []
+    for size in sizes:
+        piece, stream = stream[:size], stream[size:]
+        got += reader.feed(piece)
+    got += reader.feed(stream)
+    assert got == TO_WORKER
+
+
+def test_the_front_reads_what_workers_say() -> None:
+    assert list(front_side().feed(b"".join(map(pack, FROM_WORKER)))) == FROM_WORKER
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        pack(Ready("{}")),  # a frame for the other side
+        b"\x00\x00\x00\x02hi",
+        (MAX_FRAME_BYTES + 1).to_bytes(4, "big"),
+        pack(Cancel(1, ("a",))).replace(b"cancel", b"banana"),
+    ],
+)
+def test_what_is_no_frame_is_an_error(data: bytes) -> None:
+    with pytest.raises(ValueError, match=r".+"):
+        list(worker_side().feed(data))
+
+
+class FakeChannel:
+    """What a child would send, and what it will find when it looks."""
+
+    def __init__(self) -> None:
+        self.sent: list[Progress] = []
+        self.inbox: list[ToWorker] = []
+
+    def send(self, frame: Progress) -> None:
+        self.sent.append(frame)
+
+    def poll(self) -> list[ToWorker]:
+        frames, self.inbox = self.inbox, []
+        return frames
+
+    def put_back(self, frame: ToWorker) -> None:
+        self.inbox.insert(0, frame)
+
+
+class Slice:
+    """A running slice of two rows on a clock that the test sets."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+        self.channel = FakeChannel()
+        run = Run(3, (Row("a", (1,), 0, 9), Row("b", (2,), 0, 9)), 9)
+        self.running = RunningSlice(run, self.channel, 0.05, lambda: self.now_s)  # type: ignore[arg-type]
+
+    def step(self, at_s: float, ended: Sequence[tuple[int, FinishReason]] = ()) -> bool:
+        self.now_s = at_s
+        return self.running.on_step(StepOutput((0, 1), (5, 6), tuple(ended)))
+
+    @property
+    def sent_steps(self) -> list[int]:
+        return [len(frame.steps) for frame in self.channel.sent]
+
+
+def test_the_first_step_goes_out_at_once_and_others_in_company() -> None:
+    one = Slice()
+    for at_s in (100.0, 100.01, 100.02, 100.06, 100.07, 100.08):
+        assert one.step(at_s)
+    assert one.sent_steps == [1, 3]
+    assert len(one.running.take_unsent()) == 2
+
+
+def test_the_end_of_a_row_does_not_wait() -> None:
+    one = Slice()
+    one.step(100.0)
+    one.step(100.01)
+    one.step(100.02, ended=[(1, "stop")])
+    assert one.sent_steps == [1, 2]
+
+
+def test_a_batch_goes_on_while_one_row_is_wanted() -> None:
+    one = Slice()
+    one.channel.inbox = [Cancel(3, ("a",))]
+    assert one.step(100.0)
+    assert not one.step(100.01, ended=[(1, "stop")])  # the other has ended
+
+
+def test_a_cancellation_of_another_batch_is_ignored() -> None:
+    one = Slice()
+    one.channel.inbox = [Cancel(2, ("a", "b"))]
+    assert one.step(100.0)
+
+
+def test_stop_ends_the_slice_and_is_found_again() -> None:
+    one = Slice()
+    one.channel.inbox = [Stop()]
+    assert not one.step(100.0)
+    assert one.channel.inbox == [Stop()]
+
+
+def test_a_record_is_what_was_reported() -> None:
+    record = BatchRecord(1, 3)
+    record.add([StepOutput((0, 1, 2), (5, 6, 7)), StepOutput((0, 2), (8, 9), ((2, "stop"),))])
+    assert record.output().tokens == ((5, 8), (6,), (7, 9))
+    assert record.output().finish == ("", "", "stop")
