@@ -1,15 +1,15 @@
 """The server as users run it: a process with workers in processes of their own, on a real port."""
 
+import asyncio
 import itertools
 import json
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import openai
 import pytest
-from serving import Server, events, fake_plan
+from serving import Server, fake_plan
 
 from toolkit.files.plan import Plan
 from toolkit.sched.eventlog import from_lines, replay
@@ -98,8 +98,6 @@ async def ask_asynchronously(url: str) -> None:
 
 
 def test_openais_asynchronous_client(server: Server):
-    import asyncio
-
     asyncio.run(ask_asynchronously(f"{server.url}/v1"))
 
 
@@ -158,39 +156,3 @@ def test_a_log_of_a_live_server_replays_to_the_same_decisions(folder: Path, plan
     rows = [json.loads(line) for line in trace.read_text().splitlines()]
     assert [(row["input_length"], row["output_length"], row["status"]) for row in rows].count((1, 60, "ok")) == 3
     assert all(row["ttft_ms"] <= row["e2e_ms"] for row in rows)
-
-
-def test_sigterm_lets_running_streams_finish_while_ready_says_no(folder: Path, plan: Plan):
-    with Server(folder / "plan.json") as server, httpx.Client(base_url=server.url) as http:
-        body = {"prompt": "hello", "temperature": 0, "max_tokens": 200, "stream": True}
-        with http.stream("POST", "/v1/completions", json=body) as response:
-            pieces = response.iter_text()
-            received = next(pieces)
-            server.process.send_signal(signal.SIGTERM)
-            while (ready := httpx.get(f"{server.url}/ready")).status_code == 200:
-                pass
-            assert ready.json() == {"status": "leaving"}
-            assert httpx.get(f"{server.url}/health").status_code == 200
-            refused = httpx.post(f"{server.url}/v1/completions", json=body)
-            assert (refused.status_code, refused.json()["error"]["message"]) == (503, "the server is draining")
-            received += "".join(pieces)
-        *chunks, last = events(received)
-        assert last == "[DONE]"
-        assert sum(len(chunk["choices"][0]["text"]) for chunk in chunks) == 200
-        server.process.communicate(timeout=60)
-        assert server.process.returncode == 0
-
-
-def test_what_is_late_at_the_end_gets_a_final_error(folder: Path, plan: Plan):
-    with Server(folder / "plan.json", "--shutdown-timeout", "0.05") as server:
-        body = {"prompt": "hello", "max_tokens": 256, "stream": True}
-        with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as response:
-            pieces = response.iter_text()
-            received = next(pieces)
-            server.process.send_signal(signal.SIGINT)
-            received += "".join(pieces)
-        *_, error, done = events(received)
-        assert error["error"]["message"] == "the request failed: the server is shutting down"
-        assert done == "[DONE]"
-        server.process.communicate(timeout=60)
-        assert server.process.returncode == 0

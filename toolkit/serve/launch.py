@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -51,6 +52,8 @@ def launch(order: Launch, on_ready: Callable[[str], None]) -> None:
         warm_up(order.plan)
         driver = _driver(order.plan, *logs)
         app = make_app(driver, tokenizer, order.settings)
+        gc.collect()
+        gc.freeze()  # what was imported stays: no collection should stall all streams to walk over it
         serving = serve(driver, app, listener, order.ending, lambda: on_ready(url(listener)))
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(_with_flushes(serving, [log for log in logs if log]))

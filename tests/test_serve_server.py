@@ -1,0 +1,210 @@
+"""How a server begins and ends: uvicorn on a real port, signals to this very process, workers moved by hand."""
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable, Coroutine
+from typing import NamedTuple
+
+import httpx
+import pytest
+from serving import SETTINGS, HandWorkers, events, make_driver, text, turns
+
+from toolkit.engines.bytes_tokenizer import ByteTokenizer
+from toolkit.errors import EngineError, InputError
+from toolkit.serve.api import make_app
+from toolkit.serve.driver import Driver
+from toolkit.serve.server import Ending, check_exposure, is_loopback, listen, serve, url
+
+BODY = {"prompt": "hello", "temperature": 0, "max_tokens": 6, "stream": True}
+Test = Callable[[httpx.AsyncClient, Driver, HandWorkers], Coroutine]
+
+
+def run(test: Test, ending: Ending = Ending(), workers: HandWorkers | None = None) -> list[str]:  # noqa: B008
+    """Run `test` beside a server until both have ended. The URLs that were announced."""
+    announced: list[str] = []
+
+    async def both() -> None:
+        hands = workers or HandWorkers()
+        driver = make_driver(hands)
+        with listen("127.0.0.1", 0) as listener:
+            app = make_app(driver, ByteTokenizer(), SETTINGS)
+            serving = asyncio.create_task(serve(driver, app, listener, ending, lambda: announced.append(url(listener))))
+            async with httpx.AsyncClient(base_url=url(listener)) as http:
+                await test(http, driver, hands)
+                await serving
+
+    asyncio.run(both())
+    return announced
+
+
+async def until_ready(http: httpx.AsyncClient) -> None:
+    while (await http.get("/ready")).status_code != 200:
+        await asyncio.sleep(0.001)
+
+
+async def until_not_ready(http: httpx.AsyncClient) -> httpx.Response:
+    while (response := await http.get("/ready")).status_code == 200:
+        await asyncio.sleep(0.001)
+    return response
+
+
+def interrupt(number: signal.Signals = signal.SIGTERM) -> None:
+    os.kill(os.getpid(), number)
+
+
+def test_a_signal_lets_running_streams_finish_while_ready_says_no():
+    async def test(http: httpx.AsyncClient, driver: Driver, hands: HandWorkers) -> None:
+        await until_ready(http)
+        async with http.stream("POST", "/v1/completions", json=BODY) as response:
+            interrupt()
+            assert (await until_not_ready(http)).json() == {"status": "leaving"}
+            assert (await http.get("/health")).status_code == 200
+            refused = await http.post("/v1/completions", json=BODY)
+            assert (refused.status_code, refused.json()["error"]["message"]) == (503, "the server is draining")
+            hands.finish()
+            chunk, done = events((await response.aread()).decode())
+        assert chunk["choices"][0]["text"] == text("hello", 6)
+        assert done == "[DONE]"
+
+    (announced,) = run(test)
+    assert announced.startswith("http://127.0.0.1:")
+
+
+def test_requests_are_taken_during_the_notice():
+    async def test(http: httpx.AsyncClient, driver: Driver, hands: HandWorkers) -> None:
+        await until_ready(http)
+        interrupt()
+        await until_not_ready(http)
+        async with http.stream("POST", "/v1/completions", json=BODY) as response:
+            assert response.status_code == 200
+            hands.finish()
+            await response.aread()
+        interrupt()  # a second signal, so that nobody waits for the notice to pass
+
+    run(test, Ending(notice_s=3600.0))
+
+
+def test_what_is_late_gets_a_final_error():
+    async def test(http: httpx.AsyncClient, driver: Driver, hands: HandWorkers) -> None:
+        await until_ready(http)
+        async with http.stream("POST", "/v1/completions", json=BODY) as response:
+            hands.progress(steps=2)
+            interrupt(signal.SIGINT)
+            *_, error, done = events((await response.aread()).decode())
+        assert error["error"]["message"] == "the request failed: the server is shutting down"
+        assert done == "[DONE]"
+
+    run(test, Ending(timeout_s=0.01))
+
+
+def test_a_second_signal_ends_it_at_once():
+    async def test(http: httpx.AsyncClient, driver: Driver, hands: HandWorkers) -> None:
+        await until_ready(http)
+        async with http.stream("POST", "/v1/completions", json=BODY) as response:
+            interrupt()
+            await until_not_ready(http)
+            interrupt()
+            assert "shutting down" in (await response.aread()).decode()
+
+    run(test, Ending(timeout_s=3600.0))
+
+
+class SlowLoaders(HandWorkers):
+    """Workers that load until they are let go, or fail."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        super().__init__()
+        self.error = error
+        self.loaded = asyncio.Event()
+
+    async def start(self, on_event) -> None:
+        await self.loaded.wait()
+        if self.error:
+            raise self.error
+        await super().start(on_event)
+
+
+def test_while_workers_load_it_answers_that_it_is_not_ready():
+    async def test(http: httpx.AsyncClient, driver: Driver, hands: SlowLoaders) -> None:
+        ready = await http.get("/ready")
+        assert (ready.status_code, ready.json()) == (503, {"status": "loading"})
+        assert (await http.get("/health")).status_code == 200
+        refused = await http.post("/v1/completions", json=BODY)
+        assert (refused.status_code, refused.headers["retry-after"]) == (503, "5")
+        hands.loaded.set()
+        await until_ready(http)
+        interrupt()
+
+    assert len(run(test, workers=SlowLoaders())) == 1
+
+
+def test_a_signal_while_workers_load_ends_it():
+    async def test(http: httpx.AsyncClient, driver: Driver, hands: SlowLoaders) -> None:
+        await http.get("/ready")
+        interrupt()
+
+    workers = SlowLoaders()
+    assert run(test, workers=workers) == []
+    assert workers.stopped
+
+
+def test_a_worker_that_cannot_load_ends_it_with_its_error():
+    async def test(http: httpx.AsyncClient, driver: Driver, hands: SlowLoaders) -> None:
+        hands.loaded.set()
+
+    workers = SlowLoaders(EngineError("no such model"))
+    with pytest.raises(EngineError, match="no such model"):
+        run(test, workers=workers)
+    assert workers.stopped
+
+
+def test_a_bug_of_the_scheduler_ends_it_with_its_error():
+    async def test(http: httpx.AsyncClient, driver: Driver, hands: HandWorkers) -> None:
+        await until_ready(http)
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: None)
+        driver.scheduler.policy = None
+        response = await http.post("/v1/completions", json=BODY)
+        assert "shutting down" in response.text
+        await turns()
+
+    with pytest.raises(AttributeError):
+        run(test)
+
+
+@pytest.mark.parametrize(
+    ("host", "expected"),
+    [
+        ("127.0.0.1", True),
+        ("127.1.2.3", True),
+        ("::1", True),
+        ("localhost", True),
+        ("0.0.0.0", False),
+        ("::", False),
+        ("192.168.0.7", False),
+        ("localhost.example.com", False),
+    ],
+)
+def test_which_addresses_are_this_machine_alone(host: str, expected: bool):
+    assert is_loopback(host) == expected
+    if not expected:
+        with pytest.raises(InputError, match="can be reached from other machines"):
+            check_exposure(host, "", insecure=False)
+    check_exposure(host, "a key", insecure=False)
+    check_exposure(host, "", insecure=True)
+
+
+def test_addresses_are_shown_as_urls():
+    class Listener(NamedTuple):
+        address: tuple
+
+        def getsockname(self) -> tuple:
+            return self.address
+
+    assert url(Listener(("127.0.0.1", 80))) == "http://127.0.0.1:80"
+    assert url(Listener(("::1", 80, 0, 0))) == "http://[::1]:80"
+
+
+def test_a_host_that_is_not_ours_is_an_input_error():
+    with pytest.raises(InputError, match=r"cannot listen on 203\.0\.113\.1 port 80"):
+        listen("203.0.113.1", 80)
