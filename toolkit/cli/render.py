@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from toolkit.deploy.compare import Difference
     from toolkit.files.plan import Plan, PlannedPolicy
 
+PREDICTED = "predicted "
+HEADLINES = {PREDICTED + name for name in ("goodput_rps", "throughput_rps", "ttft_p99_s", "tpot_mean_s", "e2e_p95_s")}
 FitOption = Annotated[Path, typer.Option("--fit", help="fit.json, from `llmctl fit`.")]
 TuningOption = Annotated[Path | None, typer.Option("--tuning", help="tuning.json; without it, the recipe's policy.")]
 PolicyOption = Annotated[
@@ -75,7 +77,8 @@ def _make(recipe: Path, fit: Path, tuning: Path | None, given: PlannedPolicy | N
 
 
 def _show(plan: Plan) -> None:
-    rows = [(key, item.value, item.source) for key, item in plan.explained.items()]
+    told = {key: item for key, item in plan.explained.items() if not key.startswith(PREDICTED) or key in HEADLINES}
+    rows = [(key, item.value, item.source) for key, item in told.items()]
     table(["what", "<planned", "because"], rows, title=f"{plan.recipe.name}: {plan.recipe.description}".rstrip(": "))
 
 
