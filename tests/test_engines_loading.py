@@ -133,6 +133,12 @@ def test_a_cpu_needs_a_budget() -> None:
         TransformersEngine(tiny.model_spec(), EngineSpec(threads=1), tiny.CPU)
 
 
+def test_a_model_that_is_on_no_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    error = refusal(source="nobody/nothing", config={}, revision="v2")
+    assert error.message.startswith("model nobody/nothing at revision v2: not on the hub")
+
+
 def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
     error = refusal(source=str(tmp_path / "nothing"), config={})
     assert error.message == f"model folder {tmp_path / 'nothing'} does not exist"

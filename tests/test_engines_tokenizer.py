@@ -134,6 +134,12 @@ def test_a_folder_without_a_tokenizer(tmp_path: Path) -> None:
         load_tokenizer(ModelSpec(source=str(tmp_path), max_model_len=10))
 
 
+def test_a_tokenizer_that_is_on_no_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(EngineError, match="the tokenizer of nobody/nothing is not here"):
+        load_tokenizer(ModelSpec(source="nobody/nothing", max_model_len=10))
+
+
 def test_a_file_that_is_no_tokenizer(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(EngineError, match=r"tokenizer\.json is not a tokenizer"):

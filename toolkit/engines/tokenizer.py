@@ -155,17 +155,23 @@ def _stored(model: ModelSpec, name: str) -> Path | None:
     if folder.is_dir():
         return folder / name if (folder / name).is_file() else None
     from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import EntryNotFoundError
+    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
     try:
         return Path(hf_hub_download(model.source, name, revision=model.revision))
+    except LocalEntryNotFoundError:
+        raise _unreachable(model) from None
     except EntryNotFoundError:
         return None
     except (OSError, ValueError):
-        raise EngineError(
-            f"the tokenizer of {model.source} is not here, and the hub cannot be reached or does not give it out",
-            "check the name and HF_TOKEN, give a local folder, or set model.tokenizer: bytes",
-        ) from None
+        raise _unreachable(model) from None
+
+
+def _unreachable(model: ModelSpec) -> EngineError:
+    return EngineError(
+        f"the tokenizer of {model.source} is not here, and the hub cannot be reached or does not give it out",
+        "check the name and HF_TOKEN, give a local folder, or set model.tokenizer: bytes",
+    )
 
 
 def _read_json(file: Path | None) -> dict[str, Any]:
