@@ -10,6 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from serving import client
 
+from toolkit.engines.bytes_tokenizer import ByteTokenizer
+from toolkit.errors import InputError
 from toolkit.serve.body import MAX_DEPTH, parse_json
 from toolkit.serve.errors import ApiError
 
@@ -205,6 +207,35 @@ def test_a_body_is_refused_once_it_is_too_large():
     assert response.status_code == 413
     assert response.headers["connection"] == "close"
     assert len(pieces) == 21
+
+
+def test_a_body_that_does_not_come_is_not_waited_for():
+    async def never():
+        yield b"{"
+        await asyncio.Event().wait()
+
+    async def run() -> httpx.Response:
+        async with client(body_timeout_s=0.01) as http:
+            return await http.post(COMPLETIONS, content=never(), headers=JSON)
+
+    response = asyncio.run(run())
+    assert response.status_code == 408
+    assert error(response)["message"] == "the body did not come within 0.01 s"
+
+
+def test_what_the_tokenizer_refuses_is_the_clients_error(monkeypatch: pytest.MonkeyPatch):
+    def refuse(*_: object) -> list[int]:
+        raise InputError("messages: the model's chat template refuses them: roles must alternate")
+
+    monkeypatch.setattr(ByteTokenizer, "encode_chat", refuse)
+    said = error(send("POST", CHAT, json={"messages": USER}))
+    assert (said["param"], "roles must alternate" in said["message"]) == ("messages", True)
+
+
+def test_long_texts_are_tokenized_in_a_thread_and_answered_the_same(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("toolkit.serve.generation.LONG_TEXT", 1)
+    said = error(send("POST", COMPLETIONS, json={"prompt": "a" * 600}))
+    assert said["code"] == "context_length_exceeded"
 
 
 @pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", ""])

@@ -1,7 +1,9 @@
 """Health is progress; readiness is being loaded and not leaving; metrics say what happened."""
 
 import asyncio
+import re
 from collections.abc import Callable, Coroutine
+from pathlib import Path
 
 import httpx
 import pytest
@@ -164,3 +166,13 @@ def test_histogram_bounds_are_inclusive():
         histogram.observe(value, times)
     assert histogram.cumulative() == [("1.0", 1.0), ("2.0", 3.0), ("+Inf", 4.0)]
     assert histogram.total == 6.5
+
+
+def test_the_documentation_names_every_metric_and_no_other():
+    async def test(http: httpx.AsyncClient) -> None:
+        families = text_string_to_metric_families((await http.get("/metrics")).text)
+        exposed = {family.name + ("_total" if family.type == "counter" else "") for family in families}
+        docs = (Path(__file__).parent.parent / "docs" / "serving.md").read_text(encoding="utf-8")
+        assert exposed == set(re.findall(r"llmctl_(?!end_after)[a-z0-9_]+", docs))
+
+    ask(test)

@@ -13,7 +13,7 @@ from toolkit.cli.output import emit, note
 if TYPE_CHECKING:
     from toolkit.files.plan import Plan, PlannedPolicy
 
-Source = Annotated[str | None, typer.Argument(metavar="[PLAN.json|RECIPE]", help="A plan, or a recipe with --fit.")]
+Source = Annotated[str | None, typer.Argument(metavar="PLAN.json|RECIPE", help="A plan, or a recipe with --fit.")]
 PlanOption = Annotated[Path | None, typer.Option("--plan", help="plan.json, from `llmctl render`.")]
 FitOption = Annotated[Path | None, typer.Option("--fit", help="With a recipe: its fit.json; the plan is made here.")]
 TuningOption = Annotated[Path | None, typer.Option("--tuning", help="With --fit: tuning.json.")]
@@ -81,15 +81,18 @@ def command(
     Prints one line when all workers are loaded. SIGTERM or Ctrl-C ends it in order: /ready turns 503, running requests
     get --shutdown-timeout seconds; a second signal ends it at once.
     """
+    import os
+
     from toolkit.serve.assemble import make_settings
     from toolkit.serve.launch import Launch, launch
     from toolkit.serve.server import Ending
 
+    os.environ.pop("LLMCTL_API_KEY", None)  # the workers inherit the environment, and run models' own code
     chosen = _change(_plan(source, plan, fit, tuning), policy, settings, workers)
     front = make_settings(
         chosen,
         model=served_model_name,
-        api_key=api_key,
+        api_key=api_key.strip(),
         allow_end_after=allow_end_after,
         vllm_metrics=vllm_metrics,
         open_metrics=open_metrics,

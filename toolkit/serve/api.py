@@ -122,7 +122,8 @@ class Routes:
         return _json({"version": toolkit.__version__})
 
     async def _form(self, request: Request, form: type[FormT]) -> FormT:
-        return validate(form, await read_json(request, self._settings.max_body_bytes))
+        settings = self._settings
+        return validate(form, await read_json(request, settings.max_body_bytes, settings.body_timeout_s))
 
     async def _answer(self, request: Request, form: GenerationForm, exchange: Exchange) -> Response:
         if not form.stream:

@@ -124,6 +124,11 @@ class Driver:
         """Requests that no worker runs now: new ones, and ones between two slices."""
         return len(self._lives) - self.running
 
+    @property
+    def backlog_s(self) -> float:
+        """Until the least loaded worker has done what it was given, by the fitted laws; infinity: none is alive."""
+        return min((worker.load_s for worker in self.scheduler.workers if worker.alive), default=math.inf)
+
     async def start(self) -> None:
         """Load the workers. `EngineError` if one cannot."""
         self._start_s = time.monotonic()

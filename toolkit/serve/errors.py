@@ -76,7 +76,7 @@ async def on_http_exception(request: Request, error: Exception) -> Response:
     """What the router raises: no such route, or not with this method."""
     assert isinstance(error, HTTPException)
     said = {404: "there is no such route", 405: "this route does not take this method"}
-    where = f"{request.method} {request.url.path}"
+    where = f"{request.method} {request.url.path[:80]}"
     text = f"{said.get(error.status_code, error.detail)}: {where}"
     return error_response(ApiError(text, status=error.status_code, headers=error.headers))
 

@@ -11,6 +11,7 @@ import random
 import secrets
 import time
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import msgspec
 
@@ -31,6 +32,9 @@ MAX_RETRY_AFTER_S = 60
 MAX_SEED = (1 << 63) - 1
 
 
+Tokens = TypeVar("Tokens")
+
+
 class Generation:
     """Submits what forms ask for. One per server."""
 
@@ -42,7 +46,7 @@ class Generation:
     async def completion(self, form: CompletionForm) -> Exchange:
         """`ApiError` where it cannot be served; nothing of it is submitted then."""
         self._admit(form, len(form.prompt))
-        prompts = [await self._tokens(prompt) for prompt in form.prompt]
+        prompts = await self._prompts(form.prompt)
         head = self._head("cmpl")
         return self._submit(form, prompts, form.max_tokens, 16, CompletionShape(head), head.id)
 
@@ -65,11 +69,16 @@ class Generation:
     async def text_tokens(self, text: str) -> list[int]:
         return await _tokenized(lambda: self._tokenizer.encode(text), len(text), "prompt")
 
-    async def _tokens(self, prompt: Prompt) -> list[int]:
-        if isinstance(prompt, str):
-            return await self.text_tokens(prompt)
-        self.check_tokens(prompt, "prompt")
-        return prompt
+    async def _prompts(self, prompts: Sequence[Prompt]) -> list[list[int]]:
+        """All prompts as tokens; texts are worked out together, and tokens checked."""
+
+        def work() -> list[list[int]]:
+            return [self._tokenizer.encode(one) if isinstance(one, str) else one for one in prompts]
+
+        for prompt in prompts:
+            if not isinstance(prompt, str):
+                self.check_tokens(prompt, "prompt")
+        return await _tokenized(work, sum(len(one) for one in prompts if isinstance(one, str)), "prompt")
 
     def check_tokens(self, tokens: Sequence[int], param: str) -> None:
         """`ApiError` for a token that the model does not have."""
@@ -90,17 +99,14 @@ class Generation:
         choices = prompts * (form.n or 1)
         if driver.waiting + choices > settings.max_waiting:
             text = f"{driver.waiting} requests wait; with {choices} more it would exceed {settings.max_waiting}"
-            raise ApiError(text, status=503, code="overloaded", headers={"Retry-After": str(self._retry_after_s())})
+            raise ApiError(
+                text, status=503, code="overloaded", headers={"Retry-After": _whole_seconds(driver.backlog_s)}
+            )
 
     def _check_ready(self) -> None:
         if self._driver.state != "ready":
             text = f"the server is {self._driver.state}"
             raise ApiError(text, status=503, code="unavailable", headers={"Retry-After": "5"})
-
-    def _retry_after_s(self) -> int:
-        """The fitted backlog: when the least loaded worker will have done what it was given."""
-        loads_s = [worker.load_s for worker in self._driver.scheduler.workers if worker.alive]
-        return min(max(math.ceil(min(loads_s, default=MAX_RETRY_AFTER_S)), 1), MAX_RETRY_AFTER_S)
 
     def _head(self, prefix: str) -> Head:
         return Head(f"{prefix}-{secrets.token_hex(12)}", int(time.time()), self._settings.model)
@@ -194,8 +200,8 @@ class Generation:
         )
 
 
-async def _tokenized(work: Callable[[], list[int]], characters: int, param: str) -> list[int]:
-    """The tokens, worked out in a thread where that takes long enough to hold others up."""
+async def _tokenized(work: Callable[[], Tokens], characters: int, param: str) -> Tokens:
+    """What `work` gives, worked out in a thread where that takes long enough to hold others up."""
     try:
         return work() if characters < LONG_TEXT else await asyncio.to_thread(work)
     except InputError as error:
@@ -203,8 +209,12 @@ async def _tokenized(work: Callable[[], list[int]], characters: int, param: str)
 
 
 def unknown_model(name: str | None) -> ApiError:
-    text = f"there is no model {name!r} here; GET /v1/models lists those there are"
+    text = f"there is no model {str(name)[:80]!r} here; GET /v1/models lists those there are"
     return ApiError(text, status=404, param="model", code="model_not_found")
+
+
+def _whole_seconds(backlog_s: float) -> str:
+    return str(math.ceil(min(max(backlog_s, 1.0), MAX_RETRY_AFTER_S)))
 
 
 def _another_seed(sampling: SamplingParams, choice: int) -> SamplingParams:

@@ -53,7 +53,8 @@ def is_loopback(host: str) -> bool:
 def listen(host: str, port: int) -> socket.socket:
     """A bound socket, before anything slow is done. `InputError` where the address is taken or not ours."""
     try:
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, _, _, _, address = min(found, key=lambda one: one[0] != socket.AF_INET)  # 'localhost' is both
         return socket.create_server(address[:2], family=family, backlog=BACKLOG)
     except OSError as error:
         reason = str(error.strerror).partition(" (")[0]  # the rest repeats the address

@@ -23,5 +23,6 @@ class Settings:
     allow_end_after: bool = False
     vllm_metrics: bool = False
     max_body_bytes: int = 8 << 20
+    body_timeout_s: float = 60.0
     keepalive_s: float = 10.0
     write_timeout_s: float = 30.0
