@@ -9,7 +9,8 @@ from serving import HandWorkers, generate, make_driver, turns
 
 from toolkit.engines.bytes_tokenizer import ByteDetokenizer
 from toolkit.engines.protocol import SamplingParams
-from toolkit.serve.driver import SHUTTING_DOWN, Ask, Driver, Live, RefusedError
+from toolkit.serve.driver import SHUTTING_DOWN, Driver, RefusedError
+from toolkit.serve.live import Ask, Live
 from toolkit.serve.reply import Delta, Reply
 from toolkit.serve.text import TextOutput
 
@@ -35,8 +36,7 @@ def drive(test: Callable[[Driver, HandWorkers], Coroutine], workers: int = 1, **
         await driver.start()
         try:
             await test(driver, hands)
-            assert driver.crashed is not None
-            assert not driver.crashed.done()
+            assert driver.bug is None
         finally:
             await driver.stop()
 
@@ -268,9 +268,8 @@ def test_a_bug_in_the_scheduler_is_raised_to_whoever_runs_the_driver():
         driver.scheduler.policy = None
         submit(driver, ask())
         await turns()
-        assert driver.crashed is not None
-        with pytest.raises(AttributeError):
-            driver.crashed.result()
+        assert isinstance(driver.bug, AttributeError)
+        assert driver.broke.is_set()
         await driver.stop()
 
     asyncio.run(test())

@@ -17,7 +17,8 @@ from toolkit.sched.eventlog import Complete, Event, Recorder, Tick, from_lines, 
 from toolkit.sched.policies import make_policy
 from toolkit.sched.scheduler import Scheduler
 from toolkit.sched.types import Worker
-from toolkit.serve.driver import Ask, Driver, Live
+from toolkit.serve.driver import Driver
+from toolkit.serve.live import Ask, Live
 from toolkit.serve.metrics import Stats
 from toolkit.serve.reply import Reply
 from toolkit.serve.text import TextOutput

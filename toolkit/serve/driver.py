@@ -12,13 +12,13 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Literal
 
-from toolkit.engines.protocol import FinishReason, Row, SamplingParams, StepOutput
+from toolkit.engines.protocol import FinishReason
 from toolkit.files.profile import EngineFacts
 from toolkit.sched.scheduler import Scheduler
 from toolkit.sched.types import Batch, BatchResult, Request
+from toolkit.serve.live import Ask, Flight, Live, Status, merge
 from toolkit.serve.metrics import Stats
 from toolkit.serve.reply import Delta, Reply
 from toolkit.serve.text import TextOutput
@@ -26,52 +26,12 @@ from toolkit.workers.protocol import BatchDone, BatchProgress, WorkerEvent, Work
 
 SHUTTING_DOWN = "the server is shutting down"
 State = Literal["loading", "ready", "draining", "stopped"]
-Status = Literal["", "stop", "length", "cancelled", "failed"]
 
 TIMER_SLACK_S = 0.001  # event loops may fire this early, and a tick before its time decides nothing
 
 
 class RefusedError(Exception):
     """A request that can never be served; the message may be shown to its client."""
-
-
-@dataclass(slots=True, frozen=True)
-class Ask:
-    """What one choice asks for, in tokens."""
-
-    request_id: str
-    prompt: tuple[int, ...]
-    max_new_tokens: int
-    sampling: SamplingParams
-    priority: int = 0
-    end_after: int | None = None  # for replayed traces; the scheduler never sees it
-
-
-@dataclass(slots=True, eq=False)
-class Live:
-    """A request on its way, and when what happened to it, in seconds on the driver's clock."""
-
-    ask: Ask
-    output: TextOutput
-    reply: Reply
-    index: int
-    arrival_s: float
-    tokens: list[int] = field(default_factory=list)  # generated so far
-    started_s: float = math.nan
-    first_token_s: float = math.nan
-    last_token_s: float = math.nan
-    status: Status = ""
-    flight: Flight | None = None
-
-
-@dataclass(slots=True, eq=False)
-class Flight:
-    """A batch on a worker: its rows, and how many tokens of each have come."""
-
-    batch: Batch
-    lives: tuple[Live, ...]
-    received: list[int]
-    sign_s: float  # the last sign of life of the worker
 
 
 class Driver:
@@ -100,7 +60,8 @@ class Driver:
         self.leaving = False  # the end was announced: balancers should look elsewhere, though requests are still taken
         self.facts: dict[int, EngineFacts] = {}
         self.flights: dict[int, Flight] = {}
-        self.crashed: asyncio.Future[None] | None = None  # gets the exception of a bug: whoever started us must stop
+        self.bug: Exception | None = None  # what ended the driver, which whoever started it must then stop
+        self.broke = asyncio.Event()
         self._workers = workers
         self._on_end = on_end
         self._lives: dict[str, Live] = {}
@@ -132,7 +93,6 @@ class Driver:
     async def start(self) -> None:
         """Load the workers. `EngineError` if one cannot."""
         self._start_s = time.monotonic()
-        self.crashed = asyncio.get_running_loop().create_future()
         self._empty.set()
         await self._workers.start(self._on_event)
         self.state = "ready"
@@ -241,7 +201,7 @@ class Driver:
             if math.isnan(live.started_s):
                 live.started_s = now_s
                 self.stats.queue.observe(now_s - live.arrival_s)
-        self._workers.run(batch.worker, batch.batch_id, [_row(live) for live in lives], batch.steps)
+        self._workers.run(batch.worker, batch.batch_id, [live.row() for live in lives], batch.steps)
 
     def _on_event(self, event: WorkerEvent) -> None:
         with self._loud():
@@ -313,23 +273,6 @@ class Driver:
         try:
             yield
         except Exception as error:
-            if self.crashed and not self.crashed.done():
-                self.crashed.set_exception(error)
+            self.bug = self.bug or error
+            self.broke.set()
             raise
-
-
-def _row(live: Live) -> Row:
-    ask = live.ask
-    tokens = ask.prompt + tuple(live.tokens)
-    return Row(ask.request_id, tokens, len(live.tokens), ask.max_new_tokens, ask.sampling, ask.end_after)
-
-
-def merge(steps: Sequence[StepOutput]) -> dict[int, tuple[list[int], FinishReason]]:
-    """Row to its tokens of all `steps`, and how it ended or ''."""
-    tokens: dict[int, list[int]] = {}
-    ended: dict[int, FinishReason] = {}
-    for step in steps:
-        for row, token in zip(step.rows, step.tokens, strict=True):
-            tokens.setdefault(row, []).append(token)
-        ended.update(step.ended)
-    return {row: (tokens.get(row, []), ended.get(row, "")) for row in {**tokens, **ended}}

@@ -18,8 +18,9 @@ import msgspec
 from toolkit.engines.protocol import SamplingParams
 from toolkit.engines.tokenizer import Tokenizer
 from toolkit.errors import InputError
-from toolkit.serve.driver import Ask, Driver, Live, RefusedError
+from toolkit.serve.driver import Driver, RefusedError
 from toolkit.serve.errors import ApiError
+from toolkit.serve.live import Ask, Live
 from toolkit.serve.reply import Reply
 from toolkit.serve.responses import ChatShape, CompletionShape, Head
 from toolkit.serve.schemas import ChatForm, CompletionForm, GenerationForm, Message, Prompt
@@ -30,7 +31,6 @@ from toolkit.serve.text import TextOutput
 LONG_TEXT = 1 << 15  # characters from which on a text is tokenized in a thread
 MAX_RETRY_AFTER_S = 60
 MAX_SEED = (1 << 63) - 1
-
 
 Tokens = TypeVar("Tokens")
 
@@ -47,17 +47,14 @@ class Generation:
         """`ApiError` where it cannot be served; nothing of it is submitted then."""
         self._admit(form, len(form.prompt))
         prompts = await self._prompts(form.prompt)
-        head = self._head("cmpl")
-        return self._submit(form, prompts, form.max_tokens, 16, CompletionShape(head), head.id)
+        return self._submit(form, prompts, CompletionShape(self._head("cmpl")), form.max_tokens, 16)
 
     async def chat(self, form: ChatForm) -> Exchange:
         """`ApiError` where it cannot be served."""
         self._admit(form, 1)
         prompt = await self.chat_tokens(form.messages)
-        head = self._head("chatcmpl")
         limit = form.max_completion_tokens or form.max_tokens
-        default = self._settings.max_new_tokens
-        return self._submit(form, [prompt], limit, default, ChatShape(head), head.id)
+        return self._submit(form, [prompt], ChatShape(self._head("chatcmpl")), limit, self._settings.max_new_tokens)
 
     async def chat_tokens(self, messages: Sequence[Message]) -> list[int]:
         """The messages in the model's chat template. 'developer' is what newer clients call 'system'."""
@@ -115,10 +112,9 @@ class Generation:
         self,
         form: GenerationForm,
         prompts: Sequence[list[int]],
+        shape: CompletionShape | ChatShape,
         limit: int | None,
         default: int,
-        shape: CompletionShape | ChatShape,
-        request_id: str,
     ) -> Exchange:
         n = form.n or 1
         limits = [self._limit(len(prompt), limit, default) for prompt in prompts]
@@ -126,7 +122,7 @@ class Generation:
         reply = Reply(len(prompts) * n, patient=not form.stream)
         asks = [
             Ask(
-                f"{request_id}-{index}",
+                f"{shape.head.id}-{index}",
                 tuple(prompts[index // n]),
                 limits[index // n],
                 _another_seed(sampling, index % n),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from toolkit.serve.driver import Driver, Flight
+from toolkit.serve.driver import Driver
+from toolkit.serve.live import Flight
 from toolkit.serve.metrics import Gauges
 
 PATIENCE = 10.0  # a batch may take this many times its estimate
@@ -11,7 +12,7 @@ GRACE_S = 30.0  # and this long on top
 
 def problem(driver: Driver) -> str:
     """Why the server is not healthy, or ''. Loading and draining are healthy."""
-    if driver.crashed is not None and driver.crashed.done():
+    if driver.bug:
         return "the scheduler stopped at a bug"
     if driver.state in ("loading", "stopped"):
         return ""

@@ -14,7 +14,7 @@ import msgspec
 
 from toolkit.errors import InputError
 from toolkit.sched.eventlog import Event, to_line
-from toolkit.serve.driver import Live
+from toolkit.serve.live import Live
 from toolkit.traces.write import Line, to_ms
 
 

@@ -113,10 +113,9 @@ async def serve(
         if not signals.first.is_set():
             loading.result()
             on_ready()
-            assert driver.crashed is not None
-            await first_of(signals.first.wait(), driver.crashed, listening)
-            if driver.crashed.done():
-                driver.crashed.result()
+            await first_of(signals.first.wait(), driver.broke.wait(), listening)
+            if driver.bug:
+                raise driver.bug
             await leave(driver, ending, signals)
     finally:
         loading.cancel()
