@@ -160,6 +160,21 @@ def test_streams_that_are_late_at_the_end_get_a_final_error():
     serve(test)
 
 
+def test_a_failure_takes_no_text_with_it_that_came_before():
+    async def test(app, driver: Driver, hands: HandWorkers) -> None:
+        client = Client(stream=True, max_tokens=100)
+        answering = client.start(app)
+        await turns()
+        hands.progress(steps=3)
+        assert await driver.drain(0.0) == 1  # in the same turn: the reader finds both at once
+        await answering
+        text_event, error, _ = events(client.received)
+        assert text_event["choices"][0]["text"] == text("hello", 3)
+        assert "error" in error
+
+    serve(test)
+
+
 def test_a_server_that_drains_takes_nothing_new():
     async def test(app, driver: Driver, hands: HandWorkers) -> None:
         await driver.drain(0.0)

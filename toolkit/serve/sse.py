@@ -118,7 +118,8 @@ class EventStream(Response):
                 return
             failed = next((delta.failure for delta in news if delta.failure), "")
             if failed:
-                yield b"data: " + error_body(failure(failed)) + b"\n\n" + DONE, False
+                texts = b"".join(self._event(delta) for delta in news if delta.tokens)
+                yield texts + b"data: " + error_body(failure(failed)) + b"\n\n" + DONE, False
                 return
             left -= sum(bool(delta.finish) for delta in news)
             tokens += sum(delta.tokens for delta in news)
