@@ -90,31 +90,36 @@ def test_slices_have_real_padding_and_all_their_steps():
 
 
 class Stopwatch(FakeEngine):
-    """A fake engine whose runs take what the test says, by no clock at all."""
+    """A fake engine whose runs take what the test says, on a clock of its own."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__(FACTS)
         self.seconds = seconds
+        self.now = 0.0
         self.runs: list[tuple[str, int, int]] = []
 
     def time_prefill(self, batch_size, input_length, clock):
         self.runs.append(("prefill", batch_size, input_length))
+        self.now += self.seconds
         return self.seconds
 
     def time_decode(self, batch_size, cached_length, clock):
         self.runs.append(("decode", batch_size, cached_length))
+        self.now += self.seconds
         return self.seconds
 
 
 def test_a_long_point_is_run_once_after_its_warmups():
     engine = Stopwatch(0.5)
-    assert LocalBench(engine, "wall").time(GridPoint("prefill", 2, 64), warmups=2) == [0.5]
+    bench = LocalBench(engine, "wall", lambda: engine.now)
+    assert bench.time(GridPoint("prefill", 2, 64), warmups=2) == [0.5]
     assert engine.runs == [("prefill", 2, 64)] * 3
 
 
 def test_a_short_point_is_run_a_few_times():
     engine = Stopwatch(0.001)
-    assert LocalBench(engine, "cpu").time(GridPoint("decode", 2, 64), warmups=0) == [0.001] * VISIT_SAMPLES
+    bench = LocalBench(engine, "cpu", lambda: engine.now)
+    assert bench.time(GridPoint("decode", 2, 64), warmups=0) == [0.001] * VISIT_SAMPLES
 
 
 def test_out_of_memory_makes_a_point_unmeasurable():

@@ -16,10 +16,10 @@ from toolkit.profiling.grid import GridPoint, Shape
 Clock = Literal["cpu", "wall"]
 CLOCKS: dict[Clock, Callable[[], float]] = {"cpu": time.process_time, "wall": time.perf_counter}
 
-# A visit to a cheap point goes on until it has taken this long, or has this many samples. More would tell little:
-# disturbances last longer than that, and another visit sees another moment.
+# A visit to a cheap point goes on until it has taken this long, with all around its runs, or has this many samples.
+# More would tell little: disturbances last longer than that, and another visit sees another moment.
 VISIT_S = 0.02
-VISIT_SAMPLES = 4
+VISIT_SAMPLES = 3
 
 
 class Unmeasurable(Exception):  # noqa: N818  (a point's fate, which the profile records, not a failure of the profile)
@@ -41,12 +41,13 @@ class Bench(Protocol):
 
 
 class LocalBench:
-    """An engine in this process."""
+    """An engine in this process. `now_s` says when a visit has taken long enough."""
 
-    def __init__(self, engine: Engine, clock: Clock) -> None:
+    def __init__(self, engine: Engine, clock: Clock, now_s: Callable[[], float] = time.perf_counter) -> None:
         self.facts = engine.facts
         self._engine = engine
         self._clock = CLOCKS[clock]
+        self._now_s = now_s
 
     def time(self, point: GridPoint, warmups: int) -> list[float]:
         """See `Bench.time`."""
@@ -55,7 +56,8 @@ class LocalBench:
             for _ in range(warmups):
                 measure(point.batch_size, point.length, self._clock)
             samples: list[float] = []
-            while len(samples) < VISIT_SAMPLES and sum(samples) < VISIT_S:
+            end_s = self._now_s() + VISIT_S
+            while not samples or (len(samples) < VISIT_SAMPLES and self._now_s() < end_s):
                 samples.append(measure(point.batch_size, point.length, self._clock))
         except OutOfMemory:
             raise Unmeasurable("out of memory") from None

@@ -43,7 +43,7 @@ def measure(
     for number, point in visits:
         if failure_key(point) not in journal.results:
             try:
-                seconds = bench.time(point, warmups(point, number, spec))
+                seconds = bench.time(point, warmups(number, spec))
             except Unmeasurable as reason:
                 failure = FailedPoint(
                     kind=point.kind, batch_size=point.batch_size, length=point.length, reason=str(reason)
@@ -54,13 +54,13 @@ def measure(
         advance(str(point))
 
 
-def warmups(point: GridPoint, number: int, spec: ProfileSpec) -> int:
-    """Runs before the first sample of a visit.
+def warmups(number: int, spec: ProfileSpec) -> int:
+    """Runs before the first sample of a visit: for what is compiled or allocated once, so at the first visit alone.
 
-    A decode step follows another in a slice, so it is warmed up at each visit. A prefill follows a batch of another
-    shape, as it does here; it is warmed up in the first round alone, for what is compiled or allocated once.
+    After that, a prefill follows work of another shape, as it does in serving. A decode step follows another one there;
+    the engine sees to that itself.
     """
-    return spec.warmups if point.kind == "decode" or number == 0 else 0
+    return spec.warmups if number == 0 else 0
 
 
 def grid_points(

@@ -54,7 +54,7 @@ def estimate_s(work: Work, points: Sequence[GridPoint], spec: ProfileSpec, bench
     def visit_s(number: int, point: GridPoint) -> float:
         once_s = lines[point.kind].at(point.tokens)
         samples = min(VISIT_SAMPLES, max(1.0, VISIT_S / once_s))
-        return once_s * (warmups(point, number, spec) + samples)
+        return once_s * (warmups(number, spec) + samples)
 
     def slice_s(shape: Shape) -> float:
         tokens = shape.batch_size * shape.input_length
