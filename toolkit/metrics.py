@@ -1,7 +1,7 @@
 """Summaries of served requests: the same functions for simulated and for measured ones.
 
-TPOT = (E2E - TTFT) / (output tokens - 1); ITL is each gap between tokens; MTPOT the largest gap within a request; goodput the
-requests per second that meet every latency target.
+TPOT = (E2E - TTFT) / (output tokens - 1); ITL is each gap between tokens; MTPOT the largest gap within a request; goodput
+the requests per second that meet every latency target.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Floats = NDArray[np.float64]
 
 @dataclass(slots=True, frozen=True)
 class Served:
-    """Requests that ended, as parallel arrays in seconds on one clock; `ok` is False where one was refused or failed."""
+    """Requests that ended, as parallel arrays in seconds on one clock; `ok` is False where one was refused."""
 
     arrival_s: Floats
     first_token_s: Floats
