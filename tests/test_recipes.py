@@ -89,17 +89,18 @@ def test_the_schema_file_is_current() -> None:
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "message"),
+    ("name", "parameters", "message"),
     [
-        ("name: slice", "name: slise", "recipe.yaml: policy: there is no policy 'slise'"),
-        ("slice_tokens: 32", "slice_token: 32", "recipe.yaml: policy: policy 'slice' has no parameter 'slice_token'"),
-        ("slice_tokens: 32", "slice_tokens: 0", "recipe.yaml: policy: policy 'slice': slice_tokens is 0; the limit is"),
+        ("slise", "{}", "recipe.yaml: policy: there is no policy 'slise'"),
+        ("slice", "{slice_token: 32}", "recipe.yaml: policy: policy 'slice' has no parameter 'slice_token'"),
+        ("slice", "{slice_tokens: 0}", "recipe.yaml: policy: policy 'slice': slice_tokens is 0; the limit is"),
     ],
 )
-def test_an_unknown_policy_or_parameter_is_named(tmp_path: Path, old: str, new: str, message: str) -> None:
+def test_an_unknown_policy_or_parameter_is_named(tmp_path: Path, name: str, parameters: str, message: str) -> None:
     text = (shipped_recipes() / "tiny-llama-cpu.yaml").read_text()
-    assert old in text
-    (tmp_path / "recipe.yaml").write_text(text.replace(old, new))
+    assert "\n  name: slice " in text
+    changed = text.replace("\n  name: slice ", f"\n  name: {name}\n  parameters: {parameters} ")
+    (tmp_path / "recipe.yaml").write_text(changed)
     with pytest.raises(InputError) as caught:
         open_recipe(tmp_path / "recipe.yaml")
     assert caught.value.message.startswith(message)
