@@ -1,7 +1,7 @@
 """The grid, measured in rounds, every sample kept.
 
-Back-to-back repeats of a point all share what the machine was doing at that moment; a round apart, they do not, and the
-median of a point's samples sees through a disturbance that lasted less than half of the profile.
+Back-to-back repeats of a point all share what the machine was doing at that moment; a round apart, they do not, and a
+disturbance spoils a few samples of every point, in the same proportion.
 """
 
 from __future__ import annotations
