@@ -104,7 +104,9 @@ class TuneSpec(Strict):
     seed: int = 0
     windows: Positive = Field(default=2, description="trace windows used for the search")
     held_out_windows: Positive = Field(default=2, description="other windows, used for the verdict alone")
-    window_s: Annotated[float, Field(gt=0)] = 30.0
+    window_s: Annotated[float, Field(gt=0)] | None = Field(
+        default=None, description="length of a window in the scaled trace; None: as long as all of them fit with gaps"
+    )
     request_rate_rps: Annotated[float, Field(gt=0)] | None = Field(
         default=None, description="scale arrivals to this mean rate; None: the trace's own"
     )

@@ -21,6 +21,7 @@ from toolkit.traces.windows import Window, split_windows
 from toolkit.tuning.evaluate import Bench, Evaluation
 from toolkit.tuning.search import Evaluator, Found, Progress, Settings, search, sensitivity
 
+COVERED = 0.8  # share of the trace in windows, where the recipe leaves their length open
 CAPACITY_SAMPLE = 1000  # requests of the backlog from which the untuned policy's capacity is read
 
 
@@ -53,7 +54,9 @@ def make_workload(recipe: Recipe, fit: Fit, trace: Trace) -> Workload:
         rate_rps = round(spec.load * capacity_rps(recipe, make_world(recipe, fit), fitted), 3)
     if rate_rps is not None:
         fitted = scale_rate(fitted, rate_rps)
-    search_windows, held_out = split_windows(fitted, spec.window_s, spec.windows, spec.held_out_windows, spec.seed)
+    count = spec.windows + spec.held_out_windows
+    window_s = spec.window_s or COVERED * float(fitted.arrival_s[-1]) / count
+    search_windows, held_out = split_windows(fitted, window_s, spec.windows, spec.held_out_windows, spec.seed)
     return Workload(fitted, rate_rps or mean_rate(fitted), search_windows, held_out)
 
 
