@@ -109,11 +109,12 @@ def test_the_first_step_goes_out_at_once_and_others_in_company() -> None:
     assert len(one.running.take_unsent()) == 2
 
 
-def test_the_end_of_a_row_does_not_wait() -> None:
+def test_the_end_of_a_row_waits_for_company_too() -> None:
     one = Slice()
     one.step(100.0)
-    one.step(100.01)
-    one.step(100.02, ended=[(1, "stop")])
+    one.step(100.01, ended=[(1, "stop")])
+    assert one.sent_steps == [1]
+    one.step(100.06)
     assert one.sent_steps == [1, 2]
 
 

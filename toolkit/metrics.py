@@ -1,7 +1,7 @@
 """Summaries of served requests: the same functions for simulated and for measured ones.
 
-TPOT = (E2E - TTFT) / (output tokens - 1); ITL is each gap between tokens; MTPOT the largest gap within a request; goodput
-the requests per second that meet every latency target.
+TPOT = (E2E - TTFT) / (output tokens - 1); ITL is each gap between tokens; MTPOT the largest gap within a request;
+goodput the requests per second that meet every latency target.
 """
 
 from __future__ import annotations

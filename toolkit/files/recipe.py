@@ -71,6 +71,10 @@ class EngineSpec(Strict):
         default=None, description="KV budget of one worker; None on a GPU: from gpu_memory_utilization"
     )
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
+    flush_s: Annotated[float, Field(ge=0)] = Field(
+        default=0.05,
+        description="a worker reports tokens at most this often, but for first ones; longer where cores are scarce",
+    )
 
 
 class ProfileSpec(Strict):

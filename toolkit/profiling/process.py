@@ -7,7 +7,6 @@ given back when it ends. A child whose parent is gone, killed perhaps, reads an 
 from __future__ import annotations
 
 import contextlib
-import os
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -32,7 +31,7 @@ from toolkit.profiling.frames import (
     write_frame,
 )
 from toolkit.profiling.grid import GridPoint, Shape
-from toolkit.workers.process import THREAD_VARIABLES
+from toolkit.workers.process import engine_environment
 
 COMMAND = (sys.executable, "-m", "toolkit.profiling.child")
 DEATHS_MAX = 5  # of one bench: where every point kills its process, something else is wrong
@@ -53,8 +52,7 @@ class EngineProcess:
 
     def __init__(self, recipe: Recipe) -> None:
         self._recipe_json = recipe.model_dump_json()
-        threads = recipe.engine.threads
-        self._environment = os.environ | (dict.fromkeys(THREAD_VARIABLES, str(threads)) if threads else {})
+        self._environment = engine_environment(recipe.engine.threads)
         self._child: subprocess.Popen[bytes] | None = None
         self._deaths = 0
 

@@ -84,7 +84,7 @@ def profile(
 def _process_workers(recipe: Recipe) -> Workers:
     from toolkit.workers.pool import ProcessWorkers
 
-    return ProcessWorkers(recipe.model, recipe.engine, recipe.hardware, recipe.workers)
+    return ProcessWorkers(recipe.model, recipe.engine, recipe.hardware, recipe.workers, flush_s=recipe.engine.flush_s)
 
 
 def _conditions(made_from: Head, facts: EngineFacts) -> Conditions:

@@ -63,7 +63,7 @@ def _driver(plan: Plan, event_log: LineLog | None, request_log: LineLog | None) 
     recipe = plan.recipe
     return Driver(
         make_scheduler(plan, event_log.event if event_log else None),
-        ProcessWorkers(recipe.model, recipe.engine, recipe.hardware, plan.workers),
+        ProcessWorkers(recipe.model, recipe.engine, recipe.hardware, plan.workers, flush_s=recipe.engine.flush_s),
         make_stats(plan),
         on_end=request_log.request if request_log else None,
     )

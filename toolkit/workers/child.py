@@ -91,8 +91,8 @@ class Channel:
 class RunningSlice:
     """What happens between two steps of a batch: progress goes out, cancellations come in.
 
-    The slice's first tokens and a row's last one go out at once; other steps wait up to `flush_s` for company, so that
-    the front handles a few frames per second and worker, and not one per token.
+    The slice's first tokens go out at once; later ones wait up to `flush_s` for company, a row's last one too, so that
+    the front handles a few frames per second and worker, and not one per token or per end of a row.
     """
 
     def __init__(self, run: Run, channel: Channel, flush_s: float, clock: Callable[[], float]) -> None:
@@ -108,7 +108,7 @@ class RunningSlice:
         """False where nobody wants the batch any more."""
         self._unsent.append(step)
         now_s = self._clock()
-        if step.ended or self._sent_s < 0 or now_s - self._sent_s >= self._flush_s:
+        if self._sent_s < 0 or now_s - self._sent_s >= self._flush_s:
             self._channel.send(Progress(self._run.batch_id, self.take_unsent()))
             self._sent_s = now_s
         for index, _ in step.ended:

@@ -22,7 +22,7 @@ class Start(msgspec.Struct, frozen=True, tag="start"):
     model: str
     engine: str
     hardware: str
-    flush_s: float  # progress is sent at most this often, but for first and last tokens of rows
+    flush_s: float  # progress is sent at most this often, but for a slice's first tokens
 
 
 class Run(msgspec.Struct, frozen=True, tag="run"):

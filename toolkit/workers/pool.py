@@ -45,7 +45,7 @@ class ProcessWorkers:
     Args:
         model, engine, hardware: what each loads.
         size: how many.
-        flush_s: progress of a batch is reported at most this often, but for first and last tokens.
+        flush_s: progress of a batch is reported at most this often, but for first tokens.
         backoff_s: the wait before a worker that died twice in a row is started again; it doubles each time.
         stop_timeout_s: how long `stop` waits for a step to end before it kills.
     """
