@@ -14,6 +14,10 @@ def predict(plan: Plan, trace: Trace, sla: Mapping[str, float]) -> dict[str, flo
     """Metric name to value, as in `toolkit.metrics.summarize`, for `trace` served by the plan."""
     recipe = plan.recipe
     world = world_from_fit(
-        plan.fit, workers=plan.workers, max_new_tokens=recipe.serve.max_new_tokens, seed=recipe.tune.seed
+        plan.fit,
+        workers=plan.workers,
+        max_new_tokens=recipe.serve.max_new_tokens,
+        seed=recipe.tune.seed,
+        flush_s=recipe.engine.flush_s,
     )
     return simulate(trace, make_policy(plan.policy.name, plan.policy.parameters), world).metrics(sla)

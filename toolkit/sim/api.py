@@ -32,16 +32,17 @@ class World:
     max_new_tokens: int
     runs_out: RunsOut | None = None
     streams: bool = True
+    flush_s: float = 0.0  # but workers report tokens at most this often
 
 
-def world_from_fit(fit: Fit, *, workers: int, max_new_tokens: int, seed: int = 0) -> World:
+def world_from_fit(fit: Fit, *, workers: int, max_new_tokens: int, seed: int = 0, flush_s: float = 0.0) -> World:
     """The world that a fit describes: its laws, and a memory edge drawn per batch from `seed`."""
     laws = laws_from_fit(fit)
 
     def runs_out(batch_id: int, size: int, length: int, steps: int) -> bool:
         return laws.edge.runs_out(size, length, steps, uniform_draw(seed, batch_id))
 
-    return World(laws.latency, laws.memory, workers, max_new_tokens, runs_out)
+    return World(laws.latency, laws.memory, workers, max_new_tokens, runs_out, flush_s=flush_s)
 
 
 @dataclass(slots=True, frozen=True)
@@ -85,7 +86,7 @@ def simulate(trace: Trace, policy: Policy, world: World) -> SimResult:
     ledger.completed_s = [0.0] * world.workers
     number = {request.request_id: k for k, request in enumerate(requests)}
     scheduler = Scheduler(policy, [Worker(k, world.latency, world.memory) for k in range(world.workers)])
-    sim_worker = SimWorker(world.latency, ledger, number, world.runs_out, streams=world.streams)
+    sim_worker = SimWorker(world.latency, ledger, number, world.runs_out, streams=world.streams, flush_s=world.flush_s)
     refused = run(scheduler, requests, [sim_worker] * world.workers)
     return SimResult(ledger.served(), _counters(ledger, len(refused)))
 

@@ -5,6 +5,7 @@ One leap costs one evaluation of the laws per batch and a few additions per job,
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -66,16 +67,25 @@ class SimWorker:
         number: request id to its index in the ledger.
         runs_out: whether a batch runs out of memory.
         streams: tokens reach the client as they come; False: with their batch, as in the SCLS paper.
+        flush_s: but a worker reports them at most this often after a slice's first ones.
     """
 
     def __init__(
-        self, latency: LatencyLaw, ledger: Ledger, number: dict[str, int], runs_out: RunsOut | None, *, streams: bool
+        self,
+        latency: LatencyLaw,
+        ledger: Ledger,
+        number: dict[str, int],
+        runs_out: RunsOut | None,
+        *,
+        streams: bool,
+        flush_s: float = 0.0,
     ) -> None:
         self._latency = latency
         self._ledger = ledger
         self._number = number
         self._runs_out = runs_out
         self._streams = streams
+        self._flush_s = flush_s
         self._emits = int(latency.prefill_emits_token)
 
     def run(self, batch: Batch, now_s: float) -> tuple[float, BatchResult]:
@@ -96,6 +106,12 @@ class SimWorker:
         done_s = now_s + prefill_s + self._latency.decode_s(size, length, ran - self._emits)
         self._stamp(batch, numbers, generated, finished, now_s + prefill_s, done_s)
         return self._end(batch, now_s, done_s, generated, finished, "")
+
+    def _reported(self, first_s: float, token_s: float) -> float:
+        """When a token of a slice whose first ones came at `first_s` is reported."""
+        if not self._flush_s:
+            return token_s
+        return first_s + math.ceil((token_s - first_s) / self._flush_s) * self._flush_s
 
     def _end(
         self,
@@ -148,7 +164,9 @@ class SimWorker:
                 gaps[k] = gap_s
             if ended:
                 lasts[k] = (
-                    done_s if tokens == ran or not streams else prefilled_s + decode_s(size, length, tokens - emits)
+                    done_s
+                    if tokens == ran or not streams
+                    else min(self._reported(first_s, prefilled_s + decode_s(size, length, tokens - emits)), done_s)
                 )
                 ledger.ok[k] = True
             else:

@@ -63,7 +63,11 @@ def make_workload(recipe: Recipe, fit: Fit, trace: Trace) -> Workload:
 def make_world(recipe: Recipe, fit: Fit) -> World:
     """The simulated machine of a recipe."""
     return world_from_fit(
-        fit, workers=recipe.workers, max_new_tokens=recipe.serve.max_new_tokens, seed=recipe.tune.seed
+        fit,
+        workers=recipe.workers,
+        max_new_tokens=recipe.serve.max_new_tokens,
+        seed=recipe.tune.seed,
+        flush_s=recipe.engine.flush_s,
     )
 
 
