@@ -3,7 +3,6 @@
 import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -15,7 +14,7 @@ from toolkit.errors import EngineError, InputError, LlmctlError, TargetMissedErr
 
 HEAVY = {"torch", "transformers", "ray", "scipy", "optuna", "fastapi", "starlette", "numpy", "numba", "httpx", "jinja2"}
 
-NAMES = [name for name in main.COMMANDS if Path(main.__file__).with_name(f"{name}.py").is_file()]
+NAMES = list(main.COMMANDS)
 
 
 def llmctl(*words: str) -> int:
