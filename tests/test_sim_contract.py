@@ -11,9 +11,9 @@ from toolkit.sched.eventlog import Recorder, from_lines, replay, to_line
 from toolkit.sched.policies import POLICIES, make_policy
 from toolkit.sched.scheduler import Scheduler
 from toolkit.sched.types import BatchResult, Request, Worker
-from toolkit.sim.api import World, requests_of, simulate
+from toolkit.sim.api import World, requests_of, simulate, virtual_workers
+from toolkit.sim.ledger import Ledger
 from toolkit.sim.loop import run
-from toolkit.sim.worker import Ledger, SimWorker
 from toolkit.traces.types import Trace
 
 CASES = {
@@ -109,10 +109,8 @@ def test_a_log_replays_to_the_same_decisions(rows, case):
     policy = make_policy(name, parameters)
     recorder = Recorder(policy, two_workers(), lambda event: lines.append(to_line(event)))
     arrivals, outputs = requests_of(trace, 80)
-    ledger = Ledger(trace.arrival_s.tolist(), outputs)
-    ledger.busy_s, ledger.completed_s = [0.0] * 2, [0.0] * 2
-    number = {request.request_id: k for k, request in enumerate(arrivals)}
-    run(recorder, arrivals, [SimWorker(LAW, ledger, number, None, streams=True)] * 2)
+    ledger = Ledger(trace.arrival_s.tolist(), outputs, 2)
+    run(recorder, arrivals, virtual_workers(policy, world(2), ledger, arrivals))
     assert list(replay(from_lines(lines), Scheduler(policy, two_workers()))) == []
 
 
