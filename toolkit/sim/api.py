@@ -139,6 +139,7 @@ def counters(ledger: Ledger, refused: int, usable_tokens: int) -> dict[str, floa
         found["rounds"] = float(ledger.rounds)
         found["evicted_percent"] = 100.0 * ledger.evictions / requests
         found["consumed_memory_percent"] = 100.0 * ledger.memory_token_steps / steps / usable_tokens
+        found["peak_memory_percent"] = 100.0 * ledger.peak_tokens / usable_tokens
     if ledger.attempts:
         future = ledger.future_token_attempts / ledger.attempts
         found["future_required_memory_percent"] = 100.0 * future / usable_tokens

@@ -28,10 +28,14 @@ class AggressivePolicy(ContinuousPolicy):
     def admit(self, view: View, worker: Worker, candidates: Sequence[Job]) -> int:
         used, limit = worker.residents.used, self.watermark * worker.memory.usable_tokens
         for count, job in enumerate(candidates):
-            used += job.length
-            if used > limit:
+            if used + self._asks(job) > limit:
                 return count
+            used += job.length
         return len(candidates)
 
     def hopeful(self, worker: Worker, job: Job, used: int, committed: int) -> bool:
-        return used + job.length <= self.watermark * worker.memory.usable_tokens
+        return used + self._asks(job) <= self.watermark * worker.memory.usable_tokens
+
+    def _asks(self, job: Job) -> int:
+        """Tokens that a newcomer is counted with; the artifact leaves out what one that was evicted had generated."""
+        return job.request.prompt_tokens if self.overfill else job.length

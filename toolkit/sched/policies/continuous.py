@@ -33,6 +33,10 @@ class ContinuousPolicy:
     max_prefill_tokens: int = knob(
         32_768, low=1, search=(512, 65_536), log=True, doc="an attempt admits until it has so many prompt tokens"
     )
+    overfill: bool = knob(
+        False,
+        doc="true: who enters needs no room at once, and may be evicted after one step, as in the paper's artifact",
+    )
     router: str = choice("round-robin", ROUTERS, doc="how requests are dealt to workers: " + ", ".join(ROUTERS))
 
     def __post_init__(self) -> None:
@@ -124,7 +128,9 @@ class ContinuousPolicy:
         candidates: list[Job] = []
         for job in inbox:
             length = job.length
-            if prefill >= self.max_prefill_tokens or rows >= most or used + length + growth + rows > capacity:
+            if prefill >= self.max_prefill_tokens or rows >= most:
+                break
+            if used + length + growth + rows > capacity and not self.overfill:
                 break
             candidates.append(job)
             prefill += length
@@ -137,7 +143,9 @@ class ContinuousPolicy:
         """Whether an attempt makes sense before one ends: both kinds of room only shrink until then."""
         if not rows:
             return True
-        if rows >= self.rows(worker) or used + job.length + rows + 1 > worker.memory.usable_tokens:
+        if rows >= self.rows(worker):
+            return False
+        if used + job.length + rows + 1 > worker.memory.usable_tokens and not self.overfill:
             return False
         return self.hopeful(worker, job, used, committed)
 

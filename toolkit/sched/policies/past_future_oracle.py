@@ -38,7 +38,7 @@ class _Told(PastFutureOracle):
     _output_tokens: Mapping[str, int]
 
     def __init__(self, policy: PastFutureOracle, output_tokens: Mapping[str, int]) -> None:
-        super().__init__(policy.interval_steps, policy.max_prefill_tokens, policy.router)
+        super().__init__(policy.interval_steps, policy.max_prefill_tokens, policy.overfill, policy.router)
         object.__setattr__(self, "_output_tokens", output_tokens)
 
     def admit(self, view: View, worker: Worker, candidates: Sequence[Job]) -> int:
