@@ -86,4 +86,4 @@ def test_the_sorted_history_is_the_recent_one_sorted(lengths, window, asked):
         history.add(length)
         if ask:
             assert history.ascending().tolist() == sorted(history.recent)
-    assert history.ascending().tolist() == sorted(([7, 3] + lengths)[-window:])
+    assert history.ascending().tolist() == sorted([7, 3, *lengths][-window:])

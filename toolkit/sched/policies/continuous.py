@@ -35,7 +35,7 @@ class ContinuousPolicy:
     )
     overfill: bool = knob(
         False,
-        doc="true: who enters needs no room at once, and may be evicted after one step, as in the paper's artifact",
+        doc="true: who enters needs no room now, and may have to leave after a step (Table 1's artifact)",
     )
     router: str = choice("round-robin", ROUTERS, doc="how requests are dealt to workers: " + ", ".join(ROUTERS))
 
