@@ -91,6 +91,7 @@ class Scheduler:
         if self._pool:
             self._route(now_s)
         decision = self.policy.plan(self._view, now_s)
+        self._view.arrived.clear()
         if decision.wake_at_s is not None:
             self._view.due_s = decision.wake_at_s
         for index in decision.interrupt:
@@ -254,6 +255,7 @@ class Scheduler:
         for job, home in zip(self._pool, homes, strict=True):
             job.home = home
             self.workers[home].inbox.append(job)
+        self._view.arrived += homes
         self._pool.clear()
 
     def _take(self, batches: Sequence[Batch]) -> None:

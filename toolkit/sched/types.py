@@ -145,6 +145,10 @@ class Worker:
     oom_events: int = 0
     residents: Residents = field(default_factory=Residents)
     row_limit: int = NO_LIMIT
+    capacity_tokens: int = field(init=False)  # of KV cache, as the memory law has it
+
+    def __post_init__(self) -> None:
+        self.capacity_tokens = self.memory.usable_tokens
 
     @property
     def idle(self) -> bool:
@@ -160,6 +164,7 @@ class View:
     due_s: float  # when the policy asked to be woken; -inf before its first plan
     finished: History  # output lengths of the last requests that ended
     rng: np.random.Generator  # the only randomness: a scheduler made with the same seed decides the same
+    arrived: list[int] = field(default_factory=list)  # workers that jobs were routed to since the last plan
 
     @property
     def finished_lengths(self) -> Sequence[int]:

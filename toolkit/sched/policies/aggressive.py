@@ -26,7 +26,7 @@ class AggressivePolicy(ContinuousPolicy):
     watermark: float = knob(0.95, low=0.01, high=1, search=(0.5, 1.0), doc="share of the capacity that may be filled")
 
     def admit(self, view: View, worker: Worker, candidates: Sequence[Job]) -> int:
-        used, limit = worker.residents.used, self.watermark * worker.memory.usable_tokens
+        used, limit = worker.residents.used, self.watermark * worker.capacity_tokens
         for count, job in enumerate(candidates):
             if used + self._asks(job) > limit:
                 return count
@@ -34,7 +34,7 @@ class AggressivePolicy(ContinuousPolicy):
         return len(candidates)
 
     def hopeful(self, worker: Worker, job: Job, used: int, committed: int) -> bool:
-        return used + self._asks(job) <= self.watermark * worker.memory.usable_tokens
+        return used + self._asks(job) <= self.watermark * worker.capacity_tokens
 
     def _asks(self, job: Job) -> int:
         """Tokens that a newcomer is counted with; the artifact leaves out what one that was evicted had generated."""

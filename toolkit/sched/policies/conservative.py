@@ -26,7 +26,7 @@ class ConservativePolicy(ContinuousPolicy):
     overcommit: float = knob(1.0, low=0.01, high=100, search=(1.0, 3.0), doc="capacity that is promised over capacity")
 
     def admit(self, view: View, worker: Worker, candidates: Sequence[Job]) -> int:
-        committed, limit = worker.residents.committed, self.overcommit * worker.memory.usable_tokens
+        committed, limit = worker.residents.committed, self.overcommit * worker.capacity_tokens
         for count, job in enumerate(candidates):
             committed += limit_tokens(job)
             if committed > limit:
@@ -34,4 +34,4 @@ class ConservativePolicy(ContinuousPolicy):
         return len(candidates)
 
     def hopeful(self, worker: Worker, job: Job, used: int, committed: int) -> bool:
-        return committed + limit_tokens(job) <= self.overcommit * worker.memory.usable_tokens
+        return committed + limit_tokens(job) <= self.overcommit * worker.capacity_tokens

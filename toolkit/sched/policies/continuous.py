@@ -66,22 +66,27 @@ class ContinuousPolicy:
         return ROUTERS[self.router](view, alive) if alive else None
 
     def plan(self, view: View, now_s: float) -> Decision:
-        batches, interrupts = [], []
-        for worker in view.workers:
-            inbox, residents, running = worker.inbox, worker.residents, worker.running
-            if running is None:
-                if (inbox or residents.jobs) and worker.alive:
-                    batches.append(self._round(view, worker))
-            elif inbox and not running.interrupted:
-                rows = len(residents.jobs)
-                if self._may_enter(worker, inbox[0], rows, residents.used, residents.committed):
-                    interrupts.append(worker.index)
+        batches = [
+            self._round(view, worker)
+            for worker in view.workers
+            if worker.running is None and worker.alive and (worker.inbox or worker.residents.jobs)
+        ]
+        if not view.arrived:
+            return Decision(batches)
+        interrupts = [index for index in view.arrived if self._could_use(view.workers[index])]
         return Decision(batches, interrupt=interrupts)
+
+    def _could_use(self, worker: Worker) -> bool:
+        """Whether the running round should stop, since the first who waits may enter before one ends."""
+        running, inbox, residents = worker.running, worker.inbox, worker.residents
+        if running is None or running.interrupted or not inbox:
+            return False
+        return self._may_enter(worker, inbox[0], len(residents.jobs), residents.used, residents.committed)
 
     def _round(self, view: View, worker: Worker) -> Batch:
         residents, inbox, interval = worker.residents, worker.inbox, self.interval_steps
         used, committed, rows = residents.used, residents.committed, len(residents.jobs)
-        capacity = worker.memory.usable_tokens
+        capacity = worker.capacity_tokens
         entering: list[Job] = []
         evicted: list[Job] = []
         longest = 0
@@ -124,7 +129,7 @@ class ContinuousPolicy:
         used, rows, prefill = residents.used, len(residents.jobs), 0
         if not self._may_enter(worker, inbox[0], rows, used, residents.committed):
             return []
-        capacity, most, growth = worker.memory.usable_tokens, self.rows(worker), 1 + worker.latency.prefill_emits_token
+        capacity, most, growth = worker.capacity_tokens, self.rows(worker), 1 + worker.latency.prefill_emits_token
         candidates: list[Job] = []
         for job in inbox:
             length = job.length
@@ -145,7 +150,7 @@ class ContinuousPolicy:
             return True
         if rows >= self.rows(worker):
             return False
-        if used + job.length + rows + 1 > worker.memory.usable_tokens and not self.overfill:
+        if used + job.length + rows + 1 > worker.capacity_tokens and not self.overfill:
             return False
         return self.hopeful(worker, job, used, committed)
 

@@ -23,7 +23,7 @@ class FcfsPolicy(ContinuousPolicy):
         return min(self.max_batch_size, worker.row_limit)
 
     def admit(self, view: View, worker: Worker, candidates: Sequence[Job]) -> int:
-        committed, capacity = worker.residents.committed, worker.memory.usable_tokens
+        committed, capacity = worker.residents.committed, worker.capacity_tokens
         for count, job in enumerate(candidates):
             committed += limit_tokens(job)
             if committed > capacity:
@@ -31,4 +31,4 @@ class FcfsPolicy(ContinuousPolicy):
         return len(candidates)
 
     def hopeful(self, worker: Worker, job: Job, used: int, committed: int) -> bool:
-        return committed + limit_tokens(job) <= worker.memory.usable_tokens
+        return committed + limit_tokens(job) <= worker.capacity_tokens

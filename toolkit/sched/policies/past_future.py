@@ -47,8 +47,8 @@ class PastFuturePolicy(ContinuousPolicy):
         sets = min(self.samples, self.sample_rows // max(table.shape[1], 1) + 1)
         waiting = np.array([(job.length, job.generated, job.request.max_new_tokens) for job in candidates]).T
         seed = view.rng.bit_generator.random_raw() >> 1  # 63 bits: one type for the kernel
-        limit = (1.0 - self.reserve) * worker.memory.usable_tokens
+        limit = (1.0 - self.reserve) * worker.capacity_tokens
         return int(admit_past_future(table, residents.steps, waiting, view.finished.ascending(), limit, sets, seed))
 
     def hopeful(self, worker: Worker, job: Job, used: int, committed: int) -> bool:
-        return used + job.length < (1.0 - self.reserve) * worker.memory.usable_tokens
+        return used + job.length < (1.0 - self.reserve) * worker.capacity_tokens

@@ -28,7 +28,7 @@ class PastFutureOracle(ContinuousPolicy):
         raise InputError(f"policy '{self.name}' needs the true output lengths", "it runs in simulations only")
 
     def hopeful(self, worker: Worker, job: Job, used: int, committed: int) -> bool:
-        return used + job.length < worker.memory.usable_tokens
+        return used + job.length < worker.capacity_tokens
 
 
 class _Told(PastFutureOracle):
@@ -47,7 +47,7 @@ class _Told(PastFutureOracle):
         used = np.array([job.length + steps - job.joined for job in jobs], dtype=np.int64)
         remaining = np.array([self._remaining(job) - steps + job.joined for job in jobs], dtype=np.int64)
         waiting = np.array([(job.length, self._remaining(job)) for job in candidates]).T
-        return int(admit_knowing(used, remaining, waiting, float(worker.memory.usable_tokens)))
+        return int(admit_knowing(used, remaining, waiting, float(worker.capacity_tokens)))
 
     def _remaining(self, job: Job) -> int:
         return self._output_tokens[job.request.request_id] - job.generated
