@@ -16,11 +16,12 @@ from pathlib import Path
 from toolkit.estimators.laws import bilinear_law
 from toolkit.estimators.memory import ZetaMemory
 from toolkit.sched.policies import POLICIES, make_policy
+from toolkit.sched.protocols import Oracle
 from toolkit.sched.scheduler import Scheduler
 from toolkit.sched.types import Worker
-from toolkit.sim.api import requests_of
+from toolkit.sim.api import World, requests_of, virtual_workers
+from toolkit.sim.ledger import Ledger
 from toolkit.sim.loop import run
-from toolkit.sim.worker import Ledger, SimWorker
 from toolkit.traces.read import read_trace
 from toolkit.traces.types import Trace
 
@@ -32,11 +33,12 @@ MAX_NEW_TOKENS = 1024
 def once(trace: Trace, policy: str, workers: int) -> float:
     """Seconds of one simulation of `trace`."""
     requests, outputs = requests_of(trace, MAX_NEW_TOKENS)
-    ledger = Ledger(trace.arrival_s.tolist(), outputs)
-    ledger.busy_s, ledger.completed_s = [0.0] * workers, [0.0] * workers
-    number = {request.request_id: k for k, request in enumerate(requests)}
-    scheduler = Scheduler(make_policy(policy, {}), [Worker(k, LAW, MEMORY) for k in range(workers)])
-    sim_workers = [SimWorker(LAW, ledger, number, None, streams=True)] * workers
+    ledger = Ledger(trace.arrival_s.tolist(), outputs, workers)
+    chosen = make_policy(policy, {})
+    if isinstance(chosen, Oracle):
+        chosen = chosen.told({request.request_id: k for request, k in zip(requests, outputs, strict=True)})
+    scheduler = Scheduler(chosen, [Worker(k, LAW, MEMORY) for k in range(workers)])
+    sim_workers = virtual_workers(chosen, World(LAW, MEMORY, workers, MAX_NEW_TOKENS), ledger, requests)
     start = time.perf_counter()
     run(scheduler, requests, sim_workers)
     return time.perf_counter() - start
@@ -54,7 +56,7 @@ def main() -> None:
         once(trace, policy, options.workers)  # compiles and warms up
         seconds = [once(trace, policy, options.workers) for _ in range(options.rounds)]
         median = len(trace) / statistics.median(seconds)
-        print(f"{policy:>10}: {median:>9,.0f} requests/s (best {len(trace) / min(seconds):,.0f})")
+        print(f"{policy:>18}: {median:>9,.0f} requests/s (best {len(trace) / min(seconds):,.0f})")
 
 
 if __name__ == "__main__":

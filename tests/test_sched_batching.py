@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from toolkit.estimators.laws import bilinear_law
 from toolkit.estimators.memory import PAPER_DEEPSPEED_RULES, RuleMemory, ZetaMemory
+from toolkit.sched.history import History
 from toolkit.sched.kernels import split_by_serving_time
 from toolkit.sched.policies.slice import SlicePolicy, offload_in_turn, offload_max_min
 from toolkit.sched.types import Batch, Job, Request, View, Worker
@@ -128,7 +129,7 @@ def test_in_turn_goes_on_where_it_ended():
 
 
 def view(workers: list[Worker], pool: list[Job], due_s: float = float("-inf")) -> View:
-    return View(pool, workers, due_s, ())
+    return View(pool, workers, due_s, History(1), np.random.default_rng(0))
 
 
 def test_the_interval_adapts_to_the_least_load():

@@ -34,6 +34,7 @@ class SegmentedLaw:
     prefill: tuple[Segment, ...]
     decode: tuple[Segment, ...]
     prefill_emits_token: bool
+    padded: bool = True  # rows cost what the longest costs; False: l is the mean of a paged engine's rows
     # Coefficients by N as plain floats, and tables by their arguments: both are derived, and asked for once per batch.
     _sizes: dict[int, tuple[float, float, float, float, float]] = field(
         init=False, repr=False, compare=False, default_factory=dict
@@ -48,13 +49,13 @@ class SegmentedLaw:
         if any(segment.nll for segment in self.decode):
             raise InputError("decode: nll is not 0, and tau(l, N) has no square (Eq. 4)")
 
-    def prefill_s(self, batch_size: int, input_length: int) -> float:
+    def prefill_s(self, batch_size: int, input_length: float) -> float:
         """T_prefill(N, L) in seconds, Eq. 3."""
         sizes = self._sizes
         fixed, slope, square, _, _ = sizes[batch_size] if batch_size in sizes else self._coefficients(batch_size)
         return fixed + input_length * (slope + input_length * square)
 
-    def decode_s(self, batch_size: int, input_length: int, steps: int) -> float:
+    def decode_s(self, batch_size: int, input_length: float, steps: int) -> float:
         """Sum of tau(L + i, N) over i = 1..steps, in seconds: steps*e + f*(steps*L + steps*(steps+1)/2)."""
         sizes = self._sizes
         _, _, _, fixed, slope = sizes[batch_size] if batch_size in sizes else self._coefficients(batch_size)
@@ -155,11 +156,15 @@ class WithOverhead:
     def prefill_emits_token(self) -> bool:
         return self.law.prefill_emits_token
 
-    def prefill_s(self, batch_size: int, input_length: int) -> float:
+    @property
+    def padded(self) -> bool:
+        return self.law.padded
+
+    def prefill_s(self, batch_size: int, input_length: float) -> float:
         """The batch's flat cost and its prefill, in seconds."""
         return self.batch_s + self.stretch * self.law.prefill_s(batch_size, input_length)
 
-    def decode_s(self, batch_size: int, input_length: int, steps: int) -> float:
+    def decode_s(self, batch_size: int, input_length: float, steps: int) -> float:
         """Seconds of `steps` decode iterations after an input of L."""
         return self.stretch * self.law.decode_s(batch_size, input_length, steps)
 

@@ -16,6 +16,7 @@ from toolkit.files.fit import Rule
 
 # (1 - 0.1) * 0.9 * 1000 / 81 is 9.99..98 in floating point; a row must not be lost to that.
 ROUNDING = 1e-9
+NO_BOUND = 1 << 40
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,11 @@ class ZetaMemory:
         if not self.workspace >= 0:
             raise InputError(f"memory: workspace {self.workspace} must not be negative")
 
+    @property
+    def usable_tokens(self) -> int:
+        """zeta * capacity. Prefill's workspace is not counted: what enters a round is a small part of what is there."""
+        return int(self.zeta * self.capacity_tokens + ROUNDING)
+
     def max_batch(self, input_lengths: NDArray[np.int64], steps: int, reserve: float) -> NDArray[np.int64]:
         """N_max for each of `input_lengths` [n] -> [n]; 0 where not even one row fits."""
         budget = (1.0 - reserve) * self.zeta * self.capacity_tokens
@@ -54,6 +60,17 @@ class RuleMemory:
         bounds = [rule.length_above for rule in self.rules]
         if not bounds or bounds != sorted(set(bounds), reverse=True):
             raise InputError(f"memory rules: length_above {bounds} must descend, and not be empty")
+
+    @property
+    def usable_tokens(self) -> int:
+        """The largest N * L that a rule allows up to the length where the next begins.
+
+        The rule for the longest counts at the shortest length that it speaks of; alone it bounds nothing.
+        """
+        if len(self.rules) == 1:
+            return NO_BOUND
+        longest = [self.rules[0].length_above + 1] + [rule.length_above for rule in self.rules[:-1]]
+        return max(rule.max_batch_size * length for rule, length in zip(self.rules, longest, strict=True))
 
     def max_batch(self, input_lengths: NDArray[np.int64], steps: int, reserve: float) -> NDArray[np.int64]:
         """N_max for each of `input_lengths` [n] -> [n]; `reserve` takes its share off the rule's batch size."""

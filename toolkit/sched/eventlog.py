@@ -12,7 +12,7 @@ import msgspec
 
 from toolkit.sched.protocols import Policy
 from toolkit.sched.scheduler import Scheduler
-from toolkit.sched.types import Batch, BatchResult, Refusal, Request, Worker
+from toolkit.sched.types import Batch, BatchResult, Refusal, Request, RoundResult, Worker
 
 
 class Started(msgspec.Struct, frozen=True):
@@ -23,6 +23,7 @@ class Started(msgspec.Struct, frozen=True):
     steps: int
     request_ids: tuple[str, ...]
     estimated_s: float
+    evicted_ids: tuple[str, ...] = ()
 
 
 class Header(msgspec.Struct, frozen=True, tag="header"):
@@ -32,6 +33,7 @@ class Header(msgspec.Struct, frozen=True, tag="header"):
     parameters: dict[str, bool | int | float | str]
     workers: int
     plan_sha256: str = ""
+    seed: int = 0
 
 
 class Submit(msgspec.Struct, frozen=True, tag="submit"):
@@ -43,11 +45,17 @@ class Submit(msgspec.Struct, frozen=True, tag="submit"):
 class Tick(msgspec.Struct, frozen=True, tag="tick"):
     now_s: float
     started: tuple[Started, ...] = ()
+    interrupts: tuple[int, ...] = ()
 
 
 class Complete(msgspec.Struct, frozen=True, tag="complete"):
     now_s: float
     result: BatchResult
+
+
+class CompleteRound(msgspec.Struct, frozen=True, tag="round"):
+    now_s: float
+    result: RoundResult
 
 
 class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
@@ -61,7 +69,7 @@ class WorkerChange(msgspec.Struct, frozen=True, tag="worker"):
     alive: bool
 
 
-Event = Header | Submit | Tick | Complete | Cancel | WorkerChange
+Event = Header | Submit | Tick | Complete | CompleteRound | Cancel | WorkerChange
 _encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder(Event).decode
 
@@ -83,9 +91,15 @@ class Recorder(Scheduler):
     """A scheduler that also reports every call, and every decision, to `sink`."""
 
     def __init__(
-        self, policy: Policy, workers: Sequence[Worker], sink: Callable[[Event], None], *, history: int = 1000
+        self,
+        policy: Policy,
+        workers: Sequence[Worker],
+        sink: Callable[[Event], None],
+        *,
+        history: int = 1000,
+        seed: int = 0,
     ) -> None:
-        super().__init__(policy, workers, history=history)
+        super().__init__(policy, workers, history=history, seed=seed)
         self._sink = sink
 
     def submit(self, request: Request, now_s: float) -> Refusal | None:
@@ -94,13 +108,14 @@ class Recorder(Scheduler):
         return refusal
 
     def tick(self, now_s: float) -> list[Batch]:
+        before = len(self._interrupts)
         batches = super().tick(now_s)
-        self._sink(Tick(now_s, tuple(started(batch) for batch in batches)))
+        self._sink(Tick(now_s, tuple(started(batch) for batch in batches), tuple(self._interrupts[before:])))
         return batches
 
-    def complete(self, result: BatchResult, now_s: float) -> None:
+    def complete(self, result: BatchResult | RoundResult, now_s: float) -> None:
         super().complete(result, now_s)
-        self._sink(Complete(now_s, result))
+        self._sink(CompleteRound(now_s, result) if isinstance(result, RoundResult) else Complete(now_s, result))
 
     def cancel(self, request_id: str, now_s: float) -> None:
         super().cancel(request_id, now_s)
@@ -118,7 +133,12 @@ class Recorder(Scheduler):
 def started(batch: Batch) -> Started:
     """The decision behind a batch, comparable."""
     return Started(
-        batch.batch_id, batch.worker, batch.steps, tuple(job.request_id for job in batch.jobs), batch.estimated_s
+        batch.batch_id,
+        batch.worker,
+        batch.steps,
+        tuple(job.request_id for job in batch.jobs),
+        batch.estimated_s,
+        tuple(job.request_id for job in batch.evict),
     )
 
 
@@ -130,11 +150,15 @@ def replay(events: Iterable[Event], scheduler: Scheduler) -> Iterator[str]:
                 refusal = scheduler.submit(request, now_s)
                 if (refusal.reason if refusal else "") != refused:
                     yield f"event {number}: {request.request_id} refused: {refusal}, logged: {refused!r}"
-            case Tick(now_s, logged):
+            case Tick(now_s, logged, interrupts):
                 decided = tuple(started(batch) for batch in scheduler.tick(now_s))
                 if decided != logged:
                     yield f"event {number}: at {now_s} s decided {decided}, logged {logged}"
+                if (asked := tuple(scheduler.take_interrupts())) != interrupts:
+                    yield f"event {number}: at {now_s} s interrupted {asked}, logged {interrupts}"
             case Complete(now_s, result):
+                scheduler.complete(result, now_s)
+            case CompleteRound(now_s, result):
                 scheduler.complete(result, now_s)
             case Cancel(now_s, request_id):
                 scheduler.cancel(request_id, now_s)

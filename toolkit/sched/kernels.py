@@ -54,3 +54,160 @@ def split_by_serving_time(
         total_s[i] = best
         starts[i] = start
     return starts, total_s
+
+
+@njit
+def replace_sorted(values: NDArray[np.int64], count: int, changes: NDArray[np.int64]) -> int:
+    """In `values`, whose first `count` ascend, for each row of `changes` [m, 2] take one value out and put one in.
+
+    A value of -1 takes nothing out. Returns the new count.
+    """
+    for c in range(len(changes)):
+        gone, new = changes[c, 0], changes[c, 1]
+        if gone < 0:
+            at = count
+            count += 1
+        else:
+            at = np.searchsorted(values[:count], gone)
+        while at > 0 and values[at - 1] > new:
+            values[at] = values[at - 1]
+            at -= 1
+        while at < count - 1 and values[at + 1] < new:
+            values[at] = values[at + 1]
+            at += 1
+        values[at] = new
+    return count
+
+
+@njit
+def future_peak(used: NDArray[np.int64], remaining: NDArray[np.int64]) -> int:
+    """The most memory that these requests will ever hold together, in tokens: M* of Past-Future, Eq. 2-4.
+
+    Args:
+        used: [n], the tokens that each holds now.
+        remaining: [n], the tokens that each will still generate.
+
+    Returns:
+        max over i of sum(used of the i requests with most remaining) + i * (the i-th most remaining); 0 for none.
+    """
+    order = np.argsort(remaining)
+    held, peak, n = 0, 0, len(used)
+    for i in range(n):
+        k = order[n - 1 - i]
+        held += used[k]
+        peak = max(peak, held + (i + 1) * remaining[k])
+    return peak
+
+
+@njit
+def _uniform(state: NDArray[np.uint64]) -> float:
+    """The next draw in [0, 1) of a splitmix64 stream."""
+    state[0] += np.uint64(0x9E3779B97F4A7C15)
+    z = state[0]
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    z = z ^ (z >> np.uint64(31))
+    return np.float64(z >> np.uint64(11)) * (1.0 / 9007199254740992.0)
+
+
+@njit
+def _sampled_length(history: NDArray[np.int64], generated: int, limit: int, u: float) -> int:
+    """A final length for one that generated so much: from the history's longer ones, interpolated between them.
+
+    The points are [generated] + the longer lengths + [the limit, or the longest if that is more]; u in [0, 1) goes
+    from the first to the last. At most the limit, and just that while there is no history.
+    """
+    count = len(history)
+    if count == 0:
+        return limit
+    low, span = 0, count
+    while span > 0:  # the first that is longer, without a branch to mispredict
+        half = span >> 1
+        beyond = history[low + half] <= generated
+        low += (half + 1) * beyond
+        span = (span - half - 1) * beyond + half * (1 - beyond)
+    position = u * (count - low + 1)
+    k = int(position)
+    share = position - k
+    left = generated if k == 0 else history[low + k - 1]
+    right = max(limit, history[count - 1]) if low + k == count else history[low + k]
+    length = int(np.rint(left + share * (right - left)))
+    return max(min(length, limit), generated)
+
+
+@njit
+def _insert_and_peak(keys: NDArray[np.int64], n: int, key: int) -> int:
+    """Put `key` into the first n of `keys`, which descend; the peak of all n + 1. A key is remaining << 32 | used."""
+    at = n
+    while at > 0 and keys[at - 1] < key:
+        keys[at] = keys[at - 1]
+        at -= 1
+    keys[at] = key
+    held, peak = 0, 0
+    for i in range(n + 1):
+        held += keys[i] & 0xFFFFFFFF
+        peak = max(peak, held + (i + 1) * (keys[i] >> 32))
+    return peak
+
+
+@njit
+def admit_past_future(
+    table: NDArray[np.int64],
+    steps: int,
+    waiting: NDArray[np.int64],
+    history: NDArray[np.int64],
+    limit_tokens: float,
+    samples: int,
+    seed: int,
+) -> int:
+    """How many of those who wait Past-Future admits (its Algorithm 1): while the predicted peak stays below a limit.
+
+    Args:
+        table: [3, n], the residents' lengths, generated tokens (both before `steps` more) and limits.
+        waiting: [3, m], the same of those who wait, in order.
+        history: [w], lengths of requests that ended, ascending.
+        limit_tokens: the peak must stay below it.
+        samples: sets of sampled lengths; the highest of their peaks counts.
+        seed: of the samples.
+    """
+    n, m = table.shape[1], waiting.shape[1]
+    state = np.array([seed], dtype=np.uint64)
+    keys = np.empty((samples, n + m), dtype=np.int64)
+    for s in range(samples):
+        for i in range(n):
+            generated = table[1, i] + steps
+            final = _sampled_length(history, generated, table[2, i], _uniform(state))
+            keys[s, i] = -(((final - generated) << 32) | (table[0, i] + steps))
+        keys[s, :n].sort()
+        for i in range(n):
+            keys[s, i] = -keys[s, i]
+    for k in range(m):
+        for s in range(samples):
+            generated, limit = waiting[1, k], waiting[2, k]
+            u = _uniform(state)
+            if generated or not len(history):
+                final = _sampled_length(history, generated, limit, u)
+            else:
+                final = min(int(history[int(u * len(history))]), limit)
+            key = ((final - generated) << 32) | waiting[0, k]
+            if _insert_and_peak(keys[s], n + k, key) >= limit_tokens:
+                return k
+    return m
+
+
+@njit
+def admit_knowing(
+    used: NDArray[np.int64], remaining: NDArray[np.int64], waiting: NDArray[np.int64], limit_tokens: float
+) -> int:
+    """As `admit_past_future` where all lengths are known: `waiting` is [2, m], used and remaining."""
+    n, m = len(used), waiting.shape[1]
+    keys = np.empty(n + m, dtype=np.int64)
+    for i in range(n):
+        keys[i] = -((remaining[i] << 32) | used[i])
+    keys[:n].sort()
+    for i in range(n):
+        keys[i] = -keys[i]
+    for k in range(m):
+        if _insert_and_peak(keys, n + k, (waiting[1, k] << 32) | waiting[0, k]) >= limit_tokens:
+            return k
+    return m

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import ClassVar, Protocol
+from collections.abc import Mapping, Sequence
+from typing import ClassVar, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
+from toolkit.sched.history import History
 from toolkit.sched.types import Decision, View
 
 
@@ -19,11 +20,16 @@ class LatencyLaw(Protocol):
         """True: a slice of S tokens is a prefill and S - 1 decode iterations; False: and S of them (Eq. 1-2)."""
         ...
 
-    def prefill_s(self, batch_size: int, input_length: int) -> float:
+    @property
+    def padded(self) -> bool:
+        """Whether rows of unequal length all cost what the longest does; else L below is their mean."""
+        ...
+
+    def prefill_s(self, batch_size: int, input_length: float) -> float:
         """T_prefill(N, L) in seconds, Eq. 3."""
         ...
 
-    def decode_s(self, batch_size: int, input_length: int, steps: int) -> float:
+    def decode_s(self, batch_size: int, input_length: float, steps: int) -> float:
         """Seconds of `steps` decode iterations after an input of L: sum over i = 1..steps of tau(L + i, N), Eq. 2."""
         ...
 
@@ -45,6 +51,11 @@ class MemoryLaw(Protocol):
         """
         ...
 
+    @property
+    def usable_tokens(self) -> int:
+        """Tokens of KV cache that rows of any lengths may hold together: what continuous batching counts against."""
+        ...
+
 
 class Policy(Protocol):
     """A scheduling policy: a frozen object whose fields are its parameters.
@@ -54,6 +65,7 @@ class Policy(Protocol):
     """
 
     name: ClassVar[str]
+    continuous: ClassVar[bool]  # its batches are rounds: caches stay on the worker
 
     def route(self, view: View, now_s: float) -> Sequence[int] | None:
         """The worker of each pooled job, in the pool's order; None where jobs stay pooled until they are batched."""
@@ -61,4 +73,22 @@ class Policy(Protocol):
 
     def plan(self, view: View, now_s: float) -> Decision:
         """What to run next. Called at every tick; an empty `Decision` means: nothing yet."""
+        ...
+
+
+@runtime_checkable
+class LooksBack(Protocol):
+    """A policy that says how many finished lengths it wants to see, and with which to begin."""
+
+    def first_history(self) -> History:
+        """The history before the first request ends."""
+        ...
+
+
+@runtime_checkable
+class Oracle(Protocol):
+    """A policy that needs the future, which only a simulation can tell it."""
+
+    def told(self, output_tokens: Mapping[str, int]) -> Policy:
+        """The same policy, with the true output length of each request id."""
         ...

@@ -14,8 +14,9 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from toolkit.sched.protocols import MemoryLaw, Policy
-from toolkit.sched.types import Batch, BatchResult, Job, Refusal, Request, View, Worker
+from toolkit.sched.history import History
+from toolkit.sched.protocols import LooksBack, MemoryLaw, Policy
+from toolkit.sched.types import NO_LIMIT, Batch, BatchResult, Job, Refusal, Request, RoundResult, View, Worker
 
 MAX_STRIKES = 2  # a job that failed this often alone is given up
 
@@ -26,20 +27,24 @@ class Scheduler:
     Args:
         policy: decides what runs where and when.
         workers: one `Worker` per engine instance, numbered from 0.
-        history: how many finished output lengths the policy may look back on.
+        history: how many finished output lengths the policy may look back on, where it does not say so itself.
+        seed: of the policy's random draws.
     """
 
-    def __init__(self, policy: Policy, workers: Sequence[Worker], *, history: int = 1000) -> None:
+    def __init__(self, policy: Policy, workers: Sequence[Worker], *, history: int = 1000, seed: int = 0) -> None:
         self.policy = policy
         self.workers = list(workers)
         self._pool: list[Job] = []
         self._jobs: dict[str, Job] = {}
-        self._finished_lengths: deque[int] = deque(maxlen=history)
+        self._finished = policy.first_history() if isinstance(policy, LooksBack) else History(history)
         self._refusals: list[Refusal] = []
         self._tickets = 0
         self._batches = 0
-        self._view = View(self._pool, self.workers, -math.inf, self._finished_lengths)
-        self._longest = max(_longest_alone(worker.memory) for worker in self.workers)
+        self._interrupts: list[int] = []
+        self._cancelled: dict[int, list[Job]] = {}  # by worker: ended, and its cache still there
+        self._view = View(self._pool, self.workers, -math.inf, self._finished, np.random.default_rng(seed))
+        longest = _usable if policy.continuous else _longest_alone
+        self._longest = max(longest(worker.memory) for worker in self.workers)
 
     @property
     def wake_at_s(self) -> float:
@@ -54,7 +59,17 @@ class Scheduler:
     @property
     def running_jobs(self) -> int:
         """Requests in batches that run now."""
-        return sum(worker.running.size for worker in self.workers if worker.running)
+        return sum(
+            len(worker.residents) if worker.running.keep_cache else worker.running.size
+            for worker in self.workers
+            if worker.running
+        )
+
+    @property
+    def waiting_jobs(self) -> int:
+        """Requests that wait to run: in the pool, at a worker, or in a batch in its queue."""
+        queued = sum(batch.size for worker in self.workers for batch in worker.queue)
+        return len(self._pool) + queued + sum(len(worker.inbox) for worker in self.workers)
 
     def submit(self, request: Request, now_s: float) -> Refusal | None:
         """A request arrives. A `Refusal`, and no further trace of it, where it can never fit."""
@@ -76,8 +91,11 @@ class Scheduler:
         if self._pool:
             self._route(now_s)
         decision = self.policy.plan(self._view, now_s)
+        self._view.arrived.clear()
         if decision.wake_at_s is not None:
             self._view.due_s = decision.wake_at_s
+        for index in decision.interrupt:
+            self._interrupt(index)
         if decision.batches:
             self._take(decision.batches)
             for batch in decision.batches:
@@ -89,7 +107,15 @@ class Scheduler:
             for batch in self._start(worker, now_s)
         ]
 
-    def complete(self, result: BatchResult, now_s: float) -> None:
+    def take_interrupts(self) -> list[int]:
+        """Workers whose round should stop at its next allowed step, asked for since the last call.
+
+        A driver whose engine cannot stop a round may ignore them: the round ends later, nothing else changes.
+        """
+        interrupts, self._interrupts = self._interrupts, []
+        return interrupts
+
+    def complete(self, result: BatchResult | RoundResult, now_s: float) -> None:
         """A worker is done with its batch: some jobs ended, others go on; a failed batch is tried again in halves."""
         worker = self.workers[result.worker]
         batch = worker.running
@@ -97,6 +123,12 @@ class Scheduler:
             raise ValueError(f"worker {result.worker} does not run batch {result.batch_id}")
         worker.running = None
         self._unload(worker, batch)
+        if isinstance(result, RoundResult):
+            self._complete_round(worker, batch, result)
+        else:
+            self._complete_batch(worker, batch, result, now_s)
+
+    def _complete_batch(self, worker: Worker, batch: Batch, result: BatchResult, now_s: float) -> None:
         going_on = []
         for job, generated, finished in zip(batch.jobs, result.generated, result.finished, strict=True):
             job.generated += generated
@@ -112,21 +144,83 @@ class Scheduler:
         else:
             self._to_pool(going_on, now_s)
 
+    def _complete_round(self, worker: Worker, batch: Batch, result: RoundResult) -> None:
+        residents = worker.residents
+        if result.prefilled and batch.jobs and worker.latency.prefill_emits_token:
+            residents.emitted(batch.jobs)
+        residents.steps += result.steps
+        for request_id in result.ended:
+            job = self._jobs[request_id]
+            residents.leave(job)
+            self._end(job)
+        if worker.index in self._cancelled:
+            left = [job for job in self._cancelled[worker.index] if job in residents.jobs]
+            for job in left:
+                residents.leave(job)
+                self._end(job)
+            self._cancelled[worker.index] = left
+        if result.failure:
+            worker.oom_events += result.failure == "oom"
+            self._drop_all(worker, result.failure)
+        elif worker.row_limit < NO_LIMIT:
+            worker.row_limit *= 2
+
+    def _drop_all(self, worker: Worker, failure: str) -> None:
+        """A round failed and no cache is left: all wait again, in order, and half as many may enter at once."""
+        residents = worker.residents
+        jobs = list(residents.jobs)
+        for job in reversed(jobs):
+            self._evict(worker, job)
+        self._cancelled.pop(worker.index, None)
+        worker.row_limit = max(len(jobs) // 2, 1)
+        if len(jobs) == 1:
+            self._strike(jobs[0], failure)
+
+    def _strike(self, job: Job, failure: str) -> None:
+        """It failed alone; it is given up if not for the first time."""
+        job.strikes += 1
+        if job.strikes >= MAX_STRIKES:
+            if job.home >= 0:
+                self.workers[job.home].inbox.remove(job)
+            self._refusals.append(Refusal(job.request_id, _FAILED[failure]))
+            self._end(job)
+
+    def _interrupt(self, index: int) -> None:
+        batch = self.workers[index].running
+        if batch is not None and batch.keep_cache and not batch.interrupted:
+            batch.interrupted = True
+            self._interrupts.append(index)
+
     def cancel(self, request_id: str, now_s: float) -> None:
         """The client does not want it any more. Unknown or ended requests are ignored."""
         job = self._jobs.get(request_id)
         if job is None:
             return
         job.cancelled = True
+        for worker in self.workers:
+            if job in worker.residents.jobs:
+                self._cancel_resident(worker, job)
+                return
         waiting = self.workers[job.home].inbox if job.home >= 0 else self._pool
         if job in waiting:
             waiting.remove(job)
             self._end(job)
 
+    def _cancel_resident(self, worker: Worker, job: Job) -> None:
+        """It leaves when the round ends, or at once if none runs; the next round tells the engine."""
+        self._cancelled.setdefault(worker.index, []).append(job)
+        if worker.running is None:
+            worker.residents.leave(job)
+            self._end(job)
+        else:
+            self._interrupt(worker.index)
+
     def worker_lost(self, index: int, now_s: float) -> None:
         """A worker's process is gone, after its running batch was completed as crashed: its queue runs elsewhere."""
         worker = self.workers[index]
         worker.alive = False
+        for job in reversed(list(worker.residents.jobs)):
+            self._evict(worker, job)
         if not any(other.alive for other in self.workers):
             return  # what waits here, waits for this worker to come back
         inbox, worker.inbox = worker.inbox, deque()
@@ -161,6 +255,7 @@ class Scheduler:
         for job, home in zip(self._pool, homes, strict=True):
             job.home = home
             self.workers[home].inbox.append(job)
+        self._view.arrived += homes
         self._pool.clear()
 
     def _take(self, batches: Sequence[Batch]) -> None:
@@ -169,7 +264,11 @@ class Scheduler:
         for batch in batches:
             for job in batch.jobs:
                 if job.home >= 0:
-                    self.workers[job.home].inbox.remove(job)
+                    inbox = self.workers[job.home].inbox
+                    if inbox[0] is job:
+                        inbox.popleft()
+                    else:
+                        inbox.remove(job)
                 else:
                     pooled += 1
         if pooled == len(self._pool):
@@ -197,6 +296,9 @@ class Scheduler:
     def _start(self, worker: Worker, now_s: float) -> Iterable[Batch]:
         while worker.queue:
             batch = worker.queue.popleft()
+            if batch.keep_cache:
+                self._start_round(worker, batch, now_s)
+                return (batch,)
             cancelled = [job for job in batch.jobs if job.cancelled]
             for job in cancelled:
                 self._end(job)
@@ -209,13 +311,30 @@ class Scheduler:
             self._unload(worker, batch)
         return ()
 
+    def _start_round(self, worker: Worker, batch: Batch, now_s: float) -> None:
+        residents = worker.residents
+        for job in batch.evict:
+            self._evict(worker, job)
+        for job in batch.jobs:
+            residents.join(job)
+            job.slices += 1
+        if worker.index in self._cancelled:
+            batch.evict += tuple(self._cancelled.pop(worker.index))
+        batch.started_s = now_s
+        worker.running = batch
+
+    def _evict(self, worker: Worker, job: Job) -> None:
+        """Its cache is dropped, its tokens are kept: it waits before all others. Called for the last admitted first."""
+        worker.residents.leave(job)
+        job.evictions += 1
+        job.home = worker.index
+        worker.inbox.appendleft(job)
+
     def _try_again(self, worker: Worker, batch: Batch, jobs: list[Job], failure: str) -> None:
         """In two halves, so that memory suffices or a request that kills its worker is found and fails alone."""
         if len(jobs) == 1:
-            jobs[0].strikes += 1
+            self._strike(jobs[0], failure)
             if jobs[0].strikes >= MAX_STRIKES:
-                self._refusals.append(Refusal(jobs[0].request_id, _FAILED[failure]))
-                self._end(jobs[0])
                 return
         where = self._least_loaded(worker) if failure == "crashed" else worker
         half = (len(jobs) + 1) // 2
@@ -232,7 +351,7 @@ class Scheduler:
 
     def _end(self, job: Job) -> None:
         if not job.cancelled:
-            self._finished_lengths.append(job.generated)
+            self._finished.add(job.generated)
         del self._jobs[job.request_id]
 
 
@@ -249,6 +368,10 @@ def _retry(batch: Batch, jobs: list[Job], worker: Worker) -> Batch:
     law = worker.latency
     estimate = law.prefill_s(len(jobs), length) + law.decode_s(len(jobs), length, steps - law.prefill_emits_token)
     return Batch(worker.index, tuple(jobs), steps, length, estimate, batch.until, batch.keep_cache)
+
+
+def _usable(memory: MemoryLaw) -> int:
+    return memory.usable_tokens
 
 
 def _longest_alone(memory: MemoryLaw) -> int:

@@ -11,9 +11,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
+import numpy as np
+
+from toolkit.sched.residents import Residents
+
 if TYPE_CHECKING:
+    from toolkit.sched.history import History
     from toolkit.sched.protocols import LatencyLaw, MemoryLaw
 
+NO_LIMIT = 1 << 40
 Until = Literal["any", "all"]
 Failure = Literal["", "oom", "crashed"]
 
@@ -34,7 +40,10 @@ class Request:
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """A request on its way: what was generated so far, and how often it was tried."""
+    """A request on its way: what was generated so far, and how often it was tried.
+
+    While a job is resident (`toolkit.sched.residents`), `length` and `generated` are those of the step when it joined.
+    """
 
     request: Request
     ticket: int  # the order in which jobs entered the pool; a job that re-enters draws a new one
@@ -45,6 +54,9 @@ class Job:
     pooled_s: float = 0.0  # when it entered the pool last
     home: int = -1  # the worker whose inbox holds it; -1: the pool
     cancelled: bool = False
+    evictions: int = 0  # how often its cache was dropped to make room
+    joined: int = 0  # the worker's decode steps when it became resident
+    slot: int = -1  # its column in the residents' table
 
     @property
     def request_id(self) -> str:
@@ -61,18 +73,23 @@ class Batch:
     """The one dial: these jobs, on this worker, for at most `steps` tokens each, until any or all of them finish.
 
     Sequence-level scheduling: steps = max_new_tokens, until all. Slice-level: steps = slice length, until all, cache
-    dropped. Continuous: steps = the scheduling interval, until any, cache kept.
+    dropped. Continuous: a round, until any, cache kept: `evict` leave first and lose their cache, `jobs` enter and are
+    prefilled, and all who are resident then decode at most `steps` times, until one of them ends. A round that is
+    interrupted stops at the first step where the worker's count of steps is a multiple of `stop_every`.
     """
 
     worker: int
     jobs: tuple[Job, ...]
     steps: int
-    input_length: int  # L: the longest input in the batch, which is what the others are padded to
+    input_length: int  # L: the longest input in the batch, which is what the others are padded to; 0: none enters
     estimated_s: float  # T_serve(N, L, S), SCLS Eq. 1-2
     until: Until = "all"
     keep_cache: bool = False
     batch_id: int = -1  # numbered by the scheduler
     started_s: float = -1.0
+    evict: tuple[Job, ...] = ()  # whose cache is dropped before the round: evicted or cancelled ones
+    stop_every: int = 1
+    interrupted: bool = False  # it was told to stop early
 
     @property
     def size(self) -> int:
@@ -93,9 +110,28 @@ class BatchResult:
     failure: Failure = ""
 
 
+@dataclass(slots=True)
+class RoundResult:
+    """What a worker did with a round: all residents decoded `steps` times, and those who `ended` did so in the last.
+
+    Where prefill gives a token, who entered has it if `prefilled`; a round in which one ends with it has 0 steps. With
+    a `failure` all caches of the worker are lost.
+    """
+
+    batch_id: int
+    worker: int
+    steps: int
+    ended: tuple[str, ...] = ()
+    prefilled: bool = True
+    failure: Failure = ""
+
+
 @dataclass(slots=True, eq=False)
 class Worker:
-    """One engine instance: its laws, what it runs, what waits for it. `load_s` is T_load(w) of SCLS Eq. 11."""
+    """One engine instance: its laws, what it runs, what waits for it. `load_s` is T_load(w) of SCLS Eq. 11.
+
+    `row_limit` bounds the residents after a failure, so that a request that kills its worker ends up alone.
+    """
 
     index: int
     latency: LatencyLaw
@@ -107,6 +143,12 @@ class Worker:
     load_s: float = 0.0
     assigned: int = 0  # batches it was given so far, the tie-break that keeps every worker fed
     oom_events: int = 0
+    residents: Residents = field(default_factory=Residents)
+    row_limit: int = NO_LIMIT
+    capacity_tokens: int = field(init=False)  # of KV cache, as the memory law has it
+
+    def __post_init__(self) -> None:
+        self.capacity_tokens = self.memory.usable_tokens
 
     @property
     def idle(self) -> bool:
@@ -120,7 +162,14 @@ class View:
     pool: Sequence[Job]  # waiting and not routed, oldest ticket first
     workers: Sequence[Worker]
     due_s: float  # when the policy asked to be woken; -inf before its first plan
-    finished_lengths: Sequence[int]  # of the last finished requests, oldest first
+    finished: History  # output lengths of the last requests that ended
+    rng: np.random.Generator  # the only randomness: a scheduler made with the same seed decides the same
+    arrived: list[int] = field(default_factory=list)  # workers that jobs were routed to since the last plan
+
+    @property
+    def finished_lengths(self) -> Sequence[int]:
+        """Output lengths of the last finished requests, oldest first."""
+        return self.finished.recent
 
     def alive(self) -> list[Worker]:
         return [worker for worker in self.workers if worker.alive]
@@ -128,10 +177,14 @@ class View:
 
 @dataclass(slots=True, frozen=True)
 class Decision:
-    """What a policy wants done: batches for workers' queues, in order, and when to ask it again at the latest."""
+    """What a policy wants done: batches for workers' queues, in order, and when to ask it again at the latest.
+
+    `interrupt` names workers whose running round should stop early, since the policy could act on what has come.
+    """
 
     batches: Sequence[Batch] = ()
     wake_at_s: float | None = None  # None: leave `View.due_s` as it is
+    interrupt: Sequence[int] = ()
 
 
 @dataclass(slots=True, frozen=True)

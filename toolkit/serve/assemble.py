@@ -7,7 +7,7 @@ from collections.abc import Callable
 from toolkit.estimators.load import laws_from_fit
 from toolkit.files.plan import Plan
 from toolkit.sched.eventlog import Event, Header, Recorder
-from toolkit.sched.policies import make_policy
+from toolkit.sched.policies import make_policy, refuse_oracle
 from toolkit.sched.scheduler import Scheduler
 from toolkit.sched.types import Worker
 from toolkit.serve.metrics import Stats
@@ -16,6 +16,7 @@ from toolkit.serve.settings import Settings
 
 def make_scheduler(plan: Plan, event_sink: Callable[[Event], None] | None = None) -> Scheduler:
     """The plan's scheduler in its first state: for a server, or for the replay of a server's log."""
+    refuse_oracle(plan.policy.name)
     laws = laws_from_fit(plan.fit)
     policy = make_policy(plan.policy.name, plan.policy.parameters)
     workers = [Worker(index, laws.latency, laws.memory) for index in range(plan.workers)]

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from toolkit.estimators.edge import uniform_draw
 from toolkit.estimators.load import laws_from_fit
 from toolkit.files.fit import Fit
 from toolkit.metrics import Served, sla_ratios, summarize
-from toolkit.sched.protocols import LatencyLaw, MemoryLaw, Policy
+from toolkit.sched.protocols import LatencyLaw, MemoryLaw, Oracle, Policy
 from toolkit.sched.scheduler import Scheduler
 from toolkit.sched.types import Request, Worker
-from toolkit.sim.loop import run
-from toolkit.sim.worker import Ledger, RunsOut, SimWorker
+from toolkit.sim.continuous import RoundWorker
+from toolkit.sim.ledger import Ledger, RunsOut
+from toolkit.sim.loop import VirtualWorker, run
+from toolkit.sim.worker import SimWorker
 from toolkit.traces.types import Trace
 
 
@@ -23,7 +25,9 @@ class World:
     """What is simulated besides the policy: the laws of a worker, how many there are, and how tokens reach clients.
 
     `runs_out` is the truth about memory (None: the law is right); `max_new_tokens` is the limit of requests whose
-    trace names none.
+    trace names none; `seed` that of the policy's draws. `future_memory` asks for the true peak of memory to come;
+    without `drain` the simulation stops when the last request has been admitted. Where limits do not hold, outputs may
+    be longer than the limits that the policy sees, as they are in Past-Future's Table 1.
     """
 
     latency: LatencyLaw
@@ -33,6 +37,10 @@ class World:
     runs_out: RunsOut | None = None
     streams: bool = True
     flush_s: float = 0.0  # but workers report tokens at most this often
+    seed: int = 0
+    future_memory: bool = False
+    drain: bool = True
+    limits_hold: bool = True
 
 
 def world_from_fit(fit: Fit, *, workers: int, max_new_tokens: int, seed: int = 0, flush_s: float = 0.0) -> World:
@@ -42,7 +50,7 @@ def world_from_fit(fit: Fit, *, workers: int, max_new_tokens: int, seed: int = 0
     def runs_out(batch_id: int, size: int, length: int, steps: int) -> bool:
         return laws.edge.runs_out(size, length, steps, uniform_draw(seed, batch_id))
 
-    return World(laws.latency, laws.memory, workers, max_new_tokens, runs_out, flush_s=flush_s)
+    return World(laws.latency, laws.memory, workers, max_new_tokens, runs_out, flush_s=flush_s, seed=seed)
 
 
 @dataclass(slots=True, frozen=True)
@@ -61,7 +69,7 @@ class SimResult:
         return sla_ratios(self.served, sla)
 
 
-def requests_of(trace: Trace, max_new_tokens: int) -> tuple[list[Request], list[int]]:
+def requests_of(trace: Trace, max_new_tokens: int, *, limits_hold: bool = True) -> tuple[list[Request], list[int]]:
     """The requests of a trace as a scheduler sees them, and the output lengths, which it does not."""
     requests, outputs = [], []
     rows = zip(
@@ -74,30 +82,49 @@ def requests_of(trace: Trace, max_new_tokens: int) -> tuple[list[Request], list[
     for k, (arrival_s, prompt, output, limit) in enumerate(rows):
         limit = limit or max_new_tokens
         requests.append(Request(str(k), arrival_s, prompt, limit))
-        outputs.append(min(output, limit))
+        outputs.append(min(output, limit) if limits_hold else output)
     return requests, outputs
 
 
 def simulate(trace: Trace, policy: Policy, world: World) -> SimResult:
     """Serve `trace` under `policy`: deterministic, in time proportional to the number of decisions."""
-    requests, outputs = requests_of(trace, world.max_new_tokens)
-    ledger = Ledger(trace.arrival_s.tolist(), outputs)
-    ledger.busy_s = [0.0] * world.workers
-    ledger.completed_s = [0.0] * world.workers
+    requests, outputs = requests_of(trace, world.max_new_tokens, limits_hold=world.limits_hold)
+    if isinstance(policy, Oracle):
+        policy = policy.told({request.request_id: k for request, k in zip(requests, outputs, strict=True)})
+    ledger = Ledger(trace.arrival_s.tolist(), outputs, world.workers)
+    workers = [Worker(k, world.latency, world.memory) for k in range(world.workers)]
+    scheduler = Scheduler(policy, workers, seed=world.seed)
+    refused = run(scheduler, requests, virtual_workers(policy, world, ledger, requests), drain=world.drain)
+    return SimResult(ledger.served(), counters(ledger, len(refused), world.memory.usable_tokens))
+
+
+def virtual_workers(
+    policy: Policy, world: World, ledger: Ledger, requests: Sequence[Request]
+) -> Sequence[VirtualWorker]:
+    """The workers that run what `policy` decides, and write into `ledger`, whose order is that of `requests`."""
     number = {request.request_id: k for k, request in enumerate(requests)}
-    scheduler = Scheduler(policy, [Worker(k, world.latency, world.memory) for k in range(world.workers)])
-    sim_worker = SimWorker(world.latency, ledger, number, world.runs_out, streams=world.streams, flush_s=world.flush_s)
-    refused = run(scheduler, requests, [sim_worker] * world.workers)
-    return SimResult(ledger.served(), _counters(ledger, len(refused)))
+    if policy.continuous:
+        return [
+            RoundWorker(k, world.latency, ledger, number, world.runs_out, future=world.future_memory)
+            for k in range(world.workers)
+        ]
+    return [
+        SimWorker(world.latency, ledger, number, world.runs_out, streams=world.streams, flush_s=world.flush_s)
+        for _ in range(world.workers)
+    ]
 
 
-def _counters(ledger: Ledger, refused: int) -> dict[str, float]:
+def counters(ledger: Ledger, refused: int, usable_tokens: int) -> dict[str, float]:
+    """What is counted besides the requests' times, by name with the unit in it.
+
+    A batch of a continuous worker is a prefill of those who enter; its size is the mean number of residents.
+    """
     batches, requests = max(ledger.batches, 1), max(sum(ledger.ok), 1)
     makespan_s = max(ledger.completed_s, default=0.0)
-    return {
+    found = {
         "refused": float(refused),
         "batches": float(ledger.batches),
-        "batch_size_mean": ledger.rows / batches,
+        "batch_size_mean": ledger.row_steps / max(ledger.decoding_steps, 1) if ledger.rounds else ledger.rows / batches,
         "slices_per_request": ledger.rows / requests,
         "pad_tokens_per_request": ledger.pad_tokens / requests,
         "invalid_tokens_per_request": ledger.invalid_tokens / requests,
@@ -107,3 +134,15 @@ def _counters(ledger: Ledger, refused: int) -> dict[str, float]:
         "completion_time_std_s": statistics.pstdev(ledger.completed_s),
         "utilisation_percent": 100.0 * statistics.fmean(ledger.busy_s) / makespan_s if makespan_s else 0.0,
     }
+    for k, busy_s in enumerate(ledger.busy_s):
+        found[f"utilisation_worker_{k}_percent"] = 100.0 * busy_s / makespan_s if makespan_s else 0.0
+    if ledger.rounds:
+        steps = max(ledger.decoding_steps, 1)
+        found["rounds"] = float(ledger.rounds)
+        found["evicted_percent"] = 100.0 * ledger.evictions / requests
+        found["consumed_memory_percent"] = 100.0 * ledger.memory_token_steps / steps / usable_tokens
+        found["peak_memory_percent"] = 100.0 * ledger.peak_tokens / usable_tokens
+    if ledger.attempts:
+        future = ledger.future_token_attempts / ledger.attempts
+        found["future_required_memory_percent"] = 100.0 * future / usable_tokens
+    return found

@@ -8,11 +8,11 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Sequence
+from typing import Protocol
 
 from toolkit.errors import LlmctlError
 from toolkit.sched.scheduler import Scheduler
-from toolkit.sched.types import BatchResult, Refusal, Request
-from toolkit.sim.worker import SimWorker
+from toolkit.sched.types import Batch, BatchResult, Refusal, Request, RoundResult
 
 MAX_IDLE_WAKES = 1000  # wake-ups in a row that started nothing while nothing ran: no policy needs as many
 
@@ -21,23 +21,44 @@ class SimulationStalledError(LlmctlError):
     """Requests wait, and nothing will ever happen again."""
 
 
-def run(scheduler: Scheduler, requests: Sequence[Request], workers: Sequence[SimWorker]) -> list[Refusal]:
+class VirtualWorker(Protocol):
+    """A worker on virtual time: `run` says when a batch will end, `finish` with what result."""
+
+    def run(self, batch: Batch, now_s: float) -> float: ...
+
+    def finish(self) -> BatchResult | RoundResult: ...
+
+    def interrupt(self, now_s: float) -> float:
+        """End the running round early; when it ends now. Asked of rounds only."""
+        ...
+
+
+def run(
+    scheduler: Scheduler, requests: Sequence[Request], workers: Sequence[VirtualWorker], *, drain: bool = True
+) -> list[Refusal]:
     """Drive `scheduler` through `requests` (sorted by arrival) until every one has ended; returns those refused.
 
-    Raises `SimulationStalledError`, naming the state, where the scheduler leaves requests waiting for ever.
+    Without `drain` it stops when the last request has been admitted. Raises `SimulationStalledError`, naming the state,
+    where the scheduler leaves requests waiting for ever.
     """
-    ends: list[tuple[float, int, BatchResult]] = []  # a heap; batch ids are unique, so results are never compared
+    ends: list[tuple[float, int, int]] = []  # a heap of (when, batch id, worker), stale where `due` says otherwise
+    due = [math.inf] * len(workers)
     refused: list[Refusal] = []
     arrived, count, idle_wakes = 0, len(requests), 0
     next_arrival_s = requests[0].arrival_s if count else math.inf
     while True:
+        while ends and due[ends[0][2]] != ends[0][0]:
+            heapq.heappop(ends)
         now_s = min(next_arrival_s, ends[0][0] if ends else math.inf, scheduler.wake_at_s)
         if now_s == math.inf:
             break
         idle_wakes += 1
         while ends and ends[0][0] <= now_s:
-            scheduler.complete(heapq.heappop(ends)[2], now_s)
-            idle_wakes = 0
+            done_s, _, index = heapq.heappop(ends)
+            if due[index] == done_s:
+                due[index] = math.inf
+                scheduler.complete(workers[index].finish(), now_s)
+                idle_wakes = 0
         while next_arrival_s <= now_s:
             refusal = scheduler.submit(requests[arrived], now_s)
             if refusal:
@@ -46,9 +67,16 @@ def run(scheduler: Scheduler, requests: Sequence[Request], workers: Sequence[Sim
             next_arrival_s = requests[arrived].arrival_s if arrived < count else math.inf
             idle_wakes = 0
         for batch in scheduler.tick(now_s):
-            done_s, result = workers[batch.worker].run(batch, now_s)
-            heapq.heappush(ends, (done_s, result.batch_id, result))
+            due[batch.worker] = done_s = workers[batch.worker].run(batch, now_s)
+            heapq.heappush(ends, (done_s, batch.batch_id, batch.worker))
             idle_wakes = 0
+        for index in scheduler.take_interrupts():
+            done_s = workers[index].interrupt(now_s)
+            if done_s != due[index]:
+                due[index] = done_s
+                heapq.heappush(ends, (done_s, -1, index))
+        if not drain and arrived == count and not scheduler.waiting_jobs:
+            return refused + scheduler.take_refusals()
         if idle_wakes > MAX_IDLE_WAKES:
             break
     refused += scheduler.take_refusals()

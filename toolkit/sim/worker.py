@@ -6,60 +6,15 @@ One leap costs one evaluation of the laws per batch and a few additions per job,
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 
-import numpy as np
-
-from toolkit.metrics import Served
 from toolkit.sched.protocols import LatencyLaw
 from toolkit.sched.types import Batch, BatchResult, Failure
-
-RunsOut = Callable[[int, int, int, int], bool]  # batch id, N, L, S: does this batch run out of memory?
-
-
-@dataclass(slots=True)
-class Ledger:
-    """What happened to each request (parallel lists, by request number) and to the workers, as it happens."""
-
-    arrival_s: list[float]
-    output_tokens: list[int]  # the truth, which no policy sees
-    first_token_s: list[float] = field(init=False)
-    last_token_s: list[float] = field(init=False)
-    max_gap_s: list[float] = field(init=False)
-    ok: list[bool] = field(init=False)
-    batches: int = 0
-    rows: int = 0
-    pad_tokens: int = 0
-    invalid_tokens: int = 0
-    decoding_steps: int = 0
-    early_returns: int = 0
-    oom_batches: int = 0
-    busy_s: list[float] = field(default_factory=list)
-    completed_s: list[float] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        n = len(self.arrival_s)
-        self.first_token_s = [-1.0] * n
-        self.last_token_s = [0.0] * n
-        self.max_gap_s = [0.0] * n
-        self.ok = [False] * n
-
-    def served(self) -> Served:
-        """The requests as arrays for `toolkit.metrics`."""
-        ok = np.array(self.ok)
-        return Served(
-            arrival_s=np.array(self.arrival_s),
-            first_token_s=np.array(self.first_token_s),
-            finish_s=np.array(self.last_token_s),
-            output_tokens=np.array(self.output_tokens, dtype=np.int64),
-            max_gap_s=np.array(self.max_gap_s),
-            ok=ok,
-        )
+from toolkit.sim.ledger import Ledger, RunsOut
 
 
 class SimWorker:
-    """Runs batches of one worker on virtual time.
+    """Runs the static batches of one worker on virtual time.
 
     Args:
         latency: the law that time follows here (the policy may be given another).
@@ -87,9 +42,10 @@ class SimWorker:
         self._streams = streams
         self._flush_s = flush_s
         self._emits = int(latency.prefill_emits_token)
+        self._result = BatchResult(-1, -1, (), ())
 
-    def run(self, batch: Batch, now_s: float) -> tuple[float, BatchResult]:
-        """When the batch ends, in seconds, and with what result."""
+    def run(self, batch: Batch, now_s: float) -> float:
+        """Run a batch; when it ends, in seconds."""
         size, length = len(batch.jobs), batch.input_length
         prefill_s = self._latency.prefill_s(size, length)
         if self._runs_out and self._runs_out(batch.batch_id, size, length, batch.steps):
@@ -113,6 +69,14 @@ class SimWorker:
             return token_s
         return first_s + math.ceil((token_s - first_s) / self._flush_s) * self._flush_s
 
+    def finish(self) -> BatchResult:
+        """The batch has ended, with this result."""
+        return self._result
+
+    def interrupt(self, now_s: float) -> float:
+        """Static batches run to their end."""
+        raise ValueError("a static batch cannot be interrupted")
+
     def _end(
         self,
         batch: Batch,
@@ -121,10 +85,11 @@ class SimWorker:
         generated: Sequence[int],
         finished: Sequence[bool],
         failure: Failure,
-    ) -> tuple[float, BatchResult]:
+    ) -> float:
         self._ledger.busy_s[batch.worker] += done_s - now_s
         self._ledger.completed_s[batch.worker] = done_s
-        return done_s, BatchResult(batch.batch_id, batch.worker, generated, finished, failure)
+        self._result = BatchResult(batch.batch_id, batch.worker, generated, finished, failure)
+        return done_s
 
     def _count(self, batch: Batch, generated: list[int], ran: int) -> None:
         ledger, size = self._ledger, len(batch.jobs)

@@ -5,7 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from toolkit.errors import InputError, nearest
+from toolkit.sched.policies.aggressive import AggressivePolicy
+from toolkit.sched.policies.conservative import ConservativePolicy
+from toolkit.sched.policies.fcfs import FcfsPolicy
 from toolkit.sched.policies.parameters import Value, checked_names
+from toolkit.sched.policies.past_future import PastFuturePolicy
+from toolkit.sched.policies.past_future_oracle import PastFutureOracle
 from toolkit.sched.policies.sequence import SequencePolicy
 from toolkit.sched.policies.slice import SlicePolicy
 from toolkit.sched.protocols import Policy
@@ -15,8 +20,14 @@ POLICIES: dict[str, type[Policy]] = {
     for policy in (
         SequencePolicy,
         SlicePolicy,
+        ConservativePolicy,
+        AggressivePolicy,
+        PastFuturePolicy,
+        FcfsPolicy,
+        PastFutureOracle,
     )
 }
+ORACLES = frozenset({PastFutureOracle.name})  # they know the output lengths: for simulations only
 
 
 def make_policy(name: str, parameters: Mapping[str, Value]) -> Policy:
@@ -25,3 +36,12 @@ def make_policy(name: str, parameters: Mapping[str, Value]) -> Policy:
         raise InputError(f"there is no policy '{name}'", nearest(name, POLICIES))
     policy = POLICIES[name]
     return policy(**checked_names(policy, dict(parameters)))
+
+
+def refuse_oracle(name: str) -> None:
+    """`InputError` if the policy `name` needs to know what no server knows."""
+    if name in ORACLES:
+        raise InputError(
+            f"policy '{name}' knows the true output lengths, so it exists in simulations only",
+            "choose another policy to serve with; see docs/policies.md",
+        )

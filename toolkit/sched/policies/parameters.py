@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
 
@@ -21,6 +22,7 @@ class Knob:
     search: tuple[float, float] | None
     log: bool
     doc: str
+    choices: tuple[str, ...] = ()  # of a parameter that is a word
 
 
 def knob(
@@ -34,6 +36,11 @@ def knob(
 ) -> Any:  # like dataclasses.field, so that the field keeps its own type
     """A policy's numeric (or boolean) parameter. `search` is the range that `llmctl tune` explores."""
     return field(default=default, metadata={"knob": Knob(low, high, search, log, doc)})
+
+
+def choice(default: str, choices: Iterable[str], *, doc: str) -> Any:
+    """A policy's parameter that is one of a few words."""
+    return field(default=default, metadata={"knob": Knob(0, 0, None, False, doc, tuple(choices))})
 
 
 def knobs(policy: type[Policy]) -> dict[str, Knob]:
@@ -68,6 +75,10 @@ def checked_names(policy: type[Policy], given: dict[str, Value]) -> dict[str, Va
 
 def _check(policy: str, name: str, kind: type, value: Value, limits: Knob) -> None:
     where = f"{policy}: {name} is {value!r}"
+    if limits.choices:
+        if value not in limits.choices:
+            raise InputError(f"{where}; it is one of {', '.join(limits.choices)}", limits.doc)
+        return
     if kind is bool:
         if not isinstance(value, bool):
             raise InputError(f"{where}; it is true or false", limits.doc)

@@ -23,6 +23,7 @@ class SequencePolicy:
     """
 
     name: ClassVar[str] = "sequence"
+    continuous: ClassVar[bool] = False
 
     batch_size: int = knob(16, low=1, search=(1, 64), log=True, doc="rows of a batch")
     slice_tokens: int = knob(0, doc="tokens per turn, after which a request is dealt again; 0: to its end")

@@ -28,6 +28,7 @@ class SlicePolicy:
     """
 
     name: ClassVar[str] = "slice"
+    continuous: ClassVar[bool] = False
 
     slice_tokens: int = knob(128, low=1, search=(4, 512), log=True, doc="S: tokens per slice")
     interval_factor: float = knob(

@@ -1,0 +1,89 @@
+"""The compiled arithmetic against what it means, spelled out."""
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from toolkit.sched.history import History
+from toolkit.sched.kernels import admit_knowing, admit_past_future, future_peak
+
+jobs = st.lists(st.tuples(st.integers(1, 50), st.integers(0, 30)), min_size=1, max_size=12)
+
+
+def peak_by_running(rows: list[tuple[int, int]]) -> int:
+    """Every step until the last has ended; a request counts in the step in which it ends."""
+    steps = range(max(remaining for _, remaining in rows) + 1)
+    return max(sum(used + step for used, remaining in rows if remaining >= step) for step in steps)
+
+
+def columns(rows: list[tuple[int, ...]], width: int) -> np.ndarray:
+    return np.array(rows, dtype=np.int64).reshape(-1, width).T
+
+
+@settings(max_examples=50, deadline=None)  # the first call compiles
+@given(rows=jobs)
+def test_the_future_peak_is_the_peak_of_running_them(rows):
+    used, remaining = columns(rows, 2)
+    assert future_peak(used, remaining) == peak_by_running(rows)
+
+
+@settings(max_examples=50, deadline=None)  # the first call compiles
+@given(rows=jobs, waiting=jobs, limit=st.integers(1, 400))
+def test_known_lengths_admit_while_the_peak_stays_below(rows, waiting, limit):
+    used, remaining = columns(rows, 2)
+    expected = 0
+    while expected < len(waiting) and peak_by_running(rows + waiting[: expected + 1]) < limit:
+        expected += 1
+    assert admit_knowing(used, remaining, columns(waiting, 2), float(limit)) == expected
+
+
+@settings(max_examples=50, deadline=None)  # the first call compiles
+@given(rows=jobs, waiting=jobs, limit=st.integers(1, 400), seed=st.integers(0, 2**63 - 1))
+def test_a_history_of_one_length_leaves_nothing_to_chance(rows, waiting, limit, seed):
+    """All are expected to end at 30: the sampled admission is the one that knows."""
+    table = columns([(used, 30 - left, 30) for used, left in rows], 3)
+    new = columns([(used, 0, 30) for used, _ in waiting], 3)
+    admitted = admit_past_future(table, 0, new, np.empty(0, dtype=np.int64), float(limit), 2, seed)
+    used, remaining = columns(rows, 2)
+    assert admitted == admit_knowing(used, remaining, columns([(u, 30) for u, _ in waiting], 2), float(limit))
+
+
+@settings(max_examples=50, deadline=None)  # the first call compiles
+@given(
+    history=st.lists(st.integers(1, 60), min_size=1, max_size=30),
+    generated=st.integers(0, 59),
+    seed=st.integers(0, 2**63 - 1),
+)
+def test_a_resident_is_expected_to_end_within_the_longer_half_of_history(history, generated, seed):
+    """One resident: the newcomer is refused or not by the resident's sampled end, which lies in [generated, 60]."""
+    table, past = columns([(100, generated, 60)], 3), np.sort(np.array(history, dtype=np.int64))
+    new = columns([(1, 0, 60)], 3)
+    assert admit_past_future(table, 0, new, past, 100.0 + 1, 1, seed) == 0  # they hold 101 now
+    assert admit_past_future(table, 0, new, past, 100 + 60 - generated + 61.0 + 60, 1, seed) == 1
+
+
+def test_sampled_lengths_follow_the_points():
+    """Points 10, 20, 40, 60 for one that generated 10: uniform over the three stretches between them."""
+    table, past = columns([(0, 10, 60)], 3), np.array([5, 20, 40], dtype=np.int64)
+    new = columns([(1, 59, 60)], 3)  # it ends after one step, so the peak is the resident's end, or both after a step
+    below = [
+        np.mean([admit_past_future(table, 0, new, past, float(end), 1, seed) for seed in range(2000)])
+        for end in (10, 30, 50)
+    ]
+    # Resident's remaining is below `end` with these probabilities; rounding moves each by half a token.
+    assert np.allclose(below, [1 / 3, 2 / 3, 1.0], atol=0.04)
+
+
+@settings(max_examples=50, deadline=None)  # the first call compiles
+@given(
+    lengths=st.lists(st.integers(1, 20), max_size=40),
+    window=st.integers(1, 10),
+    asked=st.lists(st.booleans(), min_size=40, max_size=40),
+)
+def test_the_sorted_history_is_the_recent_one_sorted(lengths, window, asked):
+    history = History(window, [7, 3])
+    for length, ask in zip(lengths, asked, strict=False):
+        history.add(length)
+        if ask:
+            assert history.ascending().tolist() == sorted(history.recent)
+    assert history.ascending().tolist() == sorted([7, 3, *lengths][-window:])

@@ -1,0 +1,176 @@
+"""Leaping equals stepping: rounds in closed form against a plain loop, one decode step at a time, to the last digit."""
+
+from collections import deque
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from toolkit.estimators.laws import SegmentedLaw
+from toolkit.estimators.memory import ZetaMemory
+from toolkit.files.fit import Segment
+from toolkit.sched.policies import make_policy
+from toolkit.sim.api import World, simulate
+from toolkit.traces.types import Trace
+
+CAPACITY = 160
+LIMIT = 40
+
+
+@dataclass(eq=False)
+class Row:
+    arrival_s: float
+    prompt: int
+    output: int
+    limit: int
+    generated: int = 0
+    evictions: int = 0
+    times: list[float] = field(default_factory=list)
+
+    @property
+    def length(self) -> int:
+        return self.prompt + self.generated
+
+    def token(self, now_s: float) -> None:
+        self.generated += 1
+        self.times.append(now_s)
+
+
+def peak(rows: list[Row], capacity: int) -> int:
+    """The most tokens at any step to come, by running them all."""
+    highest = 0
+    for step in range(1, max(row.output - row.generated for row in rows) + 1):
+        highest = max(highest, sum(row.length + step for row in rows if row.output - row.generated >= step))
+    return highest
+
+
+ADMITS = {
+    "conservative": lambda rows: sum(row.prompt + row.limit for row in rows) <= 1.5 * CAPACITY,
+    "aggressive": lambda rows: sum(row.length for row in rows) <= 0.75 * CAPACITY,
+    "fcfs": lambda rows: sum(row.prompt + row.limit for row in rows) <= CAPACITY and len(rows) <= 3,
+    "past-future-oracle": lambda rows: peak(rows, CAPACITY) < CAPACITY,
+}
+PARAMETERS = {
+    "conservative": {"overcommit": 1.5},
+    "aggressive": {"watermark": 0.75},
+    "fcfs": {"max_batch_size": 3},
+    "past-future-oracle": {},
+}
+
+
+def law(emits: bool, padded: bool) -> SegmentedLaw:
+    """Coefficients and times that are multiples of 2^-18, so that no sum is rounded."""
+    prefill = Segment(batch_size_min=1, nl=2**-14, n=2**-10, l=2**-13, const=2**-6)
+    decode = Segment(batch_size_min=1, nl=2**-16, n=2**-12, l=2**-14, const=2**-7)
+    return SegmentedLaw((prefill,), (decode,), emits, padded)
+
+
+def plain(rows: list[Row], law: SegmentedLaw, admits, interval: int, max_prefill: int) -> None:
+    """One worker, a step at a time. Fills in the rows' tokens' times."""
+    emits = law.prefill_emits_token
+    coming, waiting, running = deque(rows), deque(), []
+    now_s, steps, fresh = 0.0, 0, True
+    across = max if law.padded else (lambda lengths: sum(lengths) / len(lengths))
+    while coming or waiting or running:
+        if not running and not waiting:
+            now_s = max(now_s, coming[0].arrival_s)
+        while coming and coming[0].arrival_s <= now_s:
+            waiting.append(coming.popleft())
+            fresh = True
+        if fresh and sum(row.length + 1 for row in running) > CAPACITY:
+            while sum(row.length + 1 for row in running) > CAPACITY:
+                running[-1].evictions += 1
+                waiting.appendleft(running.pop())
+        elif fresh and waiting and (steps % interval == 0 or not running):
+            entering: list[Row] = []
+            while waiting and sum(row.length for row in entering) < max_prefill:
+                all_rows = running + entering + [waiting[0]]
+                fits = sum(r.length + 1 for r in all_rows) + emits * (len(entering) + 1) <= CAPACITY
+                if all_rows[:-1] and not (fits and admits(all_rows)):
+                    break
+                entering.append(waiting.popleft())
+            fresh = False
+            if entering:
+                now_s += law.prefill_s(len(entering), across([row.length for row in entering]))
+                running += entering
+                if emits:
+                    for row in entering:
+                        row.token(now_s)
+                    fresh = any(row.generated == row.output for row in running)
+                    running = [row for row in running if row.generated < row.output]
+                continue
+        if running:
+            now_s += law.decode_s(len(running), across([row.length for row in running]) - emits, 1)
+            steps += 1
+            for row in running:
+                row.token(now_s)
+            running = [row for row in running if row.generated < row.output]
+            fresh = True
+
+
+workloads = st.lists(
+    st.tuples(st.integers(0, 64), st.integers(1, 60), st.integers(1, LIMIT), st.integers(0, 20)),
+    min_size=1,
+    max_size=25,
+)
+
+
+def simulated(rows, policy, parameters, law, workers):
+    trace = Trace(
+        np.array([row.arrival_s for row in rows]),
+        np.array([row.prompt for row in rows]),
+        np.array([row.output for row in rows]),
+        np.array([row.limit for row in rows]),
+    )
+    return simulate(trace, make_policy(policy, parameters), World(law, ZetaMemory(CAPACITY), workers, LIMIT))
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    work=workloads,
+    policy=st.sampled_from(sorted(ADMITS)),
+    interval=st.integers(1, 12),
+    max_prefill=st.sampled_from([1, 50, 1000]),
+    emits=st.booleans(),
+    padded=st.booleans(),
+    workers=st.integers(1, 2),
+)
+def test_leaping_equals_stepping(work, policy, interval, max_prefill, emits, padded, workers):
+    rows = [Row(at / 16, prompt, out, min(out + more, LIMIT)) for at, prompt, out, more in sorted(work)]
+    one = law(emits, padded)
+    parameters = PARAMETERS[policy] | {"interval_steps": interval, "max_prefill_tokens": max_prefill}
+    result = simulated(rows, policy, parameters, one, workers)
+    for k in range(workers):
+        plain(rows[k::workers], one, ADMITS[policy], interval, max_prefill)
+    served = result.served
+    equal = list if padded else (lambda values: pytest.approx(list(values), rel=1e-9))
+    assert served.first_token_s.tolist() == equal(row.times[0] for row in rows)
+    assert served.finish_s.tolist() == equal(row.times[-1] for row in rows)
+    gaps = [max(np.diff(row.times), default=0.0) for row in rows]
+    assert served.max_gap_s.tolist() == equal(gaps)
+    assert result.counters["evicted_percent"] == 100.0 * sum(row.evictions for row in rows) / len(rows)
+
+
+def test_the_plain_loop_meets_evictions_and_interruptions():
+    """The workloads above are worth their name: here is one with both."""
+    rows = [Row(k / 64, 10, 40, 40) for k in range(8)]
+    one = law(emits=True, padded=True)
+    result = simulated(rows, "aggressive", PARAMETERS["aggressive"] | {"interval_steps": 4}, one, 1)
+    assert result.counters["evicted_percent"] > 0
+    assert result.counters["rounds"] > 8
+
+
+def test_a_round_is_long_where_nobody_waits():
+    rows = [Row(0.0, 10, 40, 40)]
+    counters = simulated(rows, "conservative", {"interval_steps": 1}, law(emits=False, padded=True), 1).counters
+    assert (counters["rounds"], counters["decoding_steps"]) == (1.0, 40.0)
+
+
+def test_memory_is_summed_over_the_steps():
+    rows = [Row(0.0, 10, 4, 4), Row(0.0, 20, 2, 4)]
+    counters = simulated(rows, "conservative", {}, law(emits=False, padded=True), 1).counters
+    held = [11 + 21, 12 + 22, 13, 14]
+    assert counters["consumed_memory_percent"] == pytest.approx(100 * sum(held) / len(held) / CAPACITY)
+    assert counters["peak_memory_percent"] == pytest.approx(100 * 34 / CAPACITY)

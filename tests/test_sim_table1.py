@@ -1,0 +1,50 @@
+"""One row of each kind of Past-Future's Table 1, with fewer requests: the whole table is a bench."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCH = Path(__file__).parents[1] / "bench" / "past_future_table1.py"
+
+
+@pytest.fixture(scope="module")
+def bench():
+    spec = importlib.util.spec_from_file_location("past_future_table1", BENCH)
+    assert spec
+    assert spec.loader
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("data", "method"),
+    [
+        ("D3", "theoretical optimum"),
+        ("D3", "Past-Future, reserved 10 %"),
+        ("D2", "aggressive, watermark 95 %"),
+        ("D1", "conservative"),
+        ("D3", "conservative, overcommit 150 %"),
+    ],
+)
+def test_a_row_is_the_papers(bench, data, method):
+    requests = 800
+    (paper,) = [figures for d, m, figures in bench.cells() if (d, m) == (data, method)]
+    ours = bench.simulated(data, method, seed=1, requests=requests)
+    assert ours["decoding_steps"] == pytest.approx(paper["decoding_steps"] * requests / bench.REQUESTS, rel=0.07)
+    assert ours["consumed_memory_percent"] == pytest.approx(paper["consumed_memory_percent"], abs=2)
+    assert ours["future_required_memory_percent"] == pytest.approx(paper["future_required_memory_percent"], abs=2)
+    if "overcommit" not in method:  # whose evictions are one run's noise
+        assert ours["evicted_percent"] == pytest.approx(paper["evicted_percent"], abs=6)
+
+
+def test_without_overfilling_memory_is_never_passed(bench):
+    parameters = {"watermark": 0.99, "interval_steps": 10}
+    trace = bench.Trace(*(bench.np.zeros(100),), *(bench.np.full(100, 3000),) * 3)
+    world = bench.World(bench.unit_step(), bench.ZetaMemory(bench.CAPACITY_TOKENS), 1, 4096)
+    counters = bench.simulate(trace, bench.make_policy("aggressive", parameters), world).counters
+    assert counters["evicted_percent"] > 0
+    assert 95 < counters["peak_memory_percent"] <= 100

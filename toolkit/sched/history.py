@@ -1,0 +1,41 @@
+"""Output lengths of the requests that ended last: what Past-Future takes the future from (its section 3.2)."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from toolkit.sched.kernels import replace_sorted
+
+
+class History:
+    """The last `window` lengths, in order of completion and sorted.
+
+    Args:
+        window: how many are remembered.
+        start: lengths to begin with, until real ones push them out.
+    """
+
+    def __init__(self, window: int, start: Iterable[int] = ()) -> None:
+        self.recent: deque[int] = deque(start, maxlen=window)
+        self._sorted = np.zeros(window, dtype=np.int64)
+        self._sorted[: len(self.recent)] = sorted(self.recent)
+        self._pending: list[tuple[int, int]] = []  # (length that left or -1, length that came), not yet in _sorted
+
+    def add(self, length: int) -> None:
+        """A request ended after `length` tokens."""
+        recent = self.recent
+        gone = recent[0] if len(recent) == recent.maxlen else -1
+        recent.append(length)
+        self._pending.append((gone, length))
+
+    def ascending(self) -> NDArray[np.int64]:
+        """All remembered lengths, sorted: a view that is valid until the next `add`."""
+        if self._pending:
+            before = len(self.recent) - sum(gone < 0 for gone, _ in self._pending)
+            replace_sorted(self._sorted, before, np.array(self._pending, dtype=np.int64))
+            self._pending.clear()
+        return self._sorted[: len(self.recent)]

@@ -1,0 +1,160 @@
+"""What continuous policies share: rounds on every worker, attempts to admit, eviction where memory would run out.
+
+A worker runs one round after the other. Each `interval_steps` decode steps, and whenever it is empty, those who wait at
+it may enter, first come first served; how many, is the policy's own question. Before a round, the last admitted are
+evicted until one more step fits; they wait again before all others, and keep their tokens. A round ends before memory
+is passed, so capacity holds at every step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from toolkit.sched.policies.parameters import choice, knob, validate
+from toolkit.sched.policies.routers import ROUTERS
+from toolkit.sched.types import Batch, Decision, Job, View, Worker
+
+
+@dataclass(frozen=True, slots=True)
+class ContinuousPolicy:
+    """Base of the continuous policies: subclasses say who may enter (`admit`).
+
+    `interval_steps` is the paper's 10 in Past-Future's Table 1; its `max_prefill_tokens` there is 32,768.
+    """
+
+    name: ClassVar[str]
+    continuous: ClassVar[bool] = True
+
+    interval_steps: int = knob(
+        10, low=1, high=10_000, search=(1, 64), log=True, doc="decode steps from one attempt to admit to the next"
+    )
+    max_prefill_tokens: int = knob(
+        32_768, low=1, search=(512, 65_536), log=True, doc="an attempt admits until it has so many prompt tokens"
+    )
+    overfill: bool = knob(
+        False,
+        doc="true: who enters needs no room now, and may have to leave after a step (Table 1's artifact)",
+    )
+    router: str = choice("round-robin", ROUTERS, doc="how requests are dealt to workers: " + ", ".join(ROUTERS))
+
+    def __post_init__(self) -> None:
+        validate(self)
+
+    def admit(self, view: View, worker: Worker, candidates: Sequence[Job]) -> int:
+        """How many of `candidates`, in their order, may enter by the policy's own criterion.
+
+        They fit the memory as it is now. Where nobody is resident, the first is admitted whatever this says: what fits
+        alone is never left waiting.
+        """
+        raise NotImplementedError
+
+    def hopeful(self, worker: Worker, job: Job, used: int, committed: int) -> bool:
+        """Whether `job` may be admitted before a resident ends, given the tokens that residents use and may come to.
+
+        `False` must be certain: nobody asks again until one ends, which is what lets a round be long.
+        """
+        raise NotImplementedError
+
+    def rows(self, worker: Worker) -> int:
+        """The most residents that the worker may have."""
+        return worker.row_limit
+
+    def route(self, view: View, now_s: float) -> Sequence[int] | None:
+        alive = view.alive()
+        return ROUTERS[self.router](view, alive) if alive else None
+
+    def plan(self, view: View, now_s: float) -> Decision:
+        batches = [
+            self._round(view, worker)
+            for worker in view.workers
+            if worker.running is None and worker.alive and (worker.inbox or worker.residents.jobs)
+        ]
+        if not view.arrived:
+            return Decision(batches)
+        interrupts = [index for index in view.arrived if self._could_use(view.workers[index])]
+        return Decision(batches, interrupt=interrupts)
+
+    def _could_use(self, worker: Worker) -> bool:
+        """Whether the running round should stop, since the first who waits may enter before one ends."""
+        running, inbox, residents = worker.running, worker.inbox, worker.residents
+        if running is None or running.interrupted or not inbox:
+            return False
+        return self._may_enter(worker, inbox[0], len(residents.jobs), residents.used, residents.committed)
+
+    def _round(self, view: View, worker: Worker) -> Batch:
+        residents, inbox, interval = worker.residents, worker.inbox, self.interval_steps
+        used, committed, rows = residents.used, residents.committed, len(residents.jobs)
+        capacity = worker.capacity_tokens
+        entering: list[Job] = []
+        evicted: list[Job] = []
+        longest = 0
+        if used + rows > capacity:
+            for job in reversed(residents.jobs):
+                evicted.append(job)
+                used -= job.length + residents.steps - job.joined
+                committed -= limit_tokens(job)
+                rows -= 1
+                if used + rows <= capacity:
+                    break
+        elif inbox and (not rows or residents.steps % interval == 0):
+            entering = self._entering(view, worker)
+            emits = worker.latency.prefill_emits_token
+            for job in entering:
+                used += job.length + emits
+                committed += limit_tokens(job)
+                rows += 1
+                if job.length > longest:
+                    longest = job.length
+        steps = max((capacity - used) // rows, 1)
+        if evicted or len(inbox) > len(entering):
+            first = evicted[-1] if evicted else inbox[len(entering)]
+            if self._may_enter(worker, first, rows, used, committed):
+                steps = min(steps, interval - residents.steps % interval)
+        return Batch(
+            worker.index,
+            tuple(entering),
+            steps,
+            longest,
+            0.0,
+            "any",
+            keep_cache=True,
+            evict=tuple(evicted),
+            stop_every=interval,
+        )
+
+    def _entering(self, view: View, worker: Worker) -> list[Job]:
+        residents, inbox = worker.residents, worker.inbox
+        used, rows, prefill = residents.used, len(residents.jobs), 0
+        if not self._may_enter(worker, inbox[0], rows, used, residents.committed):
+            return []
+        capacity, most, growth = worker.capacity_tokens, self.rows(worker), 1 + worker.latency.prefill_emits_token
+        candidates: list[Job] = []
+        for job in inbox:
+            length = job.length
+            if prefill >= self.max_prefill_tokens or rows >= most:
+                break
+            if used + length + growth + rows > capacity and not self.overfill:
+                break
+            candidates.append(job)
+            prefill += length
+            used += length + growth - 1
+            rows += 1
+        admitted = self.admit(view, worker, candidates) if candidates else 0
+        return candidates[: admitted if residents.jobs else admitted or 1]
+
+    def _may_enter(self, worker: Worker, job: Job, rows: int, used: int, committed: int) -> bool:
+        """Whether an attempt makes sense before one ends: both kinds of room only shrink until then."""
+        if not rows:
+            return True
+        if rows >= self.rows(worker):
+            return False
+        if used + job.length + rows + 1 > worker.capacity_tokens and not self.overfill:
+            return False
+        return self.hopeful(worker, job, used, committed)
+
+
+def limit_tokens(job: Job) -> int:
+    """Tokens that a job holds at its end if it generates all that it may."""
+    return job.request.prompt_tokens + job.request.max_new_tokens

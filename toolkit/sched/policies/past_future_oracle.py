@@ -1,0 +1,53 @@
+"""Past-Future's "theoretical optimum": admission by the true peak memory to come. It exists in simulations only."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from toolkit.errors import InputError
+from toolkit.sched.kernels import admit_knowing
+from toolkit.sched.policies.continuous import ContinuousPolicy
+from toolkit.sched.types import Job, View, Worker
+
+
+@dataclass(frozen=True, slots=True)
+class PastFutureOracle(ContinuousPolicy):
+    """Admit while the peak of Eq. 2-4 with the true lengths stays below the capacity (Past-Future, Table 1)."""
+
+    name: ClassVar[str] = "past-future-oracle"
+
+    def told(self, output_tokens: Mapping[str, int]) -> PastFutureOracle:
+        """The same policy, with the true output length of each request id."""
+        return _Told(self, output_tokens)
+
+    def admit(self, view: View, worker: Worker, candidates: Sequence[Job]) -> int:
+        raise InputError(f"policy '{self.name}' needs the true output lengths", "it runs in simulations only")
+
+    def hopeful(self, worker: Worker, job: Job, used: int, committed: int) -> bool:
+        return used + job.length < worker.capacity_tokens
+
+
+class _Told(PastFutureOracle):
+    """The oracle that knows."""
+
+    __slots__ = ("_output_tokens",)
+    _output_tokens: Mapping[str, int]
+
+    def __init__(self, policy: PastFutureOracle, output_tokens: Mapping[str, int]) -> None:
+        super().__init__(policy.interval_steps, policy.max_prefill_tokens, policy.overfill, policy.router)
+        object.__setattr__(self, "_output_tokens", output_tokens)
+
+    def admit(self, view: View, worker: Worker, candidates: Sequence[Job]) -> int:
+        steps = worker.residents.steps
+        jobs = list(worker.residents.jobs)
+        used = np.array([job.length + steps - job.joined for job in jobs], dtype=np.int64)
+        remaining = np.array([self._remaining(job) - steps + job.joined for job in jobs], dtype=np.int64)
+        waiting = np.array([(job.length, self._remaining(job)) for job in candidates]).T
+        return int(admit_knowing(used, remaining, waiting, float(worker.capacity_tokens)))
+
+    def _remaining(self, job: Job) -> int:
+        return self._output_tokens[job.request.request_id] - job.generated

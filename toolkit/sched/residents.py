@@ -1,0 +1,101 @@
+"""The jobs whose KV cache is on a worker, with lazy accounting: a round costs O(1) here, however many jobs go on.
+
+Every resident gains one token per decode step, so a job's length is what it was when it joined plus the steps since.
+Sums are kept as integers; a job's own counters are brought up to date when it leaves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from toolkit.sched.types import Job
+
+LENGTH, GENERATED, LIMIT = range(3)  # the rows of `Residents.table`
+
+
+class Residents:
+    """Jobs in the order of their admission, and the tokens that they hold.
+
+    `steps` counts the worker's decode steps so far; `committed` is the sum of prompt + max_new_tokens.
+    """
+
+    __slots__ = ("_base", "_slots", "_table", "committed", "jobs", "steps")
+
+    def __init__(self) -> None:
+        self.jobs: dict[Job, None] = {}
+        self.steps = 0
+        self.committed = 0
+        self._base = 0  # sum of length - joined
+        self._slots: list[Job] = []
+        self._table: NDArray[np.int64] | None = None
+
+    def __len__(self) -> int:
+        return len(self.jobs)
+
+    @property
+    def used(self) -> int:
+        """Tokens of KV cache that the residents hold: prompt and generated."""
+        return self._base + len(self.jobs) * self.steps
+
+    def join(self, job: Job) -> None:
+        """The job's prompt is to be prefilled, and it decodes from here on."""
+        steps = self.steps
+        job.joined = steps
+        self.jobs[job] = None
+        self._base += job.length - steps
+        self.committed += job.request.prompt_tokens + job.request.max_new_tokens
+        if self._table is not None:
+            self._write(job)
+
+    def emitted(self, jobs: Iterable[Job]) -> None:
+        """Prefill gave each of `jobs`, which are resident, its next token."""
+        for job in jobs:
+            job.length += 1
+            job.generated += 1
+            self._base += 1
+            if self._table is not None:
+                self._table[:LIMIT, job.slot] += 1
+
+    def leave(self, job: Job) -> None:
+        """The job ended or its cache is dropped; its counters are right from here on."""
+        del self.jobs[job]
+        decoded = self.steps - job.joined
+        self._base -= job.length - job.joined
+        self.committed -= job.request.prompt_tokens + job.request.max_new_tokens
+        job.length += decoded
+        job.generated += decoded
+        if self._table is not None:
+            self._erase(job)
+
+    def table(self) -> NDArray[np.int64]:
+        """Rows LENGTH, GENERATED, LIMIT [3, n] in no order that means anything; add `steps` to the first two.
+
+        A view that is valid until a job joins or leaves. Costs nothing until it is asked for the first time.
+        """
+        if self._table is None:
+            self._table = np.zeros((3, 64), dtype=np.int64)
+            for job in self.jobs:
+                self._write(job)
+        return self._table[:, : len(self._slots)]
+
+    def _write(self, job: Job) -> None:
+        assert self._table is not None
+        job.slot = slot = len(self._slots)
+        self._slots.append(job)
+        if slot == self._table.shape[1]:
+            self._table = np.concatenate([self._table, np.zeros_like(self._table)], axis=1)
+        self._table[:, slot] = job.length - job.joined, job.generated - job.joined, job.request.max_new_tokens
+
+    def _erase(self, job: Job) -> None:
+        """The last slot moves to the place of the one that is free."""
+        assert self._table is not None
+        last = self._slots.pop()
+        if last is not job:
+            self._table[:, job.slot] = self._table[:, last.slot]
+            self._slots[job.slot] = last
+            last.slot = job.slot

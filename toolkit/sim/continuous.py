@@ -1,0 +1,257 @@
+"""A simulated worker that keeps its caches between rounds, and leaps over a round's steps in closed form.
+
+A round costs O(log n) and nothing per token: who ends next is the top of a heap of end steps; the largest gap between a
+request's tokens comes from a stack of the gaps that nothing later exceeded; memory is summed as a series. The worker
+keeps its own books, so that it can hold the scheduler to its capacity.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from heapq import heappop, heappush
+
+import numpy as np
+
+from toolkit.sched.kernels import future_peak
+from toolkit.sched.protocols import LatencyLaw
+from toolkit.sched.types import Batch, Failure, Job, RoundResult
+from toolkit.sim.gaps import Gaps
+from toolkit.sim.ledger import Ledger, RunsOut
+
+
+class RoundWorker:
+    """Runs the rounds of one worker on virtual time: `run` says when one ends, `finish` makes it so.
+
+    Between the two, `interrupt` may bring the end forward. Tokens reach their client step by step.
+
+    Args:
+        index: the worker's, for the ledger.
+        latency: the law that time follows here.
+        ledger: where the outcome is written; it holds the true output lengths.
+        number: request id to its index in the ledger.
+        runs_out: whether a round in which some enter runs out of memory.
+        future: whether the true peak of memory to come is computed, which costs O(n log n) per round.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        latency: LatencyLaw,
+        ledger: Ledger,
+        number: dict[str, int],
+        runs_out: RunsOut | None = None,
+        *,
+        future: bool = False,
+    ) -> None:
+        self._index, self._latency, self._ledger, self._number = index, latency, ledger, number
+        self._runs_out, self._future = runs_out, future
+        self._emits = int(latency.prefill_emits_token)
+        self._padded = latency.padded
+        self._decode_s: Callable[[int, float, int], float] = latency.decode_s
+        self._steps = 0  # decode steps since the start
+        self._ends: list[tuple[int, int, Job]] = []  # heap of (end step, admission, job); stale if the job has left
+        self._admissions = 0
+        self._resident: dict[Job, tuple[int, int, int]] = {}  # to (admission, length - steps at entry, gap mark)
+        self._key_sum = 0  # of length - steps at entry, the prefill's token not counted
+        self._longest_key = 0
+        self._gaps = Gaps()
+        self._tokenless: list[Job] = []  # entered, and their next token has not come yet
+        self._batch: Batch | None = None
+        self._start_s = self._prefilled_s = self._done_s = 0.0
+        self._ran = 0  # steps that the current round will have made
+        self._failure: Failure = ""
+
+    @property
+    def used(self) -> int:
+        """Tokens in the cache now."""
+        return self._key_sum + len(self._resident) * (self._steps + self._emits)
+
+    def run(self, batch: Batch, now_s: float) -> float:
+        """Start a round; when it will end, in seconds, if nobody interrupts it."""
+        for job in batch.evict:
+            self._evict(job)
+        self._batch, self._start_s, self._failure = batch, now_s, ""
+        prefilled_s = now_s
+        if batch.jobs:
+            prefilled_s += self._prefill(batch)
+            if self._failure:
+                self._ran, self._prefilled_s, self._done_s = 0, prefilled_s, prefilled_s
+                return prefilled_s
+        ends, resident = self._ends, self._resident
+        while True:  # the next end, past those who were evicted meanwhile
+            end, admission, job = ends[0]
+            if job in resident and resident[job][0] == admission:
+                break
+            heappop(ends)
+        ran = min(batch.steps, end - self._steps)
+        self._ran, self._prefilled_s = ran, prefilled_s
+        self._done_s = prefilled_s + self._decode_s(len(resident), self._length(), ran) if ran else prefilled_s
+        return self._done_s
+
+    def interrupt(self, now_s: float) -> float:
+        """Stop at the first step from now on where that is allowed; when the round ends now."""
+        batch = self._batch
+        assert batch is not None
+        if self._failure or now_s >= self._done_s:
+            return self._done_s
+        n, length, decode_s, begin_s = len(self._resident), self._length(), self._decode_s, self._prefilled_s
+        guess = int(self._ran * (now_s - begin_s) / (self._done_s - begin_s)) if now_s > begin_s else 0
+        while guess > 0 and begin_s + decode_s(n, length, guess - 1) >= now_s:
+            guess -= 1
+        while guess < self._ran and begin_s + (decode_s(n, length, guess) if guess else 0.0) < now_s:
+            guess += 1
+        guess += -(self._steps + guess) % batch.stop_every
+        if guess < self._ran:
+            self._ran = guess
+            self._done_s = begin_s + decode_s(n, length, guess) if guess else begin_s
+        return self._done_s
+
+    def finish(self) -> RoundResult:
+        """The round has ended: write down what happened in it."""
+        batch, ledger, ran, done_s = self._batch, self._ledger, self._ran, self._done_s
+        assert batch is not None
+        ledger.busy_s[self._index] += done_s - self._start_s
+        ledger.completed_s[self._index] = done_s
+        if self._failure:
+            return RoundResult(batch.batch_id, self._index, 0, (), False, self._failure)
+        n = len(self._resident)
+        used = self.used
+        if self._future:
+            self._count_future(batch)
+        ledger.rounds += 1
+        if batch.jobs:
+            self._first_tokens_at_prefill()
+        if ran:
+            ledger.decoding_steps += ran
+            ledger.row_steps += n * ran
+            ledger.peak_tokens = max(ledger.peak_tokens, used + n * ran)
+            ledger.memory_token_steps += ran * used + n * (ran * (ran + 1) // 2)
+            self._step_gaps(n, ran)
+            self._steps += ran
+        return RoundResult(batch.batch_id, self._index, ran, self._end_those_due())
+
+    def _prefill(self, batch: Batch) -> float:
+        """Seconds that it takes those who enter, who are resident from here on."""
+        jobs, resident, emits, steps = batch.jobs, self._resident, self._emits, self._steps
+        outputs, number = self._ledger.output_tokens, self._number
+        mark = self._gaps.mark(alone=not resident)
+        total = 0
+        for job in jobs:
+            key = job.length - steps
+            total += job.length
+            self._admissions = admission = self._admissions + 1
+            resident[job] = (admission, key, mark)
+            self._key_sum += key
+            if len(resident) == 1 or key > self._longest_key:
+                self._longest_key = key
+            left = outputs[number[job.request.request_id]] - job.generated
+            heappush(self._ends, (steps + left - emits, admission, job))
+        self._tokenless += jobs
+        ledger = self._ledger
+        ledger.batches += 1
+        ledger.rows += len(jobs)
+        if self._padded:
+            ledger.pad_tokens += len(jobs) * batch.input_length - total
+        length = batch.input_length if self._padded else total / len(jobs)
+        if self._runs_out:
+            n = len(resident)
+            if self._runs_out(batch.batch_id, n, self.used // n, batch.steps):
+                self._fail("oom")
+        return self._latency.prefill_s(len(jobs), length)
+
+    def _fail(self, failure: Failure) -> None:
+        """All caches are lost."""
+        self._failure = failure
+        self._ledger.oom_batches += 1
+        for job in list(self._resident):
+            self._leave(job)
+        self._ends.clear()
+        self._tokenless.clear()
+
+    def _length(self) -> float:
+        """L of the next decode steps: the longest resident's, or the mean of a paged engine's."""
+        if self._padded:
+            return self._longest_key + self._steps
+        return self._key_sum / len(self._resident) + self._steps
+
+    def _first_tokens_at_prefill(self) -> None:
+        if self._emits:
+            self._give_first_tokens(self._prefilled_s)
+            self._gaps.joined(self._prefilled_s)
+
+    def _give_first_tokens(self, at_s: float) -> None:
+        """A token for each who entered: its first, or after an eviction its next."""
+        ledger, number = self._ledger, self._number
+        for job in self._tokenless:
+            k = number[job.request.request_id]
+            if ledger.first_token_s[k] < 0.0:
+                ledger.first_token_s[k] = at_s
+            else:
+                ledger.max_gap_s[k] = max(ledger.max_gap_s[k], at_s - ledger.last_token_s[k])
+            ledger.last_token_s[k] = at_s
+        self._tokenless.clear()
+
+    def _step_gaps(self, n: int, ran: int) -> None:
+        """The first step ends the wait since everybody's last token; of the others the last takes longest."""
+        length, decode_s, gaps = self._length(), self._decode_s, self._gaps
+        if self._tokenless or gaps.waiting_since != self._start_s or ran == 1:
+            first_s = self._prefilled_s + decode_s(n, length, 1)
+            gaps.end_waits(first_s)
+            if self._tokenless:
+                self._give_first_tokens(first_s)
+        if ran > 1:
+            gaps.push(self._done_s - (self._prefilled_s + decode_s(n, length, ran - 1)))
+        gaps.wait_from(self._done_s)
+
+    def _end_those_due(self) -> tuple[str, ...]:
+        ends, steps, resident, ledger = self._ends, self._steps, self._resident, self._ledger
+        ended: list[str] = []
+        while ends and ends[0][0] <= steps:
+            _, admission, job = heappop(ends)
+            if job in resident and resident[job][0] == admission:
+                k = self._leave(job)
+                ledger.ok[k] = True
+                ended.append(job.request.request_id)
+        return tuple(ended)
+
+    def _evict(self, job: Job) -> None:
+        """Its cache is dropped; nothing to do for one that was cancelled and has gone."""
+        if job in self._resident:
+            if job in self._tokenless:
+                self._tokenless.remove(job)
+                _, key, _ = self._resident.pop(job)
+                self._forget(key)
+            else:
+                self._leave(job)
+            self._ledger.evictions += 1
+
+    def _leave(self, job: Job) -> int:
+        """The job is resident no more; its number. Its tokens so far, and their gaps, are in the ledger."""
+        _, key, mark = self._resident.pop(job)
+        k = self._number[job.request.request_id]
+        ledger = self._ledger
+        if self._failure and job in self._tokenless:
+            return k
+        if self._gaps.last_s >= 0.0 and self._gaps.last_s > ledger.last_token_s[k]:
+            ledger.last_token_s[k] = self._gaps.last_s
+        gap_s = self._gaps.largest(mark)
+        if gap_s > ledger.max_gap_s[k]:
+            ledger.max_gap_s[k] = gap_s
+        self._forget(key)
+        return k
+
+    def _forget(self, key: int) -> None:
+        self._key_sum -= key
+        if self._padded and key == self._longest_key and self._resident:
+            self._longest_key = max([entry[1] for entry in self._resident.values()])
+
+    def _count_future(self, batch: Batch) -> None:
+        """The true peak to come, once for each attempt to admit in this round: it stays the same between two ends."""
+        attempts = -(-(self._steps + self._ran) // batch.stop_every) - -(-self._steps // batch.stop_every)
+        if attempts:
+            ends = {admission: end for end, admission, _ in self._ends}
+            held = self._steps + self._emits
+            used = np.array([key + held for _, key, _ in self._resident.values()], dtype=np.int64)
+            remaining = np.array([ends[admission] - self._steps for admission, _, _ in self._resident.values()])
+            self._ledger.future_token_attempts += attempts * int(future_peak(used, remaining))
+            self._ledger.attempts += attempts
