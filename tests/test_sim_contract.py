@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from toolkit.errors import InputError
@@ -112,8 +112,9 @@ def check_round(batch, worker, overfill):
         assert used + emitted + rows * batch.steps <= worker.memory.usable_tokens, "memory is passed"
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(rows=requests, case=cases, workers=st.integers(1, 3), seed=st.integers(0, 9))
+@example([(0.0, 65, 1, 0), (0.0, 65, 3, 0), (0.0, 100, 3, 0)], "aggressive", 1, 0)  # a failure forgot to free memory
 def test_every_request_ends_once_with_its_own_length(rows, case, workers, seed):
     name, parameters = CASES[case]
     trace = trace_of(rows)

@@ -170,7 +170,8 @@ def admit_past_future(
         samples: sets of sampled lengths; the highest of their peaks counts.
         seed: of the samples.
     """
-    n, m = table.shape[1], waiting.shape[1]
+    n: int = table.shape[1]
+    m: int = waiting.shape[1]
     state = np.array([seed], dtype=np.uint64)
     keys = np.empty((samples, n + m), dtype=np.int64)
     for s in range(samples):
@@ -200,7 +201,8 @@ def admit_knowing(
     used: NDArray[np.int64], remaining: NDArray[np.int64], waiting: NDArray[np.int64], limit_tokens: float
 ) -> int:
     """As `admit_past_future` where all lengths are known: `waiting` is [2, m], used and remaining."""
-    n, m = len(used), waiting.shape[1]
+    n = len(used)
+    m: int = waiting.shape[1]
     keys = np.empty(n + m, dtype=np.int64)
     for i in range(n):
         keys[i] = -((remaining[i] << 32) | used[i])

@@ -228,6 +228,7 @@ class RoundWorker:
     def _leave(self, job: Job) -> int:
         """The job is resident no more; its number. Its tokens so far, and their gaps, are in the ledger."""
         _, key, mark = self._resident.pop(job)
+        self._forget(key)
         k = self._number[job.request.request_id]
         ledger = self._ledger
         if self._failure and job in self._tokenless:
@@ -237,7 +238,6 @@ class RoundWorker:
         gap_s = self._gaps.largest(mark)
         if gap_s > ledger.max_gap_s[k]:
             ledger.max_gap_s[k] = gap_s
-        self._forget(key)
         return k
 
     def _forget(self, key: int) -> None:

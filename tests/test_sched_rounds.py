@@ -1,0 +1,119 @@
+"""Continuous rounds in the scheduler: residents, failures, cancellation, interruption, routers."""
+
+import pytest
+
+from toolkit.errors import InputError
+from toolkit.estimators.laws import unit_step
+from toolkit.estimators.memory import ZetaMemory
+from toolkit.sched.policies import make_policy, refuse_oracle
+from toolkit.sched.scheduler import Scheduler
+from toolkit.sched.types import Request, RoundResult, Worker
+
+
+def make(policy: str = "conservative", workers: int = 1, capacity: int = 1000, **parameters) -> Scheduler:
+    every = [Worker(k, unit_step(), ZetaMemory(capacity)) for k in range(workers)]
+    return Scheduler(make_policy(policy, parameters), every)
+
+
+def submit(scheduler: Scheduler, *names: str, prompt: int = 10, limit: int = 100) -> None:
+    for name in names:
+        scheduler.submit(Request(name, 0.0, prompt, limit), 0.0)
+
+
+def ids(jobs) -> list[str]:
+    return [job.request_id for job in jobs]
+
+
+def test_a_resident_goes_on_while_another_enters():
+    scheduler = make(interval_steps=1)
+    submit(scheduler, "a")
+    (first,) = scheduler.tick(0.0)
+    submit(scheduler, "b")
+    assert scheduler.tick(0.5) == []
+    assert scheduler.take_interrupts() == [0]
+    scheduler.complete(RoundResult(first.batch_id, 0, 3), 3.0)
+    (second,) = scheduler.tick(3.0)
+    residents = scheduler.workers[0].residents
+    assert (ids(second.jobs), ids(residents.jobs), residents.used) == (["b"], ["a", "b"], 13 + 10)
+    scheduler.complete(RoundResult(second.batch_id, 0, 2, ("a",)), 5.0)
+    assert (ids(residents.jobs), residents.used, residents.committed) == (["b"], 12, 110)
+    assert list(scheduler._view.finished_lengths) == [5]
+
+
+def test_nobody_is_interrupted_for_one_who_cannot_enter():
+    scheduler = make(capacity=120)
+    submit(scheduler, "a")
+    scheduler.tick(0.0)
+    submit(scheduler, "b")
+    scheduler.tick(0.5)
+    assert scheduler.take_interrupts() == []
+
+
+def test_the_last_admitted_is_evicted_before_memory_is_passed_and_keeps_its_tokens():
+    scheduler = make("aggressive", capacity=120, watermark=1.0)
+    submit(scheduler, "a", "b")
+    (first,) = scheduler.tick(0.0)
+    assert (ids(first.jobs), first.steps) == (["a", "b"], 50)
+    scheduler.complete(RoundResult(first.batch_id, 0, 50), 50.0)
+    (second,) = scheduler.tick(50.0)
+    (evicted,) = second.evict
+    assert (evicted.request_id, evicted.generated, evicted.length, second.jobs) == ("b", 50, 60, ())
+
+
+def test_after_a_failure_half_as_many_enter_and_the_culprit_ends_alone():
+    scheduler = make()
+    submit(scheduler, "a", "b", "c", "killer")
+    entered = []
+    for now_s in range(40):
+        for batch in scheduler.tick(float(now_s)):
+            names = ids(scheduler.workers[0].residents.jobs)
+            entered.append(len(names))
+            failure = "crashed" if "killer" in names else ""
+            ended = () if failure else tuple(names)
+            scheduler.complete(RoundResult(batch.batch_id, 0, 1, ended, not failure, failure), now_s + 0.5)
+    assert entered[:2] == [4, 2]
+    assert scheduler.jobs == 0
+    assert [refusal.request_id for refusal in scheduler.take_refusals()] == ["killer"]
+
+
+def test_a_cancelled_resident_interrupts_and_leaves_with_the_round():
+    scheduler = make()
+    submit(scheduler, "a", "b")
+    (first,) = scheduler.tick(0.0)
+    scheduler.cancel("a", 1.0)
+    assert scheduler.take_interrupts() == [0]
+    scheduler.complete(RoundResult(first.batch_id, 0, 10), 10.0)
+    (second,) = scheduler.tick(10.0)
+    assert (ids(second.evict), ids(scheduler.workers[0].residents.jobs), scheduler.jobs) == (["a"], ["b"], 1)
+
+
+def test_a_lost_workers_residents_go_on_elsewhere_with_their_tokens():
+    scheduler = make(workers=2)
+    submit(scheduler, "a")
+    (batch,) = scheduler.tick(0.0)
+    scheduler.complete(RoundResult(batch.batch_id, 0, 7), 7.0)
+    scheduler.worker_lost(0, 7.0)
+    (again,) = scheduler.tick(7.0)
+    assert (again.worker, ids(again.jobs), again.input_length) == (1, ["a"], 17)
+
+
+@pytest.mark.parametrize("router", ["least-loaded", "max-min", "future-memory"])
+def test_a_router_sends_the_next_request_where_less_is_outstanding(router):
+    scheduler = make(workers=2, router=router)
+    submit(scheduler, "long", prompt=500)
+    scheduler.tick(0.0)
+    submit(scheduler, "b", "c")
+    scheduler.tick(0.0)
+    assert [ids(worker.residents.jobs) for worker in scheduler.workers] == [["long"], ["b", "c"]]
+
+
+def test_an_unknown_router_is_named():
+    with pytest.raises(InputError) as caught:
+        make_policy("fcfs", {"router": "random"})
+    assert caught.value.message.startswith("policy 'fcfs': router is 'random'; it is one of round-robin, least-loaded")
+
+
+def test_no_server_runs_an_oracle():
+    with pytest.raises(InputError, match="exists in simulations only"):
+        refuse_oracle("past-future-oracle")
+    refuse_oracle("past-future")
