@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from toolkit.errors import InputError
 from toolkit.estimators.load import laws_from_fit
 from toolkit.files.plan import Plan
 from toolkit.sched.eventlog import Event, Header, Recorder
@@ -19,6 +20,11 @@ def make_scheduler(plan: Plan, event_sink: Callable[[Event], None] | None = None
     refuse_oracle(plan.policy.name)
     laws = laws_from_fit(plan.fit)
     policy = make_policy(plan.policy.name, plan.policy.parameters)
+    if policy.continuous:
+        raise InputError(
+            f"policy '{policy.name}' needs an engine that re-batches; '{plan.recipe.engine.name}' runs static batches",
+            "simulate it with llmctl simulate, or serve 'slice' or 'sequence'",
+        )
     workers = [Worker(index, laws.latency, laws.memory) for index in range(plan.workers)]
     if event_sink is None:
         return Scheduler(policy, workers)

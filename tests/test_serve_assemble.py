@@ -1,0 +1,40 @@
+"""What a plan may ask a server for."""
+
+import pytest
+import samples
+
+from toolkit.errors import InputError
+from toolkit.files.plan import Plan, PlannedPolicy
+from toolkit.serve.assemble import make_scheduler
+
+
+def plan(policy: str) -> Plan:
+    return Plan(
+        tool_version="0",
+        environment=samples.ENVIRONMENT,
+        inputs={},
+        recipe=samples.recipe(),
+        fit=samples.fit(),
+        workers=2,
+        policy=PlannedPolicy(name=policy, parameters={}),
+        predicted={},
+        explained={},
+    )
+
+
+@pytest.mark.parametrize("policy", ["slice", "sequence"])
+def test_static_policies_are_served(policy: str) -> None:
+    assert make_scheduler(plan(policy)).policy.name == policy
+
+
+@pytest.mark.parametrize(
+    ("policy", "reason"),
+    [
+        ("past-future", "policy 'past-future' needs an engine that re-batches; 'fake' runs static batches"),
+        ("past-future-oracle", "policy 'past-future-oracle' knows the true output lengths"),
+    ],
+)
+def test_what_no_server_here_can_run_is_refused_by_name(policy: str, reason: str) -> None:
+    with pytest.raises(InputError) as caught:
+        make_scheduler(plan(policy))
+    assert caught.value.message.startswith(reason)
