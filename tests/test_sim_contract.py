@@ -52,7 +52,7 @@ def trace_of(rows: list[tuple[float, int, int, int]]) -> Trace:
 
 
 def world(workers: int, runs_out=None) -> World:
-    return World(LAW, ZetaMemory(CAPACITY), workers, max_new_tokens=80, runs_out=runs_out)
+    return World(LAW, ZetaMemory(CAPACITY), workers, 80, runs_out=runs_out, round_runs_out=runs_out)
 
 
 def two_workers() -> list[Worker]:

@@ -24,8 +24,9 @@ from toolkit.traces.types import Trace
 class World:
     """What is simulated besides the policy: the laws of a worker, how many there are, and how tokens reach clients.
 
-    `runs_out` is the truth about memory (None: the law is right); `max_new_tokens` is the limit of requests whose
-    trace names none; `seed` that of the policy's draws. `future_memory` asks for the true peak of memory to come;
+    `runs_out` is the truth about the memory of static batches, which are reserved whole, and `round_runs_out` that of
+    rounds, which hold what they use (None: the law is right); `max_new_tokens` is the limit of requests whose trace
+    names none; `seed` that of the policy's draws. `future_memory` asks for the true peak of memory to come;
     without `drain` the simulation stops when the last request has been admitted. Where limits do not hold, outputs may
     be longer than the limits that the policy sees, as they are in Past-Future's Table 1.
     """
@@ -35,6 +36,7 @@ class World:
     workers: int
     max_new_tokens: int
     runs_out: RunsOut | None = None
+    round_runs_out: RunsOut | None = None
     streams: bool = True
     flush_s: float = 0.0  # but workers report tokens at most this often
     seed: int = 0
@@ -44,7 +46,10 @@ class World:
 
 
 def world_from_fit(fit: Fit, *, workers: int, max_new_tokens: int, seed: int = 0, flush_s: float = 0.0) -> World:
-    """The world that a fit describes: its laws, and a memory edge drawn per batch from `seed`."""
+    """The world that a fit describes: its laws, and for static batches a memory edge drawn per batch from `seed`.
+
+    The edge was probed with static batches; no engine that runs rounds has been probed yet.
+    """
     laws = laws_from_fit(fit)
 
     def runs_out(batch_id: int, size: int, length: int, steps: int) -> bool:
@@ -105,7 +110,7 @@ def virtual_workers(
     number = {request.request_id: k for k, request in enumerate(requests)}
     if policy.continuous:
         return [
-            RoundWorker(k, world.latency, ledger, number, world.runs_out, future=world.future_memory)
+            RoundWorker(k, world.latency, ledger, number, world.round_runs_out, future=world.future_memory)
             for k in range(world.workers)
         ]
     return [
