@@ -179,6 +179,15 @@ def test_a_fit_of_something_else_is_refused(
     assert capsys.readouterr().err == f"error: {message}\nhint: profile and fit it again\n"
 
 
+def test_a_policy_that_the_engine_cannot_run_is_not_planned(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    best = Outcome(policy="past-future", parameters={}, metrics={"goodput_rps": 5.0})
+    write_file(tuning({"recipe": Path("recipe.yaml"), "fit": Path("fit.json")}, best_held_out=best), "tuning.json")
+    assert render() == 2
+    message = "policy 'past-future' needs an engine that re-batches; 'transformers' runs static batches"
+    assert capsys.readouterr().err.startswith(f"error: {message}\n")
+    assert not Path("plan.json").exists()
+
+
 def test_what_is_printed_fits_80_columns(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
     render()
     assert max(map(len, capsys.readouterr().out.splitlines())) <= 80

@@ -16,7 +16,7 @@ from toolkit.files.io import head
 from toolkit.files.plan import Plan, PlannedPolicy
 from toolkit.files.recipe import Recipe
 from toolkit.files.tuning import Outcome, Tuning
-from toolkit.sched.policies import make_policy
+from toolkit.sched.policies import make_policy, refuse_unservable
 from toolkit.sched.policies.parameters import parameters
 
 
@@ -30,14 +30,17 @@ def make_plan(
     """The plan for serving `recipe`. `inputs` maps roles to the files that the arguments were read from.
 
     The `given` policy; else the tuner's best settings, or the recipe's where it says to keep them; without a tuning,
-    the recipe's own. Raises `InputError` where the files do not belong together, or a policy or parameter is unknown.
+    the recipe's own. Raises `InputError` where the files do not belong together, a policy or parameter is unknown, or
+    the recipe's engine cannot run the policy.
     """
     _check_same(recipe, fit, tuning)
     if given is not None:
         choice = Choice(given.name, given.parameters, "asked for by name", frozenset(), {}, "")
     else:
         choice = _from_recipe(recipe) if tuning is None else _from_tuning(tuning)
-    policy = PlannedPolicy(name=choice.policy, parameters=parameters(make_policy(choice.policy, choice.parameters)))
+    chosen = make_policy(choice.policy, choice.parameters)
+    refuse_unservable(chosen, recipe.engine.name)
+    policy = PlannedPolicy(name=choice.policy, parameters=parameters(chosen))
     return Plan(
         **head(inputs, fit.engine.device, fit.environment.device_memory_bytes),
         recipe=recipe,

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from toolkit.errors import InputError
 from toolkit.estimators.load import laws_from_fit
 from toolkit.files.plan import Plan
 from toolkit.sched.eventlog import Event, Header, Recorder
-from toolkit.sched.policies import make_policy, refuse_oracle
+from toolkit.sched.policies import make_policy, refuse_unservable
 from toolkit.sched.scheduler import Scheduler
 from toolkit.sched.types import Worker
 from toolkit.serve.metrics import Stats
@@ -17,14 +16,9 @@ from toolkit.serve.settings import Settings
 
 def make_scheduler(plan: Plan, event_sink: Callable[[Event], None] | None = None) -> Scheduler:
     """The plan's scheduler in its first state: for a server, or for the replay of a server's log."""
-    refuse_oracle(plan.policy.name)
-    laws = laws_from_fit(plan.fit)
     policy = make_policy(plan.policy.name, plan.policy.parameters)
-    if policy.continuous:
-        raise InputError(
-            f"policy '{policy.name}' needs an engine that re-batches; '{plan.recipe.engine.name}' runs static batches",
-            "simulate it with llmctl simulate, or serve 'slice' or 'sequence'",
-        )
+    refuse_unservable(policy, plan.recipe.engine.name)
+    laws = laws_from_fit(plan.fit)
     workers = [Worker(index, laws.latency, laws.memory) for index in range(plan.workers)]
     if event_sink is None:
         return Scheduler(policy, workers)

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from toolkit.estimators.edge import uniform_draw
+from toolkit.estimators.edge import MemoryEdge, uniform_draw
 from toolkit.estimators.load import laws_from_fit
 from toolkit.files.fit import Fit
 from toolkit.metrics import Served, sla_ratios, summarize
@@ -28,7 +28,8 @@ class World:
     rounds, which hold what they use (None: the law is right); `max_new_tokens` is the limit of requests whose trace
     names none; `seed` that of the policy's draws. `future_memory` asks for the true peak of memory to come;
     without `drain` the simulation stops when the last request has been admitted. Where limits do not hold, outputs may
-    be longer than the limits that the policy sees, as they are in Past-Future's Table 1.
+    be longer than the limits that the policy sees, as they are in Past-Future's Table 1. `believed` is the latency law
+    that the scheduler knows, where it is not the one that holds.
     """
 
     latency: LatencyLaw
@@ -43,6 +44,7 @@ class World:
     future_memory: bool = False
     drain: bool = True
     limits_hold: bool = True
+    believed: LatencyLaw | None = None
 
 
 def world_from_fit(fit: Fit, *, workers: int, max_new_tokens: int, seed: int = 0, flush_s: float = 0.0) -> World:
@@ -51,11 +53,19 @@ def world_from_fit(fit: Fit, *, workers: int, max_new_tokens: int, seed: int = 0
     The edge was probed with static batches; no engine that runs rounds has been probed yet.
     """
     laws = laws_from_fit(fit)
-
-    def runs_out(batch_id: int, size: int, length: int, steps: int) -> bool:
-        return laws.edge.runs_out(size, length, steps, uniform_draw(seed, batch_id))
-
+    runs_out = DrawnEdge(laws.edge, seed)
     return World(laws.latency, laws.memory, workers, max_new_tokens, runs_out, flush_s=flush_s, seed=seed)
+
+
+@dataclass(slots=True, frozen=True)
+class DrawnEdge:
+    """The memory edge that a batch meets, drawn by its id. An object, so that worlds can go to other processes."""
+
+    edge: MemoryEdge
+    seed: int
+
+    def __call__(self, batch_id: int, size: int, length: int, steps: int) -> bool:
+        return self.edge.runs_out(size, length, steps, uniform_draw(self.seed, batch_id))
 
 
 @dataclass(slots=True, frozen=True)
@@ -97,7 +107,7 @@ def simulate(trace: Trace, policy: Policy, world: World) -> SimResult:
     if isinstance(policy, Oracle):
         policy = policy.told({request.request_id: k for request, k in zip(requests, outputs, strict=True)})
     ledger = Ledger(trace.arrival_s.tolist(), outputs, world.workers)
-    workers = [Worker(k, world.latency, world.memory) for k in range(world.workers)]
+    workers = [Worker(k, world.believed or world.latency, world.memory) for k in range(world.workers)]
     scheduler = Scheduler(policy, workers, seed=world.seed)
     refused = run(scheduler, requests, virtual_workers(policy, world, ledger, requests), drain=world.drain)
     return SimResult(ledger.served(), counters(ledger, len(refused), world.memory.usable_tokens))

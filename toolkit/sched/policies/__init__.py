@@ -45,3 +45,13 @@ def refuse_oracle(name: str) -> None:
             f"policy '{name}' knows the true output lengths, so it exists in simulations only",
             "choose another policy to serve with; see docs/policies.md",
         )
+
+
+def refuse_unservable(policy: Policy, engine: str) -> None:
+    """`InputError` if no server can run `policy` on `engine`, a name of the recipe's `engine.name`."""
+    refuse_oracle(policy.name)
+    if policy.continuous:
+        raise InputError(
+            f"policy '{policy.name}' needs an engine that re-batches; '{engine}' runs static batches",
+            "simulate it with llmctl simulate, or serve 'slice' or 'sequence'",
+        )
