@@ -45,6 +45,13 @@ def usage_event(count: int) -> bytes:
 DONE = b"data: [DONE]\n\n"
 
 
+def metrics(batch_s: tuple[float, float]) -> bytes:
+    names = ("llmctl_batch_seconds_total", "llmctl_predicted_batch_seconds_total")
+    lines = [f'{name}{{model_name="tiny"}} {value}\n' for name, value in zip(names, batch_s, strict=True)]
+    body = "".join(lines).encode()
+    return head(200, "text/plain", f"content-length: {len(body)}\r\n") + body
+
+
 def serve_request(body: dict) -> bytes:
     """What a server does: as many tokens as the engine was told, one event each, and their count."""
     count = body.get("llmctl_end_after", body["max_tokens"])
@@ -60,6 +67,7 @@ class Server:
         self.url = ""
         self.bodies: list[dict] = []
         self.heads: list[str] = []
+        self.batch_s = (0.0, 0.0)  # what its batches took, and what its laws say
 
 
 @contextlib.contextmanager
@@ -71,7 +79,8 @@ def sse_server(answer: Answer = serve_request, models: object = MODELS) -> Itera
         with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError, asyncio.CancelledError):
             text = (await reader.readuntil(b"\r\n\r\n")).decode()
             if text.startswith("GET"):
-                reply: bytes | None = whole(models)
+                scraped = text.split()[1] == "/metrics"
+                reply: bytes | None = metrics(server.batch_s) if scraped else whole(models)
             else:
                 size = int(next(line for line in text.lower().splitlines() if line.startswith("content-length"))[15:])
                 body = json.loads(await reader.readexactly(size))

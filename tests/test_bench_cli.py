@@ -38,10 +38,12 @@ def llmctl(capsys, *args: object) -> tuple[int, str, str]:
 def test_a_plan_s_prediction_stands_beside_what_was_measured(capsys, tmp_path, trace, plan):
     out = tmp_path / "bench.json"
     with sse_server() as server:
-        code, printed, _ = llmctl(capsys, "--url", server.url, "--trace", trace, "--plan", plan, "--out", out, "--json")
+        options = ["--trace", trace, "--plan", plan, "--warmup", 0, "--out", out, "--json"]
+        code, printed, _ = llmctl(capsys, "--url", server.url, *options)
     assert code == 0
     report = json.loads(printed)
     assert report == json.loads(out.read_text())
+    assert (report["warmup"], report["predicted_as_fitted"]) == (None, report["predicted"])
     assert (report["model"], report["lengths"], report["requests"], report["answered"]) == ("tiny", "hidden", 5, 5)
     assert (report["failures"], report["wrong_length"], report["interrupted"]) == ({}, 0, False)
     assert {"trace", "plan"} <= report["inputs"].keys()

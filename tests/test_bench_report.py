@@ -4,7 +4,7 @@ import pytest
 import samples
 
 from toolkit.bench.client import INTERRUPTED, Replay
-from toolkit.bench.report import Compared, compare, report, request_lines
+from toolkit.bench.report import Prediction, compare, report, request_lines
 from toolkit.bench.stream import Sample
 from toolkit.traces.read import read_trace
 from toolkit.traces.write import write_lines
@@ -28,7 +28,7 @@ def report_on(*rows: Sample, interrupted: bool = False, predicted=None, sla=None
         lengths="hidden",
         trace_notes=["a note"],
         sla=sla or {},
-        predicted=predicted or {},
+        predicted=Prediction(predicted or {}),
     )
 
 
@@ -67,10 +67,11 @@ def test_outputs_of_another_length_are_counted():
 
 
 def test_the_error_is_the_prediction_s():
-    rows = compare({"throughput_rps": 2.0, "e2e_mean_s": 4.0}, {"throughput_rps": 1.0, "e2e_mean_s": 5.0})
-    assert rows == [
-        Compared(metric="throughput_rps", measured=2.0, predicted=1.0, error_percent=-50.0),
-        Compared(metric="e2e_mean_s", measured=4.0, predicted=5.0, error_percent=25.0),
+    measured, fitted = {"throughput_rps": 2.0, "e2e_mean_s": 4.0}, {"throughput_rps": 3.0, "e2e_mean_s": 4.0}
+    rows = compare(measured, {"throughput_rps": 1.0, "e2e_mean_s": 5.0}, fitted)
+    assert [tuple(row.model_dump().values()) for row in rows] == [
+        ("throughput_rps", 2.0, 1.0, -50.0, 3.0, 50.0),
+        ("e2e_mean_s", 4.0, 5.0, 25.0, 4.0, 0.0),
     ]
 
 
@@ -78,12 +79,12 @@ def test_the_error_is_the_prediction_s():
     ("measured", "predicted"), [({"goodput_rps": 2.0}, {}), ({}, {"goodput_rps": 2.0}), ({"goodput_rps": 0.0}, {})]
 )
 def test_there_is_no_error_where_one_side_is_missing(measured, predicted):
-    [row] = compare(measured, predicted)
+    [row] = compare(measured, predicted, {})
     assert row.error_percent is None
 
 
 def test_nothing_measured_leaves_no_error_to_divide_by():
-    [row] = compare({"goodput_rps": 0.0}, {"goodput_rps": 1.0})
+    [row] = compare({"goodput_rps": 0.0}, {"goodput_rps": 1.0}, {})
     assert (row.measured, row.predicted, row.error_percent) == (0.0, 1.0, None)
 
 

@@ -27,7 +27,7 @@ ONLY_IN = {
     "optuna": "tuning/",
     "scipy": "estimators/",
     "numba": "sched/kernels.py",
-    "fastapi": "serve/", "starlette": "serve/", "uvicorn": "serve/", "prometheus_client": "serve/",
+    "fastapi": "serve/", "starlette": "serve/", "uvicorn": "serve/", "prometheus_client": ("serve/", "bench/"),
     "httpx": "bench/",
     "yaml": "files/",
     "typer": "cli/",

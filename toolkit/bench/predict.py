@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
+from toolkit.estimators.laws import WithOverhead
 from toolkit.files.plan import Plan
 from toolkit.sched.policies import make_policy
 from toolkit.sim.api import simulate, world_from_fit
 from toolkit.traces.types import Trace
 
 
-def predict(plan: Plan, trace: Trace, sla: Mapping[str, float]) -> dict[str, float]:
-    """Metric name to value, as in `toolkit.metrics.summarize`, for `trace` served by the plan."""
+def predict(plan: Plan, trace: Trace, sla: Mapping[str, float], slowdown: float = 1.0) -> dict[str, float]:
+    """Metric name to value, as in `toolkit.metrics.summarize`, for `trace` served by the plan.
+
+    With a `slowdown` every batch takes so many times as long as the scheduler believes.
+    """
     recipe = plan.recipe
     world = world_from_fit(
         plan.fit,
@@ -20,4 +25,5 @@ def predict(plan: Plan, trace: Trace, sla: Mapping[str, float]) -> dict[str, flo
         seed=recipe.tune.seed,
         flush_s=recipe.engine.flush_s,
     )
+    world = replace(world, actual=WithOverhead(world.latency, 0.0, slowdown))
     return simulate(trace, make_policy(plan.policy.name, plan.policy.parameters), world).metrics(sla)

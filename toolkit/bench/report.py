@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 import numpy as np
@@ -24,13 +25,24 @@ COMPARED = (
 NOT_SENT = Sample.__dataclass_fields__["failure"].default
 
 
+class Warmup(Strict):
+    """What other requests showed before the replay: how long batches take, and how long the laws say they take."""
+
+    requests: int
+    batch_s: float
+    predicted_batch_s: float
+    slowdown: float = Field(description="their ratio; the prediction takes every batch to be so many times as long")
+
+
 class Compared(Strict):
-    """One metric. `error_percent` is the prediction's: 100 (predicted / measured - 1)."""
+    """One metric. Errors are the prediction's: 100 (predicted / measured - 1)."""
 
     metric: str
     measured: float | None
     predicted: float | None
     error_percent: float | None
+    as_fitted: float | None = Field(description="predicted without the warm-up's slowdown")
+    as_fitted_error_percent: float | None
 
 
 class BenchReport(Envelope):
@@ -50,9 +62,20 @@ class BenchReport(Envelope):
     wrong_length: int = Field(description="served with another number of tokens than the trace has")
     send_lag_p99_s: float = Field(description="how late the client itself was")
     sla: dict[str, float]
+    warmup: Warmup | None
     measured: dict[str, float]
     predicted: dict[str, float]
+    predicted_as_fitted: dict[str, float] = Field(description="without the warm-up's slowdown")
     compared: list[Compared]
+
+
+@dataclass(slots=True, frozen=True)
+class Prediction:
+    """What was predicted before the replay, at the speed that the warm-up showed and as fitted; empty: no plan."""
+
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    as_fitted: Mapping[str, float] = field(default_factory=dict)
+    warmup: Warmup | None = None
 
 
 def served(samples: Sequence[Sample]) -> Served:
@@ -75,15 +98,16 @@ def report(
     lengths: Literal["hidden", "given"],
     trace_notes: Sequence[str],
     sla: Mapping[str, float],
-    predicted: Mapping[str, float],
+    predicted: Prediction,
 ) -> BenchReport:
-    """The report of a replay; `predicted` is empty where there is no plan to predict from.
+    """The report of a replay.
 
     An interrupted replay is not compared: the prediction is about all of it.
     """
     answered = [one for one in replay.samples if one.failure not in (INTERRUPTED, NOT_SENT)]
     measured = summarize(served(answered), sla) if answered else {}
-    predicted = {} if replay.interrupted else predicted
+    if replay.interrupted:
+        predicted = Prediction(warmup=predicted.warmup)
     return BenchReport(
         **head,
         model=model,
@@ -96,21 +120,34 @@ def report(
         wrong_length=sum(not one.failure and one.output_tokens != one.wanted_tokens for one in answered),
         send_lag_p99_s=send_lag_s(replay.samples),
         sla=dict(sla),
+        warmup=predicted.warmup,
         measured=measured,
-        predicted=dict(predicted),
-        compared=compare(measured, predicted),
+        predicted=dict(predicted.metrics),
+        predicted_as_fitted=dict(predicted.as_fitted),
+        compared=compare(measured, predicted.metrics, predicted.as_fitted),
     )
 
 
-def compare(measured: Mapping[str, float], predicted: Mapping[str, float]) -> list[Compared]:
-    """The metrics that tell how well a server does, those that either side has."""
-    rows = []
-    for metric in COMPARED:
-        seen, said = measured.get(metric), predicted.get(metric)
-        if seen is not None or said is not None:
-            error = 100.0 * (said / seen - 1.0) if seen and said is not None else None
-            rows.append(Compared(metric=metric, measured=seen, predicted=said, error_percent=error))
-    return rows
+def compare(
+    measured: Mapping[str, float], predicted: Mapping[str, float], as_fitted: Mapping[str, float]
+) -> list[Compared]:
+    """The metrics that tell how well a server does, those that any side has."""
+    return [
+        Compared(
+            metric=metric,
+            measured=measured.get(metric),
+            predicted=predicted.get(metric),
+            error_percent=_error_percent(measured.get(metric), predicted.get(metric)),
+            as_fitted=as_fitted.get(metric),
+            as_fitted_error_percent=_error_percent(measured.get(metric), as_fitted.get(metric)),
+        )
+        for metric in COMPARED
+        if metric in measured or metric in predicted
+    ]
+
+
+def _error_percent(measured: float | None, predicted: float | None) -> float | None:
+    return 100.0 * (predicted / measured - 1.0) if measured and predicted is not None else None
 
 
 def request_lines(samples: Sequence[Sample]) -> list[Line]:

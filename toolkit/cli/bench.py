@@ -10,7 +10,8 @@ import typer
 from toolkit.cli.arguments import JsonOption, SlaOption, parse_sla
 
 if TYPE_CHECKING:
-    from toolkit.bench.report import BenchReport
+    from toolkit.bench.client import Load
+    from toolkit.bench.report import BenchReport, Warmup
     from toolkit.bench.target import Target
     from toolkit.files.plan import Plan
     from toolkit.traces.types import Trace
@@ -29,6 +30,14 @@ def command(
     rate: Annotated[float | None, typer.Option(help="Scale arrivals to this many requests per second.")] = None,
     start: Annotated[float, typer.Option(min=0.0, help="First second of the (scaled) trace to replay.")] = 0.0,
     duration: Annotated[float | None, typer.Option(min=0.0, help="Seconds to replay; default: to the end.")] = None,
+    warmup: Annotated[
+        float,
+        typer.Option(
+            min=0.0,
+            help="Seconds of other requests first, which show the machine's speed to the prediction; 0: none. "
+            "Only with --plan.",
+        ),
+    ] = 10.0,
     out: Annotated[Path | None, typer.Option(help="Write the report here, as JSON.")] = None,
     save_requests: Annotated[
         Path | None, typer.Option(help="Write every request's times here, as a canonical trace.")
@@ -60,8 +69,9 @@ def command(
     """
     from toolkit.bench.client import Load, run
     from toolkit.bench.predict import predict
-    from toolkit.bench.report import report, request_lines
+    from toolkit.bench.report import Prediction, report, request_lines
     from toolkit.bench.target import find_target, try_out
+    from toolkit.bench.warmup import others
     from toolkit.cli.output import emit, note, progress, seconds
     from toolkit.errors import LlmctlError
     from toolkit.files.io import head, read_file, write_file
@@ -76,13 +86,20 @@ def command(
     loaded, _ = read_trace(path)
     target = find_target(url, model, api_key)
     limits = _limits(planned, target, max_new_tokens, vocab_size)
-    replayed = _excerpt(_fitted(loaded, limits, rate), start, duration)
+    whole = _fitted(loaded, limits, rate)
+    replayed = _excerpt(whole, start, duration)
     load = Load(lengths or ("hidden" if target.own else "given"), limits.output, limits.vocabulary, timeout, seed)
     try_out(target, load.lengths, limits.output)
-    predicted = predict(planned, replayed, targets) if planned else {}
     for line in replayed.notes:
         note(f"trace: {line}")
-    expected_s = predicted.get("makespan_s", float(replayed.arrival_s[-1]))
+    predicted = Prediction()
+    if planned:
+        as_fitted = predict(planned, replayed, targets)
+        count = round(warmup * as_fitted["throughput_rps"]) if target.own else 0
+        warm = _warm_up(target, others(whole, start + float(replayed.arrival_s[-1]), count), load)
+        metrics = predict(planned, replayed, targets, warm.slowdown) if warm else as_fitted
+        predicted = Prediction(metrics, as_fitted, warm)
+    expected_s = predicted.metrics.get("makespan_s", float(replayed.arrival_s[-1]))
     note(f"replaying {len(replayed):,} requests against {target.model}: about {seconds(expected_s)}")
     with progress("replaying", len(replayed)) as advance:
         replay = run(target, replayed, load, advance)
@@ -135,6 +152,23 @@ def _fitted(trace: Trace, limits: Limits, rate: float | None) -> Trace:
     return trace if rate is None else scale_rate(trace, rate)
 
 
+def _warm_up(target: Target, trace: Trace, load: Load) -> Warmup | None:
+    """Serve other requests, and say how much slower than fitted the server's batches were."""
+    from toolkit.bench.warmup import warm_up
+    from toolkit.cli.output import note, progress
+
+    if not len(trace):
+        return None
+    with progress("warming up", len(trace)) as advance:
+        warm, interrupted = warm_up(target, trace, load, advance)
+    if interrupted:
+        note("interrupted while it warmed up: nothing was measured")
+        raise typer.Exit(130)
+    if warm:
+        note(f"warm-up: batches take {warm.slowdown:.2f} times as long as fitted; the prediction takes that over")
+    return warm
+
+
 def _excerpt(trace: Trace, start: float, duration: float | None) -> Trace:
     from toolkit.traces.windows import cut
 
@@ -146,14 +180,19 @@ def _excerpt(trace: Trace, start: float, duration: float | None) -> Trace:
 def _show(result: BenchReport) -> None:
     from toolkit.cli.output import percent, table
 
+    def error(value: float | None) -> str | None:
+        return None if value is None else percent(value)
+
     if not result.predicted:
         table(["metric", ">measured"], [[row.metric, row.measured] for row in result.compared])
         return
     rows = [
-        [row.metric, row.measured, row.predicted, None if row.error_percent is None else percent(row.error_percent)]
+        [row.metric, row.measured, row.predicted, error(row.error_percent)]
+        + ([row.as_fitted, error(row.as_fitted_error_percent)] if result.warmup else [])
         for row in result.compared
     ]
-    table(["metric", ">measured", ">predicted", ">prediction's error"], rows)
+    columns = ["metric", ">measured", ">predicted", ">its error"]
+    table(columns + ([">as fitted", ">its error"] if result.warmup else []), rows)
 
 
 def _remark(result: BenchReport) -> None:

@@ -80,6 +80,8 @@ class Stats:
     generation_tokens: int = 0
     ended: Counter[str] = field(default_factory=Counter)
     batches: int = 0
+    batch_s: float = 0.0  # of batches that the law can be held against
+    predicted_batch_s: float = 0.0  # what it says of them
     extrapolated_batches: int = 0
     oom_events: int = 0
     worker_restarts: int = 0
@@ -114,7 +116,10 @@ class Stats:
             batch.size, batch.input_length, steps - law.prefill_emits_token
         )
         if expected_s > 0:
-            self.batch_ratio.observe((now_s - batch.started_s) / expected_s)
+            took_s = now_s - batch.started_s
+            self.batch_ratio.observe(took_s / expected_s)
+            self.batch_s += took_s
+            self.predicted_batch_s += expected_s
 
 
 class Gauges(NamedTuple):
@@ -157,6 +162,10 @@ class Exposition:
         yield _counter("llmctl_generation_tokens", "Tokens generated.", labels, stats.generation_tokens)
         yield _ends("llmctl_requests", "Requests that ended, and how.", "finish_reason", labels, stats.ended)
         yield _counter("llmctl_batches", "Batches that ran.", labels, stats.batches)
+        yield _counter("llmctl_batch_seconds", "Time of batches that ended well.", labels, stats.batch_s)
+        yield _counter(
+            "llmctl_predicted_batch_seconds", "What the laws say of the same.", labels, stats.predicted_batch_s
+        )
         yield _counter(
             "llmctl_extrapolated_batches", "Batches outside what was measured.", labels, stats.extrapolated_batches
         )

@@ -24,6 +24,7 @@ from toolkit.traces.types import Trace
 class World:
     """What is simulated besides the policy: the laws of a worker, how many there are, and how tokens reach clients.
 
+    `actual` is how long batches really take, where that is known to differ from `latency`, which the scheduler goes by;
     `runs_out` is the truth about the memory of static batches, which are reserved whole, and `round_runs_out` that of
     rounds, which hold what they use (None: the law is right); `max_new_tokens` is the limit of requests whose trace
     names none; `seed` that of the policy's draws. `future_memory` asks for the true peak of memory to come;
@@ -36,6 +37,7 @@ class World:
     memory: MemoryLaw
     workers: int
     max_new_tokens: int
+    actual: LatencyLaw | None = None
     runs_out: RunsOut | None = None
     round_runs_out: RunsOut | None = None
     streams: bool = True
@@ -54,7 +56,7 @@ def world_from_fit(fit: Fit, *, workers: int, max_new_tokens: int, seed: int = 0
     """
     laws = laws_from_fit(fit)
     runs_out = DrawnEdge(laws.edge, seed)
-    return World(laws.latency, laws.memory, workers, max_new_tokens, runs_out, flush_s=flush_s, seed=seed)
+    return World(laws.latency, laws.memory, workers, max_new_tokens, runs_out=runs_out, flush_s=flush_s, seed=seed)
 
 
 @dataclass(slots=True, frozen=True)
@@ -118,13 +120,14 @@ def virtual_workers(
 ) -> Sequence[VirtualWorker]:
     """The workers that run what `policy` decides, and write into `ledger`, whose order is that of `requests`."""
     number = {request.request_id: k for k, request in enumerate(requests)}
+    latency = world.actual or world.latency
     if policy.continuous:
         return [
-            RoundWorker(k, world.latency, ledger, number, world.round_runs_out, future=world.future_memory)
+            RoundWorker(k, latency, ledger, number, world.round_runs_out, future=world.future_memory)
             for k in range(world.workers)
         ]
     return [
-        SimWorker(world.latency, ledger, number, world.runs_out, streams=world.streams, flush_s=world.flush_s)
+        SimWorker(latency, ledger, number, world.runs_out, streams=world.streams, flush_s=world.flush_s)
         for _ in range(world.workers)
     ]
 

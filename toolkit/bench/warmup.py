@@ -1,0 +1,70 @@
+"""Other requests before the replay: they warm the server up, and show how fast the machine is today.
+
+A machine that others share is not as fast as it was while it was profiled. The server knows how long its batches took
+and how long its laws say they take; the ratio, over requests that are not replayed, corrects the prediction before
+anything is measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import httpx
+import numpy as np
+from prometheus_client.parser import text_string_to_metric_families
+
+from toolkit.bench.client import Load, run
+from toolkit.bench.report import Warmup
+from toolkit.bench.target import PATIENCE_S, Target
+from toolkit.errors import InputError
+from toolkit.traces.types import Trace
+
+TOOK, PREDICTED = "llmctl_batch_seconds_total", "llmctl_predicted_batch_seconds_total"
+
+
+def others(trace: Trace, after_s: float, count: int) -> Trace:
+    """`count` requests of `trace` from `after_s` on, as they arrive there; from its start again where it ends."""
+    first = int(np.searchsorted(trace.arrival_s, after_s))
+    rows = (first + np.arange(count)) % len(trace)
+    gaps_s = np.diff(trace.arrival_s[rows], prepend=trace.arrival_s[rows[:1]])
+    return replace(
+        trace,
+        arrival_s=np.cumsum(np.maximum(gaps_s, 0.0)),  # where it starts again, time goes on
+        prompt_tokens=trace.prompt_tokens[rows],
+        output_tokens=trace.output_tokens[rows],
+        max_tokens=trace.max_tokens[rows],
+    )
+
+
+def batch_seconds(target: Target) -> tuple[float, float]:
+    """Seconds of the server's batches so far, and what its laws say of them. InputError where it does not tell."""
+    url = f"{target.url}/metrics"
+    try:
+        answer = httpx.get(url, headers=target.headers, timeout=PATIENCE_S, trust_env=False)
+    except httpx.HTTPError as error:
+        raise InputError(f"{url} does not answer: {error}", "--warmup 0 does without") from error
+    found = {sample.name: sample.value for family in _families(answer) for sample in family.samples}
+    missing = sorted({TOOK, PREDICTED} - found.keys())
+    if missing:
+        raise InputError(f"{url} has no {missing[0]}", "is it llmctl's server? --warmup 0 does without")
+    return found[TOOK], found[PREDICTED]
+
+
+def _families(answer: httpx.Response):  # type: ignore[no-untyped-def]  # the parser has no types
+    return text_string_to_metric_families(answer.text) if answer.status_code == 200 else ()
+
+
+def warm_up(target: Target, trace: Trace, load: Load, on_done: Callable[[], None]) -> tuple[Warmup | None, bool]:
+    """Serve `trace`, with other prompts than the replay's; what its batches say, and whether it was interrupted.
+
+    None where no batch ended that the laws can be held against.
+    """
+    before = batch_seconds(target)
+    replay = run(target, trace, replace(load, seed=load.seed + 1), on_done)
+    took_s, predicted_s = (now - then for now, then in zip(batch_seconds(target), before, strict=True))
+    if replay.interrupted or not predicted_s > 0.0:
+        return None, replay.interrupted
+    return Warmup(
+        requests=len(trace), batch_s=took_s, predicted_batch_s=predicted_s, slowdown=took_s / predicted_s
+    ), False
