@@ -2,13 +2,13 @@
 
     python bench/past_future_table1.py [--seeds 5] [--processes 2] [--json] [--markdown docs/results.md]
 
-The settings are those of the authors' artifact: 120,000 tokens, 3,000 requests that all wait from the start, lengths
-uniform between the bounds below, an attempt to admit every 10 steps and 32,768 prompt tokens, prefill free, and the end
-when the last request has been admitted. Two things there are not what a server would do, and are switched on here:
-- `overfill`: a newcomer needs no room at the moment, only the policy's consent, and one who was evicted is counted by
-  his prompt alone; so he comes back at the next attempt and is evicted again one step later. It matters to evictions
-  only: at a watermark of 99 % on D2 they are 67 % without it, and at 125 % overcommit 4 %.
-- D2's outputs go to 5,000 tokens while schedulers are told 4,096. Only `conservative` goes by that number here.
+The world is `unit-step` of `llmctl simulate`, so each row is also a command; the first trace and row of D3:
+
+    llmctl trace generate --out D3.jsonl --backlog 3000 --prompt uniform:2048:4096 --output uniform:32:4096 --seed 0
+    llmctl simulate --trace D3.jsonl --fit unit-step --set capacity_tokens=120000 --policy past-future-oracle --seed 0
+
+3,000 requests all wait from the start, lengths are uniform between the bounds below. `conservative` is told throughout
+that outputs end at 4,096 tokens; for D2, where they end at 5,000, the others are told so: `--max-new-tokens 5000`.
 The exit status is 1 if a row is outside the tolerances.
 """
 
@@ -24,16 +24,13 @@ from pathlib import Path
 
 import numpy as np
 
-from toolkit.estimators.laws import unit_step
-from toolkit.estimators.memory import ZetaMemory
-from toolkit.sched.policies import make_policy
 from toolkit.sched.policies.parameters import Value
-from toolkit.sim.api import World, simulate
-from toolkit.traces.types import Trace
+from toolkit.sim.api import simulate
+from toolkit.sim.worlds import TABLE_1_LIMIT, make_world, policy_for
+from toolkit.traces.generate import backlog
+from toolkit.traces.lengths import Lengths
 
-CAPACITY_TOKENS = 120_000
 REQUESTS = 3_000
-TOLD_LIMIT = 4_096
 MEASURES = (
     "decoding_steps",
     "consumed_memory_percent",
@@ -47,9 +44,9 @@ LENGTHS = {  # (input), (output), bounds included
 }
 METHODS: dict[str, tuple[str, dict[str, Value]]] = {
     "theoretical optimum": ("past-future-oracle", {}),
-    "Past-Future, reserved 3 %": ("past-future", {"reserve": 0.03, "initial_count": 500}),
-    "Past-Future, reserved 5 %": ("past-future", {"reserve": 0.05, "initial_count": 500}),
-    "Past-Future, reserved 10 %": ("past-future", {"reserve": 0.10, "initial_count": 500}),
+    "Past-Future, reserved 3 %": ("past-future", {"reserve": 0.03}),
+    "Past-Future, reserved 5 %": ("past-future", {"reserve": 0.05}),
+    "Past-Future, reserved 10 %": ("past-future", {"reserve": 0.10}),
     "aggressive, watermark 99 %": ("aggressive", {"watermark": 0.99}),
     "aggressive, watermark 95 %": ("aggressive", {"watermark": 0.95}),
     "aggressive, watermark 90 %": ("aggressive", {"watermark": 0.90}),
@@ -132,25 +129,10 @@ def simulated(data: str, method: str, seed: int, requests: int = REQUESTS) -> di
     """The measures of one run."""
     inputs, outputs = LENGTHS[data]
     policy, parameters = METHODS[method]
-    limit = TOLD_LIMIT if policy == "conservative" else max(TOLD_LIMIT, outputs[1])
-    rng = np.random.default_rng(seed)
-    trace = Trace(
-        arrival_s=np.zeros(requests),
-        prompt_tokens=rng.integers(*inputs, requests, endpoint=True),
-        output_tokens=rng.integers(*outputs, requests, endpoint=True),
-        max_tokens=np.full(requests, limit),
-    )
-    world = World(
-        unit_step(),
-        ZetaMemory(CAPACITY_TOKENS),
-        workers=1,
-        max_new_tokens=limit,
-        seed=seed,
-        future_memory=True,
-        drain=False,
-        limits_hold=False,
-    )
-    counters = simulate(trace, make_policy(policy, parameters | {"overfill": True}), world).counters
+    limit = TABLE_1_LIMIT if policy == "conservative" else max(TABLE_1_LIMIT, outputs[1])
+    trace = backlog(requests, Lengths("uniform", *inputs), Lengths("uniform", *outputs), seed)
+    world = make_world(None, {}, max_new_tokens=limit, seed=seed)
+    counters = simulate(trace, policy_for(None, policy, parameters), world).counters
     return {measure: counters[measure] for measure in MEASURES}
 
 

@@ -6,6 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from toolkit.sim.api import simulate
+from toolkit.sim.worlds import make_world, policy_for
+from toolkit.traces.generate import backlog
+from toolkit.traces.lengths import Lengths
+
 BENCH = Path(__file__).parents[1] / "bench" / "past_future_table1.py"
 
 
@@ -41,10 +46,9 @@ def test_a_row_is_the_papers(bench, data, method):
         assert ours["evicted_percent"] == pytest.approx(paper["evicted_percent"], abs=6)
 
 
-def test_without_overfilling_memory_is_never_passed(bench):
-    parameters = {"watermark": 0.99, "interval_steps": 10}
-    trace = bench.Trace(*(bench.np.zeros(100),), *(bench.np.full(100, 3000),) * 3)
-    world = bench.World(bench.unit_step(), bench.ZetaMemory(bench.CAPACITY_TOKENS), 1, 4096)
-    counters = bench.simulate(trace, bench.make_policy("aggressive", parameters), world).counters
+def test_without_overfilling_memory_is_never_passed():
+    trace = backlog(100, Lengths("fixed", 3000), Lengths("fixed", 3000), seed=0)
+    policy = policy_for(None, "aggressive", {"watermark": 0.99, "overfill": False})
+    counters = simulate(trace, policy, make_world(None, {"drain": True})).counters
     assert counters["evicted_percent"] > 0
     assert 95 < counters["peak_memory_percent"] <= 100

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from toolkit.errors import InputError
-from toolkit.traces.generate import Arrivals, draw_arrivals, generate
-from toolkit.traces.lengths import Lengths, parse_lengths
+from toolkit.traces.generate import Arrivals, backlog, draw_arrivals, generate, limited
+from toolkit.traces.lengths import Lengths, parse_lengths, usual_longest
 
 SCLS_PROMPT, SCLS_OUTPUT = Lengths("lognormal", 400, 1.0, 1024), Lengths("lognormal", 120, 0.75, 1024)
 
@@ -102,3 +102,21 @@ def test_impossible_arrivals_are_refused(build):
 def test_an_impossible_duration_is_refused(duration_s):
     with pytest.raises(InputError, match="cannot last"):
         generate(Arrivals(1), duration_s, SCLS_PROMPT, SCLS_OUTPUT, seed=0)
+
+
+def test_a_backlog_waits_from_the_start():
+    trace = backlog(300, Lengths("uniform", 2048, 4096), Lengths("uniform", 32, 34), seed=0)
+    assert trace.arrival_s.tolist() == [0.0] * 300
+    assert set(trace.output_tokens.tolist()) == {32, 33, 34}
+    assert limited(trace, 4096).max_tokens.tolist() == [4096] * 300
+
+
+def test_a_limit_below_the_outputs_is_refused():
+    trace = backlog(3, Lengths("fixed", 5), Lengths("fixed", 5000), seed=0)
+    with pytest.raises(InputError, match="outputs reach 5000 tokens, above --max-tokens 4096"):
+        limited(trace, 4096)
+
+
+def test_lengths_with_a_bound_of_their_own_are_not_clipped_unasked():
+    assert usual_longest("uniform:32:4096") > 4096
+    assert usual_longest("lognormal:400:1") == 1024

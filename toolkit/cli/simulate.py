@@ -1,50 +1,59 @@
-"""`llmctl simulate`: one trace, one policy, fitted laws; no model, no device."""
+"""`llmctl simulate`: one trace, one policy, fitted laws or the token-step world; no model, no device."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from toolkit.cli.arguments import JsonOption, SetOption, SlaOption, parse_settings, parse_sla
+from toolkit.cli.stage import (
+    FitLengthsOption,
+    FitOption,
+    MaxNewTokensOption,
+    SeedOption,
+    TraceOption,
+    WorkersOption,
+    open_stage,
+    refusal_notes,
+    world_notes,
+)
 
 
 def command(
-    trace: Annotated[str, typer.Option(help="A trace file, or the name of a shipped trace.")] = "chat-small",
-    fit: Annotated[Path, typer.Option(help="The fit of the engine that is simulated.")] = Path("fit.json"),
+    trace: TraceOption = "chat-small",
+    fit: FitOption = "fit.json",
     policy: Annotated[str, typer.Option(help="The policy; see docs/policies.md.")] = "slice",
     settings: SetOption = None,
     sla: SlaOption = None,
-    workers: Annotated[int | None, typer.Option(min=1, help="Workers; default: as profiled.")] = None,
+    workers: WorkersOption = None,
     rate: Annotated[float | None, typer.Option(help="Scale arrivals to this many requests per second.")] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Limit of requests whose trace names none.")] = 256,
-    fit_lengths: Annotated[bool, typer.Option(help="Scale lengths into the model's context first.")] = True,
-    seed: Annotated[int, typer.Option(help="Seed of the memory edge's draws.")] = 0,
+    max_new_tokens: MaxNewTokensOption = None,
+    fit_lengths: FitLengthsOption = True,
+    seed: SeedOption = 0,
     as_json: JsonOption = False,
 ) -> None:
     """Run a trace through a policy by the fitted laws, and print what it would give.
 
-    The keys of --json are the metrics with their units: throughput_rps, ttft_p99_s, batch_size_mean, ...
+    The keys of --json are the metrics with their units: throughput_rps, ttft_p99_s, batch_size_mean, ... With --fit
+    unit-step a second is a decode step, as in Past-Future's Table 1; see docs/simulating.md.
     """
     from toolkit.cli.output import emit, note, table
-    from toolkit.files.fit import Fit
-    from toolkit.files.io import read_file
-    from toolkit.sched.policies import make_policy
-    from toolkit.sim.api import simulate, world_from_fit
-    from toolkit.traces.read import read_trace
-    from toolkit.traces.scale import scale_lengths, scale_rate
-    from toolkit.traces.shipped import trace_path
+    from toolkit.sim.api import simulate
+    from toolkit.sim.worlds import check_capacity, make_world, policy_for, split_settings
+    from toolkit.traces.scale import scale_rate
 
-    fitted = read_file(Fit, fit)
-    requests, _ = read_trace(trace_path(trace))
-    if fit_lengths:
-        requests = scale_lengths(requests, fitted.engine.max_model_len, max_new_tokens)
-    if rate is not None:
-        requests = scale_rate(requests, rate)
+    of_world, of_policy = split_settings(policy, parse_settings(settings))
+    targets = parse_sla(sla)
+    stage = open_stage(trace, fit, max_new_tokens, fit_lengths)
+    requests = stage.trace if rate is None else scale_rate(stage.trace, rate)
+    chosen = policy_for(stage.fit, policy, of_policy)
+    world = make_world(stage.fit, of_world, workers=workers or 0, max_new_tokens=max_new_tokens or 0, seed=seed)
+    check_capacity(of_world, world, requests)
     for line in requests.notes:
         note(f"trace: {line}")
-    chosen = make_policy(policy, parse_settings(settings))
-    world = world_from_fit(fitted, workers=workers or fitted.workers, max_new_tokens=max_new_tokens, seed=seed)
-    metrics = simulate(requests, chosen, world).metrics(parse_sla(sla))
+    result = simulate(requests, chosen, world)
+    metrics = result.metrics(targets)
+    for line in [*refusal_notes(result.refusals), *world_notes(world, metrics)]:
+        note(line)
     emit(as_json, metrics, lambda: table(["metric", "value"], list(metrics.items()), title=f"policy '{policy}'"))

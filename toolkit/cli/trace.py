@@ -95,19 +95,31 @@ def generate(
         str, typer.Option(help="lognormal:MEDIAN:SIGMA, uniform:LOW:HIGH, pareto:LOW:ALPHA or fixed:TOKENS.")
     ] = "lognormal:400:1",
     output: Annotated[str, typer.Option(help="The same for output lengths.")] = "lognormal:120:0.75",
-    longest: Annotated[int, typer.Option(min=1, help="Clip lengths to this many tokens.")] = 1024,
+    longest: Annotated[
+        int | None,
+        typer.Option(min=1, help="Clip lengths to this many tokens; default: 1024 for lognormal and pareto."),
+    ] = None,
+    max_tokens: Annotated[int, typer.Option(min=0, help="The limit that clients set; 0: none.")] = 0,
+    all_at_once: Annotated[
+        int | None,
+        typer.Option("--backlog", min=1, help="So many requests, all at 0 s, instead of --rate and --duration."),
+    ] = None,
     seed: SeedOption = 0,
     as_json: JsonOption = False,
 ) -> None:
     """Write a synthetic trace. The defaults are the SCLS paper's setting, as far as it is known."""
-    from toolkit.traces.generate import Arrivals
+    from toolkit.traces.generate import Arrivals, backlog, limited
     from toolkit.traces.generate import generate as synthesize
-    from toolkit.traces.lengths import parse_lengths
+    from toolkit.traces.lengths import parse_lengths, usual_longest
     from toolkit.traces.write import write_trace
 
-    made = synthesize(
-        Arrivals(rate, cv), duration, parse_lengths(prompt, longest), parse_lengths(output, longest), seed
-    )
+    prompts, outputs = (parse_lengths(text, longest or usual_longest(text)) for text in (prompt, output))
+    if all_at_once is not None:
+        made = backlog(all_at_once, prompts, outputs, seed)
+    else:
+        made = synthesize(Arrivals(rate, cv), duration, prompts, outputs, seed)
+    if max_tokens:
+        made = limited(made, max_tokens)
     write_trace(made, out)
     _wrote(made, out, as_json)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from toolkit.estimators.edge import MemoryEdge, uniform_draw
 from toolkit.estimators.load import laws_from_fit
@@ -12,10 +13,11 @@ from toolkit.files.fit import Fit
 from toolkit.metrics import Served, sla_ratios, summarize
 from toolkit.sched.protocols import LatencyLaw, MemoryLaw, Oracle, Policy
 from toolkit.sched.scheduler import Scheduler
-from toolkit.sched.types import Request, Worker
+from toolkit.sched.types import Refusal, Request, Worker
 from toolkit.sim.continuous import RoundWorker
 from toolkit.sim.ledger import Ledger, RunsOut
 from toolkit.sim.loop import VirtualWorker, run
+from toolkit.sim.validity import CountingRoundWorker, CountingSimWorker, Validity
 from toolkit.sim.worker import SimWorker
 from toolkit.traces.types import Trace
 
@@ -30,7 +32,8 @@ class World:
     names none; `seed` that of the policy's draws. `future_memory` asks for the true peak of memory to come;
     without `drain` the simulation stops when the last request has been admitted. Where limits do not hold, outputs may
     be longer than the limits that the policy sees, as they are in Past-Future's Table 1. `believed` is the latency law
-    that the scheduler knows, where it is not the one that holds.
+    that the scheduler knows, where it is not the one that holds. `valid` is where the laws were measured; None: they
+    hold everywhere.
     """
 
     latency: LatencyLaw
@@ -47,6 +50,7 @@ class World:
     drain: bool = True
     limits_hold: bool = True
     believed: LatencyLaw | None = None
+    valid: Validity | None = None
 
 
 def world_from_fit(fit: Fit, *, workers: int, max_new_tokens: int, seed: int = 0, flush_s: float = 0.0) -> World:
@@ -55,8 +59,16 @@ def world_from_fit(fit: Fit, *, workers: int, max_new_tokens: int, seed: int = 0
     The edge was probed with static batches; no engine that runs rounds has been probed yet.
     """
     laws = laws_from_fit(fit)
-    runs_out = DrawnEdge(laws.edge, seed)
-    return World(laws.latency, laws.memory, workers, max_new_tokens, runs_out=runs_out, flush_s=flush_s, seed=seed)
+    return World(
+        laws.latency,
+        laws.memory,
+        workers,
+        max_new_tokens,
+        runs_out=DrawnEdge(laws.edge, seed),
+        flush_s=flush_s,
+        seed=seed,
+        valid=Validity.of(fit),
+    )
 
 
 @dataclass(slots=True, frozen=True)
@@ -72,10 +84,11 @@ class DrawnEdge:
 
 @dataclass(slots=True, frozen=True)
 class SimResult:
-    """The requests' times, and the counts that only a simulation knows."""
+    """The requests' times, the counts that only a simulation knows, and who can never be served."""
 
     served: Served
     counters: dict[str, float]
+    refusals: Sequence[Refusal] = ()
 
     def metrics(self, sla: Mapping[str, float]) -> dict[str, float]:
         """All metrics by name, the unit in the name."""
@@ -111,8 +124,8 @@ def simulate(trace: Trace, policy: Policy, world: World) -> SimResult:
     ledger = Ledger(trace.arrival_s.tolist(), outputs, world.workers)
     workers = [Worker(k, world.believed or world.latency, world.memory) for k in range(world.workers)]
     scheduler = Scheduler(policy, workers, seed=world.seed)
-    refused = run(scheduler, requests, virtual_workers(policy, world, ledger, requests), drain=world.drain)
-    return SimResult(ledger.served(), counters(ledger, len(refused), world.memory.usable_tokens))
+    refusals = run(scheduler, requests, virtual_workers(policy, world, ledger, requests), drain=world.drain)
+    return SimResult(ledger.served(), counters(ledger, len(refusals), world.memory.usable_tokens), refusals)
 
 
 def virtual_workers(
@@ -121,46 +134,57 @@ def virtual_workers(
     """The workers that run what `policy` decides, and write into `ledger`, whose order is that of `requests`."""
     number = {request.request_id: k for k, request in enumerate(requests)}
     latency = world.actual or world.latency
+    valid = world.valid
+    if valid is not None and valid.holds(requests, ledger.output_tokens):
+        valid = None  # nothing to count
     if policy.continuous:
+        rounds = RoundWorker if valid is None else partial(CountingRoundWorker, valid)
         return [
-            RoundWorker(k, latency, ledger, number, world.round_runs_out, future=world.future_memory)
+            rounds(k, latency, ledger, number, world.round_runs_out, future=world.future_memory)
             for k in range(world.workers)
         ]
+    batches = SimWorker if valid is None else partial(CountingSimWorker, valid)
     return [
-        SimWorker(latency, ledger, number, world.runs_out, streams=world.streams, flush_s=world.flush_s)
+        batches(latency, ledger, number, world.runs_out, streams=world.streams, flush_s=world.flush_s)
         for _ in range(world.workers)
     ]
 
 
 def counters(ledger: Ledger, refused: int, usable_tokens: int) -> dict[str, float]:
-    """What is counted besides the requests' times, by name with the unit in it.
+    """What is counted besides the requests' times, by name with the unit in it; of all policies, but `rounds`.
 
     A batch of a continuous worker is a prefill of those who enter; its size is the mean number of residents.
     """
-    batches, requests = max(ledger.batches, 1), max(sum(ledger.ok), 1)
-    makespan_s = max(ledger.completed_s, default=0.0)
+    batches, requests, steps = max(ledger.batches, 1), max(sum(ledger.ok), 1), max(ledger.decoding_steps, 1)
     found = {
         "refused": float(refused),
+        "unfinished": float(len(ledger.ok) - sum(ledger.ok) - refused),
         "batches": float(ledger.batches),
-        "batch_size_mean": ledger.row_steps / max(ledger.decoding_steps, 1) if ledger.rounds else ledger.rows / batches,
+        "batch_size_mean": ledger.row_steps / steps if ledger.rounds else ledger.rows / batches,
         "slices_per_request": ledger.rows / requests,
         "pad_tokens_per_request": ledger.pad_tokens / requests,
         "invalid_tokens_per_request": ledger.invalid_tokens / requests,
         "early_return_percent": 100.0 * ledger.early_returns / batches,
         "decoding_steps": float(ledger.decoding_steps),
         "oom_percent": 100.0 * ledger.oom_batches / (batches + ledger.oom_batches),
-        "completion_time_std_s": statistics.pstdev(ledger.completed_s),
-        "utilisation_percent": 100.0 * statistics.fmean(ledger.busy_s) / makespan_s if makespan_s else 0.0,
+        "evicted_percent": 100.0 * ledger.evictions / requests,
+        "consumed_memory_percent": 100.0 * ledger.memory_token_steps / steps / usable_tokens,
+        "peak_memory_percent": 100.0 * ledger.peak_tokens / usable_tokens,
+        "extrapolated_batches_percent": 100.0 * ledger.extrapolated / max(ledger.rounds or ledger.batches, 1),
     }
-    for k, busy_s in enumerate(ledger.busy_s):
-        found[f"utilisation_worker_{k}_percent"] = 100.0 * busy_s / makespan_s if makespan_s else 0.0
     if ledger.rounds:
-        steps = max(ledger.decoding_steps, 1)
         found["rounds"] = float(ledger.rounds)
-        found["evicted_percent"] = 100.0 * ledger.evictions / requests
-        found["consumed_memory_percent"] = 100.0 * ledger.memory_token_steps / steps / usable_tokens
-        found["peak_memory_percent"] = 100.0 * ledger.peak_tokens / usable_tokens
     if ledger.attempts:
         future = ledger.future_token_attempts / ledger.attempts
         found["future_required_memory_percent"] = 100.0 * future / usable_tokens
-    return found
+    return found | _of_workers(ledger)
+
+
+def _of_workers(ledger: Ledger) -> dict[str, float]:
+    """How evenly, and how much, the workers worked; CT STD is the SCLS paper's."""
+    makespan_s = max(ledger.completed_s, default=0.0)
+    shares = [100.0 * busy_s / makespan_s if makespan_s else 0.0 for busy_s in ledger.busy_s]
+    return {
+        "completion_time_std_s": statistics.pstdev(ledger.completed_s),
+        "utilisation_percent": statistics.fmean(shares),
+    } | {f"utilisation_worker_{k}_percent": share for k, share in enumerate(shares)}

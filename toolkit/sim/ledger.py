@@ -30,13 +30,14 @@ class Ledger:
     decoding_steps: int = 0
     early_returns: int = 0
     oom_batches: int = 0
+    extrapolated: int = 0  # batches or rounds outside the range that the laws were measured in
+    memory_token_steps: int = 0  # tokens in the cache, padding included, summed over decode steps
+    peak_tokens: int = 0  # the most tokens in one worker's cache
+    attempts: int = 0  # static batches, or attempts to admit for which the peak to come was asked for
+    future_token_attempts: int = 0  # that peak, by the true lengths, summed over them
     evictions: int = 0
     rounds: int = 0  # of continuous workers, as are those below
     row_steps: int = 0  # residents, summed over decode steps
-    memory_token_steps: int = 0  # tokens in the cache, summed over decode steps
-    peak_tokens: int = 0  # the most tokens in one worker's cache
-    attempts: int = 0  # attempts to admit for which the peak to come is known: only where it is asked for
-    future_token_attempts: int = 0  # that peak, by the true lengths, summed over them
     busy_s: list[float] = field(init=False)
     completed_s: list[float] = field(init=False)
 

@@ -81,8 +81,16 @@ def run(
             break
     refused += scheduler.take_refusals()
     if scheduler.jobs:
-        raise SimulationStalledError(
-            f"the simulation stalled with {scheduler.jobs} of {count} requests waiting and nothing running",
-            f"policy '{scheduler.policy.name}' never batches them; check its parameters against the fitted memory",
-        )
+        raise _stalled(scheduler, count, now_s)
     return refused
+
+
+def _stalled(scheduler: Scheduler, count: int, now_s: float) -> SimulationStalledError:
+    """What the scheduler left in which state; at infinity nothing would ever have happened again."""
+    when = "" if now_s == math.inf else f" at {now_s:.6g} s"
+    running, memory = scheduler.running_jobs, max(worker.capacity_tokens for worker in scheduler.workers)
+    return SimulationStalledError(
+        f"the simulation stalled{when}: {scheduler.jobs:,} of {count:,} requests have not ended, "
+        f"{scheduler.waiting_jobs:,} wait and {running:,} run; a worker's memory holds {memory:,} tokens",
+        f"policy '{scheduler.policy.name}' starts nothing; check its parameters against that memory",
+    )

@@ -99,6 +99,11 @@ class SimWorker:
         ledger.pad_tokens += size * batch.input_length - sum([job.length for job in batch.jobs])
         ledger.invalid_tokens += size * ran - sum(generated)
         ledger.early_returns += ran < batch.steps
+        peak = size * (batch.input_length + ran)
+        ledger.memory_token_steps += ran * peak - size * (ran * (ran - 1) // 2)
+        ledger.peak_tokens = max(ledger.peak_tokens, peak)
+        ledger.attempts += 1
+        ledger.future_token_attempts += peak
 
     def _stamp(
         self,

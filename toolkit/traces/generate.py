@@ -65,6 +65,27 @@ def generate(arrivals: Arrivals, duration_s: float, prompt: Lengths, output: Len
     return Trace(arrival_s, prompts, outputs, np.zeros(count, dtype=np.int64), "generated", (note,))
 
 
+def backlog(count: int, prompt: Lengths, output: Lengths, seed: int) -> Trace:
+    """`count` requests that all arrive at 0 s. The same arguments give the same trace."""
+    if count < 1:
+        raise InputError(f"a backlog of {count} requests is not possible", "give at least 1")
+    rng = np.random.default_rng(seed)
+    prompts, outputs = prompt.draw(rng, count), output.draw(rng, count)
+    note = f"generated: a backlog of {count} requests, prompts {prompt}, outputs {output}, seed {seed}"
+    return Trace(np.zeros(count), prompts, outputs, np.zeros(count, dtype=np.int64), "generated", (note,))
+
+
+def limited(trace: Trace, max_tokens: int) -> Trace:
+    """The same requests with a limit that their clients set; `InputError` where an output is longer."""
+    longest = int(trace.output_tokens.max())
+    if longest > max_tokens:
+        raise InputError(
+            f"outputs reach {longest} tokens, above --max-tokens {max_tokens}: readers drop such rows",
+            "leave --max-tokens out, and give the limit to `simulate --max-new-tokens`",
+        )
+    return replace(trace, max_tokens=np.full(len(trace), max_tokens, dtype=np.int64))
+
+
 def draw_arrivals(trace: Trace, arrivals: Arrivals, seed: int) -> Trace:
     """The same requests in the same order with drawn arrival times: for traces that have none."""
     gaps = arrivals.gaps(np.random.default_rng(seed), len(trace) - 1)

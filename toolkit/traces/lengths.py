@@ -11,6 +11,8 @@ from numpy.typing import NDArray
 from toolkit.errors import InputError, nearest
 
 LONGEST = 2**31 - 1
+USUAL_LONGEST = 1024  # tokens, the SCLS paper's bound
+BOUNDED = {"uniform", "fixed"}
 FORMS = {"lognormal": "MEDIAN:SIGMA", "uniform": "LOW:HIGH", "pareto": "LOW:ALPHA", "fixed": "TOKENS"}
 
 
@@ -68,3 +70,8 @@ def parse_lengths(text: str, longest: int = LONGEST) -> Lengths:
     if len(numbers) != wanted:
         raise InputError(f"'{text}' has {len(numbers)} numbers, not {wanted}", f"give {kind}:{FORMS[kind]}")
     return Lengths(kind, numbers[0], numbers[1] if wanted == 2 else 0.0, longest)
+
+
+def usual_longest(text: str) -> int:
+    """Where to clip a distribution when nobody says: not at all where it has a bound of its own."""
+    return LONGEST if text.partition(":")[0] in BOUNDED else USUAL_LONGEST

@@ -61,7 +61,7 @@ def parameters(policy: Policy) -> dict[str, Value]:
 def validate(policy: Policy) -> None:
     """For `__post_init__`: every parameter has its type and is within its limits, or `InputError`."""
     for f in fields(policy):  # type: ignore[arg-type]
-        _check(f"policy '{policy.name}'", f.name, type(f.default), getattr(policy, f.name), f.metadata["knob"])
+        check(f"policy '{policy.name}'", f.name, type(f.default), getattr(policy, f.name), f.metadata["knob"])
 
 
 def checked_names(policy: type[Policy], given: dict[str, Value]) -> dict[str, Value]:
@@ -73,8 +73,9 @@ def checked_names(policy: type[Policy], given: dict[str, Value]) -> dict[str, Va
     return given
 
 
-def _check(policy: str, name: str, kind: type, value: Value, limits: Knob) -> None:
-    where = f"{policy}: {name} is {value!r}"
+def check(owner: str, name: str, kind: type, value: Value, limits: Knob) -> None:
+    """`InputError`, naming whose parameter it is, where a value is not of its type or not within its limits."""
+    where = f"{owner}: {name} is {value!r}"
     if limits.choices:
         if value not in limits.choices:
             raise InputError(f"{where}; it is one of {', '.join(limits.choices)}", limits.doc)

@@ -1,0 +1,185 @@
+"""The worlds and their settings, told apart from policies' and checked; the token-step world by the command alone."""
+
+import json
+from dataclasses import fields, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import samples
+
+from toolkit.cli import main
+from toolkit.errors import InputError
+from toolkit.files.fit import Range
+from toolkit.files.io import write_file
+from toolkit.sched.policies import POLICIES, make_policy
+from toolkit.sched.policies.parameters import knobs
+from toolkit.sched.types import Decision, Request
+from toolkit.sim.api import World, simulate
+from toolkit.sim.loop import SimulationStalledError
+from toolkit.sim.validity import Validity, extrapolation_warning
+from toolkit.sim.worlds import WorldSettings, make_world, policy_for, split_settings
+from toolkit.traces.generate import backlog
+from toolkit.traces.lengths import Lengths
+from toolkit.traces.types import Trace
+from toolkit.traces.write import write_trace
+
+
+def llmctl(*words: object) -> int:
+    with pytest.raises(SystemExit) as caught:
+        main.run([str(word) for word in words])
+    assert isinstance(caught.value.code, int)
+    return caught.value.code
+
+
+def trace_of(prompts: list[int], outputs: list[int]) -> Trace:
+    return Trace(np.zeros(len(prompts)), np.array(prompts), np.array(outputs), np.zeros(len(prompts), np.int64))
+
+
+@pytest.fixture
+def fit_file(tmp_path: Path) -> Path:
+    write_file(samples.fit(), tmp_path / "fit.json")
+    return tmp_path / "fit.json"
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_no_policy_has_a_parameter_named_like_the_worlds(policy: str) -> None:
+    assert not {f.name for f in fields(WorldSettings)} & knobs(POLICIES[policy]).keys()
+
+
+def test_settings_are_told_apart() -> None:
+    given = {"capacity_tokens": 9, "reserve": 0.1}
+    assert split_settings("past-future", given) == ({"capacity_tokens": 9}, {"reserve": 0.1})
+    with pytest.raises(InputError, match="neither policy 'past-future' nor the world has a setting 'watermark'"):
+        split_settings("past-future", {"watermark": 0.9})
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"capacity_tokens": -1}, "world: capacity_tokens is -1; the limit is at least 0"),
+        ({"capacity_tokens": 1.5}, "world: capacity_tokens is 1.5; it is a whole number"),
+        ({"drain": 1}, "world: drain is 1; it is true or false"),
+    ],
+)
+def test_a_setting_that_cannot_be_is_named(given: dict[str, float], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        make_world(None, given)
+
+
+def test_the_token_step_world_has_the_artifacts_parameters_unless_told() -> None:
+    assert policy_for(None, "past-future", {}).initial_count == 500
+    assert not policy_for(None, "past-future", {"overfill": False}).overfill
+    assert not policy_for(samples.fit(), "past-future", {}).overfill
+
+
+def test_a_capacity_set_over_a_fit_holds_for_policy_and_edge() -> None:
+    world = make_world(samples.fit(capacity_tokens=8192, zeta_std=1e-9), {"capacity_tokens": 1000})
+    assert world.memory.usable_tokens == 900
+    assert world.runs_out is not None
+    assert world.runs_out(0, 2, 400, 100)
+
+
+def test_simulate_alone_gives_a_row_of_table_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace = tmp_path / "D3.jsonl"
+    lengths = ["--prompt", "uniform:2048:4096", "--output", "uniform:32:4096"]
+    assert llmctl("trace", "generate", "--out", trace, "--backlog", 300, *lengths, "--max-tokens", 4096) == 0
+    capsys.readouterr()
+    setting = ["--fit", "unit-step", "--set", "capacity_tokens=120000", "--json"]
+    assert llmctl("simulate", "--trace", trace, "--policy", "past-future", "--set", "reserve=0.1", *setting) == 0
+    found = json.loads(capsys.readouterr().out)
+    in_python = backlog(300, Lengths("uniform", 2048, 4096), Lengths("uniform", 32, 4096), seed=0)
+    policy = policy_for(None, "past-future", {"reserve": 0.1})
+    expected = simulate(in_python, policy, make_world(None, {})).metrics({})
+    assert found == expected
+    assert 80 < found["consumed_memory_percent"] < found["future_required_memory_percent"] < 92
+    assert found["unfinished"] == found["failed"] > 0
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_policy_has_every_metric(policy: str) -> None:
+    rng = np.random.default_rng(0)
+    trace = trace_of(rng.integers(1, 200, 60).tolist(), rng.integers(1, 60, 60).tolist())
+    metrics = simulate(trace, make_policy(policy, {}), make_world(samples.fit(), {})).metrics({"ttft_p99_s": 1.0})
+    wanted = {
+        "throughput_rps", "goodput_rps", "sla_attainment_percent", "decoding_steps", "consumed_memory_percent",
+        "future_required_memory_percent", "evicted_percent", "pad_tokens_per_request", "invalid_tokens_per_request",
+        "batch_size_mean", "slices_per_request", "completion_time_std_s", "utilisation_worker_1_percent", "refused",
+        "extrapolated_batches_percent", "oom_percent", "peak_memory_percent",
+    }  # fmt: skip
+    wanted |= {f"{name}_{stat}_s" for name in ("ttft", "tpot", "mtpot", "e2e") for stat in ("p50", "p99")}
+    assert wanted - metrics.keys() == set()
+    assert 0 < metrics["consumed_memory_percent"] <= metrics["future_required_memory_percent"]
+    assert metrics["consumed_memory_percent"] <= metrics["peak_memory_percent"]
+
+
+def test_a_static_batch_holds_its_padding_and_grows_to_its_longest_output() -> None:
+    world = make_world(samples.fit(capacity_tokens=1000, zeta_std=0.0), {}, workers=1)
+    counters = simulate(trace_of([100, 60], [3, 2]), make_policy("sequence", {}), world).counters
+    assert counters["decoding_steps"] == 3
+    assert counters["consumed_memory_percent"] == pytest.approx(100 * 2 * (101 + 102 + 103) / 3 / 900)
+    assert counters["future_required_memory_percent"] == pytest.approx(100 * 2 * 103 / 900)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_batches_outside_the_fit_are_counted(policy: str) -> None:
+    valid = Validity(Range(batch_size_max=8, length_max=100), Range(batch_size_max=8, length_max=300))
+    world = replace(make_world(samples.fit(), {}, workers=1), valid=valid)
+    for prompt, output, outside in [(90, 20, False), (101, 20, True), (90, 240, True)]:
+        counters = simulate(trace_of([prompt], [output]), make_policy(policy, {}), world).counters
+        assert (counters["extrapolated_batches_percent"] > 0) == outside
+
+
+def test_what_cannot_leave_the_range_is_not_watched() -> None:
+    valid = Validity(Range(batch_size_max=2, length_max=10), Range(batch_size_max=2, length_max=10))
+    requests = [Request(str(k), 0.0, 5, 5) for k in range(3)]
+    assert valid.holds(requests[:2], [5, 5])
+    assert not valid.holds(requests, [5, 5, 5])
+    assert not valid.holds(requests[:2], [5, 6])
+
+
+def test_simulate_warns_of_extrapolation_and_counts_the_rejected(
+    fit_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_trace(trace_of([600, 9000, 20], [10, 10, 10]), tmp_path / "trace.jsonl")
+    words = ["simulate", "--trace", tmp_path / "trace.jsonl", "--fit", fit_file, "--no-fit-lengths", "--json"]
+    assert llmctl(*words) == 0
+    out, err = capsys.readouterr()
+    found = json.loads(out)
+    assert (found["refused"], found["requests"]) == (1, 3)
+    assert "1 request rejected; for example number 2: prompt + max_tokens is 9256 tokens" in err
+    assert "warning: 100 % of the batches are outside what the fit measured" in err
+
+
+def test_nothing_extrapolated_nothing_said() -> None:
+    valid = Validity(Range(batch_size_max=2, length_max=10), Range(batch_size_max=2, length_max=10))
+    assert extrapolation_warning(0.0, valid) == ""
+
+
+def test_a_capacity_below_the_longest_prompt_is_one_line(
+    fit_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_trace(trace_of([500, 20], [10, 10]), tmp_path / "trace.jsonl")
+    words = ["simulate", "--trace", tmp_path / "trace.jsonl", "--set", "capacity_tokens=400"]
+    for fit in (fit_file, "unit-step"):
+        assert llmctl(*words, "--fit", fit, "--no-fit-lengths") == 2
+        line, hint = capsys.readouterr().err.splitlines()
+        assert "capacity_tokens is 400" in line
+        assert "longest prompt has 500 tokens" in line
+        assert hint.startswith("hint: give more")
+
+
+def test_a_stalled_simulation_names_its_state() -> None:
+    class Idle:
+        name = "idle"
+        continuous = False
+
+        def route(self, view, now_s):
+            return None
+
+        def plan(self, view, now_s):
+            return Decision()
+
+    world: World = make_world(samples.fit(), {})
+    with pytest.raises(SimulationStalledError, match=r"2 of 2 requests have not ended, 2 wait and 0 run; a worker's"):
+        simulate(trace_of([5, 6], [7, 8]), Idle(), world)

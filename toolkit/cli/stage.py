@@ -1,0 +1,74 @@
+"""What `simulate` and `compare` set up alike: a trace, laws or the token-step world, and what to say about them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from toolkit.files.fit import Fit
+    from toolkit.sched.types import Refusal
+    from toolkit.sim.api import World
+    from toolkit.traces.types import Trace
+
+TraceOption = Annotated[str, typer.Option(help="A trace file, or the name of a shipped trace.")]
+FitOption = Annotated[
+    str, typer.Option(help="The fit of the simulated engine, or 'unit-step': a clock that counts decode steps.")
+]
+WorkersOption = Annotated[int | None, typer.Option(min=1, help="Workers; default: as profiled, or 1.")]
+MaxNewTokensOption = Annotated[
+    int | None,
+    typer.Option(min=1, help="Limit of requests whose trace names none; default: 256, or 4096 in unit-step."),
+]
+FitLengthsOption = Annotated[bool, typer.Option(help="Scale lengths into the model's context first.")]
+SeedOption = Annotated[int, typer.Option(help="Seed of the memory edge's and the policies' draws.")]
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """A trace as asked for, and the fit to run it on; None: the token-step world."""
+
+    trace: Trace
+    fit: Fit | None
+
+
+def open_stage(trace: str, fit: str, max_new_tokens: int | None, fit_lengths: bool) -> Stage:
+    """Read both; lengths are scaled into the fitted model's context where asked for."""
+    from toolkit.files.fit import Fit
+    from toolkit.files.io import read_file
+    from toolkit.sim.worlds import UNIT_STEP, USUAL_LIMIT
+    from toolkit.traces.read import read_trace
+    from toolkit.traces.scale import scale_lengths
+    from toolkit.traces.shipped import trace_path
+
+    fitted = None if fit == UNIT_STEP and not Path(fit).exists() else read_file(Fit, fit)
+    requests, _ = read_trace(trace_path(trace))
+    if fitted and fit_lengths:
+        requests = scale_lengths(requests, fitted.engine.max_model_len, max_new_tokens or USUAL_LIMIT)
+    return Stage(requests, fitted)
+
+
+def refusal_notes(refusals: Sequence[Refusal]) -> list[str]:
+    """A line that counts who can never be served, with an example; none where all can be."""
+    if not refusals:
+        return []
+    first, count = refusals[0], len(refusals)
+    who = "1 request" if count == 1 else f"{count:,} requests"
+    return [f"{who} rejected; for example number {int(first.request_id) + 1}: {first.reason}"]
+
+
+def world_notes(world: World, metrics: dict[str, float]) -> list[str]:
+    """What a reader must know before believing the figures."""
+    from toolkit.sim.validity import extrapolation_warning
+
+    lines = []
+    if world.valid is not None:
+        warning = extrapolation_warning(metrics["extrapolated_batches_percent"], world.valid)
+        lines += [f"warning: {warning}"] if warning else []
+    if metrics["unfinished"]:
+        lines.append(f"stopped when the last request was admitted: {metrics['unfinished']:,.0f} had not ended")
+    return lines
