@@ -7,18 +7,24 @@ from dataclasses import dataclass
 from toolkit.estimators.edge import MemoryEdge, RuleEdge, ZetaEdge
 from toolkit.estimators.laws import SegmentedLaw, WithOverhead
 from toolkit.estimators.memory import RuleMemory, ZetaMemory
+from toolkit.estimators.swap import LinearSwap, swap_from_fit
 from toolkit.files.fit import Fit, MemoryFit
 from toolkit.sched.protocols import MemoryLaw
 
 
 @dataclass(slots=True, frozen=True)
 class Laws:
-    """One worker's laws. `latency` includes what serving adds to the `engine`'s own time; `edge` is for simulation."""
+    """One worker's laws. `latency` includes what serving adds to the `engine`'s own time; `edge` is for simulation.
+
+    Without a measured link to host memory there is no `swap` and there are no `host_tokens`.
+    """
 
     latency: WithOverhead
     engine: SegmentedLaw
     memory: MemoryLaw
     edge: MemoryEdge
+    swap: LinearSwap | None = None
+    host_tokens: int = 0
 
 
 def laws_from_fit(fit: Fit) -> Laws:
@@ -27,7 +33,8 @@ def laws_from_fit(fit: Fit) -> Laws:
     engine = SegmentedLaw(prefill, decode, fit.engine.prefill_emits_token)
     latency = WithOverhead(engine, fit.overhead.batch_s, fit.overhead.stretch)
     memory, edge = memory_from_fit(fit.memory)
-    return Laws(latency, engine, memory, edge)
+    swap, host_tokens = swap_from_fit(fit.swap, fit.memory.kv_bytes_per_token) if fit.swap else (None, 0)
+    return Laws(latency, engine, memory, edge, swap, host_tokens)
 
 
 def memory_from_fit(fit: MemoryFit) -> tuple[MemoryLaw, MemoryEdge]:

@@ -86,6 +86,15 @@ class MemoryFit(Strict):
     rules: list[Rule] = Field(default=[], description="by length_above, descending")
 
 
+class SwapFit(Strict):
+    """The link between a worker's device and host memory: seconds = latency_s + bytes / rate, for each cache."""
+
+    latency_s: float
+    out_bytes_per_s: float
+    in_bytes_per_s: float
+    host_bytes: int = Field(description="host memory for caches, per worker")
+
+
 class Fit(Envelope):
     """fit.json, whole."""
 
@@ -100,3 +109,4 @@ class Fit(Envelope):
     decode: LatencyFit
     overhead: OverheadFit
     memory: MemoryFit
+    swap: SwapFit | None = Field(default=None, description="none: caches cannot be swapped, what leaves is recomputed")

@@ -12,7 +12,18 @@ import msgspec
 
 from toolkit.sched.protocols import Policy
 from toolkit.sched.scheduler import Scheduler
-from toolkit.sched.types import Batch, BatchResult, Refusal, Request, RoundResult, Worker
+from toolkit.sched.types import Batch, BatchResult, Job, Moves, Refusal, Request, RoundResult, Worker
+
+
+class Moved(msgspec.Struct, frozen=True):
+    """`Moves` by request ids."""
+
+    paused: tuple[str, ...] = ()
+    resumed: tuple[str, ...] = ()
+    swapped_out: tuple[str, ...] = ()
+    swapped_in: tuple[str, ...] = ()
+    promoted: tuple[str, ...] = ()
+    overlap: bool = False
 
 
 class Started(msgspec.Struct, frozen=True):
@@ -24,6 +35,7 @@ class Started(msgspec.Struct, frozen=True):
     request_ids: tuple[str, ...]
     estimated_s: float
     evicted_ids: tuple[str, ...] = ()
+    moved: Moved | None = None
 
 
 class Header(msgspec.Struct, frozen=True, tag="header"):
@@ -136,10 +148,26 @@ def started(batch: Batch) -> Started:
         batch.batch_id,
         batch.worker,
         batch.steps,
-        tuple(job.request_id for job in batch.jobs),
+        _ids(batch.jobs),
         batch.estimated_s,
-        tuple(job.request_id for job in batch.evict),
+        _ids(batch.evict),
+        _moved(batch.moves) if batch.moves else None,
     )
+
+
+def _moved(moves: Moves) -> Moved:
+    return Moved(
+        _ids(moves.pause),
+        _ids(moves.resume),
+        _ids(moves.swap_out),
+        _ids(moves.swap_in),
+        _ids(moves.promote),
+        moves.overlap,
+    )
+
+
+def _ids(jobs: Iterable[Job]) -> tuple[str, ...]:
+    return tuple(job.request_id for job in jobs)
 
 
 def replay(events: Iterable[Event], scheduler: Scheduler) -> Iterator[str]:

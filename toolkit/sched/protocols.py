@@ -57,6 +57,18 @@ class MemoryLaw(Protocol):
         ...
 
 
+class SwapLaw(Protocol):
+    """How long a cache takes between the device and host memory, each way, in seconds for so many tokens."""
+
+    def out_s(self, tokens: int) -> float:
+        """Seconds from the device to host memory."""
+        ...
+
+    def in_s(self, tokens: int) -> float:
+        """Seconds from host memory to the device."""
+        ...
+
+
 class Policy(Protocol):
     """A scheduling policy: a frozen object whose fields are its parameters.
 

@@ -43,7 +43,7 @@ class Residents:
         return self._base + len(self.jobs) * self.steps
 
     def join(self, job: Job) -> None:
-        """The job's prompt is to be prefilled, and it decodes from here on."""
+        """The job decodes from here on, once its input is prefilled or its cache is back."""
         steps = self.steps
         job.joined = steps
         self.jobs[job] = None

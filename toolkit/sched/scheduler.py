@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from toolkit.sched import moves
 from toolkit.sched.history import History
 from toolkit.sched.protocols import LooksBack, MemoryLaw, Policy
 from toolkit.sched.types import NO_LIMIT, Batch, BatchResult, Job, Refusal, Request, RoundResult, View, Worker
@@ -67,9 +68,10 @@ class Scheduler:
 
     @property
     def waiting_jobs(self) -> int:
-        """Requests that wait to run: in the pool, at a worker, or in a batch in its queue."""
+        """Requests that wait to run: in the pool, at a worker, preempted, or in a batch in its queue."""
         queued = sum(batch.size for worker in self.workers for batch in worker.queue)
-        return len(self._pool) + queued + sum(len(worker.inbox) for worker in self.workers)
+        at_workers = sum(len(worker.inbox) + len(worker.held) + len(worker.swapped) for worker in self.workers)
+        return len(self._pool) + queued + at_workers
 
     def submit(self, request: Request, now_s: float) -> Refusal | None:
         """A request arrives. A `Refusal`, and no further trace of it, where it can never fit."""
@@ -81,9 +83,9 @@ class Scheduler:
             )
         if request.request_id in self._jobs:
             raise ValueError(f"request {request.request_id!r} is already here")
-        job = Job(request, 0, request.prompt_tokens)
+        job = Job(request, 0, request.prompt_tokens, waiting_since_s=now_s)
         self._jobs[request.request_id] = job
-        self._to_pool((job,), now_s)
+        self._to_pool((job,))
         return None
 
     def tick(self, now_s: float) -> list[Batch]:
@@ -124,7 +126,7 @@ class Scheduler:
         worker.running = None
         self._unload(worker, batch)
         if isinstance(result, RoundResult):
-            self._complete_round(worker, batch, result)
+            self._complete_round(worker, batch, result, now_s)
         else:
             self._complete_batch(worker, batch, result, now_s)
 
@@ -137,14 +139,15 @@ class Scheduler:
             if finished or job.cancelled:
                 self._end(job)
             else:
+                job.waiting_since_s = now_s
                 going_on.append(job)
         if result.failure:
             worker.oom_events += result.failure == "oom"
             self._try_again(worker, batch, going_on, result.failure)
         else:
-            self._to_pool(going_on, now_s)
+            self._to_pool(going_on)
 
-    def _complete_round(self, worker: Worker, batch: Batch, result: RoundResult) -> None:
+    def _complete_round(self, worker: Worker, batch: Batch, result: RoundResult, now_s: float) -> None:
         residents = worker.residents
         if result.prefilled and batch.jobs and worker.latency.prefill_emits_token:
             residents.emitted(batch.jobs)
@@ -154,25 +157,32 @@ class Scheduler:
             residents.leave(job)
             self._end(job)
         if worker.index in self._cancelled:
-            left = [job for job in self._cancelled[worker.index] if job in residents.jobs]
+            left = [job for job in self._cancelled[worker.index] if job.request_id not in result.ended]
             for job in left:
-                residents.leave(job)
-                self._end(job)
+                if job in residents.jobs:
+                    residents.leave(job)
+                    self._end(job)
             self._cancelled[worker.index] = left
+        if batch.moves is not None and not result.failure:
+            moves.finish(worker, batch.moves)
         if result.failure:
             worker.oom_events += result.failure == "oom"
-            self._drop_all(worker, result.failure)
+            self._drop_all(worker, result.failure, now_s)
         elif worker.row_limit < NO_LIMIT:
             worker.row_limit *= 2
 
-    def _drop_all(self, worker: Worker, failure: str) -> None:
-        """A round failed and no cache is left: all wait again, in order, and half as many may enter at once."""
-        residents = worker.residents
-        jobs = list(residents.jobs)
+    def _drop_all(self, worker: Worker, failure: str, now_s: float) -> None:
+        """A round failed and no cache is left on the device: all wait again, in order, and half as many may enter.
+
+        Copies in host memory are still there, also those of jobs that were being swapped in.
+        """
+        rows = len(worker.residents)
+        jobs = [*worker.residents.jobs, *worker.held.jobs]
         for job in reversed(jobs):
-            self._evict(worker, job)
-        self._cancelled.pop(worker.index, None)
-        worker.row_limit = max(len(jobs) // 2, 1)
+            self._evict(worker, job, now_s)
+        if not worker.host_tokens:
+            self._cancelled.pop(worker.index, None)
+        worker.row_limit = max(rows // 2, 1)
         if len(jobs) == 1:
             self._strike(jobs[0], failure)
 
@@ -201,6 +211,11 @@ class Scheduler:
             if job in worker.residents.jobs:
                 self._cancel_resident(worker, job)
                 return
+            if job in worker.held.jobs or job in worker.swapped.jobs:
+                self._cancelled.setdefault(worker.index, []).append(job)
+                moves.forget(worker, job)
+                self._end(job)
+                return
         waiting = self.workers[job.home].inbox if job.home >= 0 else self._pool
         if job in waiting:
             waiting.remove(job)
@@ -219,12 +234,12 @@ class Scheduler:
         """A worker's process is gone, after its running batch was completed as crashed: its queue runs elsewhere."""
         worker = self.workers[index]
         worker.alive = False
-        for job in reversed(list(worker.residents.jobs)):
-            self._evict(worker, job)
+        for job in reversed([*worker.residents.jobs, *worker.held.jobs, *worker.swapped.jobs]):
+            self._evict(worker, job, now_s)
         if not any(other.alive for other in self.workers):
             return  # what waits here, waits for this worker to come back
         inbox, worker.inbox = worker.inbox, deque()
-        self._to_pool(inbox, now_s)
+        self._to_pool(inbox)
         queue, worker.queue = worker.queue, deque()
         worker.load_s = 0.0
         for batch in queue:
@@ -240,11 +255,10 @@ class Scheduler:
         refusals, self._refusals = self._refusals, []
         return refusals
 
-    def _to_pool(self, jobs: Iterable[Job], now_s: float) -> None:
+    def _to_pool(self, jobs: Iterable[Job]) -> None:
         for job in jobs:
             job.ticket = self._tickets
             job.home = -1
-            job.pooled_s = now_s
             self._tickets += 1
             self._pool.append(job)
 
@@ -314,7 +328,9 @@ class Scheduler:
     def _start_round(self, worker: Worker, batch: Batch, now_s: float) -> None:
         residents = worker.residents
         for job in batch.evict:
-            self._evict(worker, job)
+            self._evict(worker, job, now_s)
+        if batch.moves is not None:
+            moves.begin(worker, batch.moves, now_s)
         for job in batch.jobs:
             residents.join(job)
             job.slices += 1
@@ -323,9 +339,11 @@ class Scheduler:
         batch.started_s = now_s
         worker.running = batch
 
-    def _evict(self, worker: Worker, job: Job) -> None:
+    def _evict(self, worker: Worker, job: Job, now_s: float) -> None:
         """Its cache is dropped, its tokens are kept: it waits before all others. Called for the last admitted first."""
-        worker.residents.leave(job)
+        if job in worker.residents.jobs:
+            job.waiting_since_s = now_s
+        moves.forget(worker, job)
         job.evictions += 1
         job.home = worker.index
         worker.inbox.appendleft(job)

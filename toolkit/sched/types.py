@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
+from toolkit.sched.moves import Shelf
 from toolkit.sched.residents import Residents
 
 if TYPE_CHECKING:
     from toolkit.sched.history import History
-    from toolkit.sched.protocols import LatencyLaw, MemoryLaw
+    from toolkit.sched.protocols import LatencyLaw, MemoryLaw, SwapLaw
 
 NO_LIMIT = 1 << 40
 Until = Literal["any", "all"]
@@ -51,12 +52,13 @@ class Job:
     generated: int = 0
     slices: int = 0
     strikes: int = 0  # batches of one job that failed
-    pooled_s: float = 0.0  # when it entered the pool last
+    waiting_since_s: float = 0.0  # since when it has not run: submitted, back in the pool, paused, swapped out, evicted
     home: int = -1  # the worker whose inbox holds it; -1: the pool
     cancelled: bool = False
     evictions: int = 0  # how often its cache was dropped to make room
     joined: int = 0  # the worker's decode steps when it became resident
     slot: int = -1  # its column in the residents' table
+    promoted_at: int = -1  # tokens that it had generated when a policy promoted it last; -1: never
 
     @property
     def request_id(self) -> str:
@@ -66,6 +68,24 @@ class Job:
     def remaining_limit(self) -> int:
         """Tokens that this job may still generate."""
         return self.request.max_new_tokens - self.generated
+
+
+@dataclass(slots=True, frozen=True)
+class Moves:
+    """What a round does with caches that are neither prefilled nor dropped in it.
+
+    Before its first step, in this order: `pause` and `swap_out` stop decoding; what is swapped out goes from the device
+    to host memory, what is swapped in comes back and is paused there; `resume` go on decoding without a prefill. With
+    `overlap` the transfers go on beside the round's compute: those who leave hold their tokens until it ends, those
+    who come from its start, and none of them decodes in it. Without, the round waits for them first.
+    """
+
+    pause: tuple[Job, ...] = ()
+    resume: tuple[Job, ...] = ()
+    swap_out: tuple[Job, ...] = ()
+    swap_in: tuple[Job, ...] = ()
+    promote: tuple[Job, ...] = ()  # of those who enter or resume: to the first queue, see `Job.promoted_at`
+    overlap: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -90,6 +110,7 @@ class Batch:
     evict: tuple[Job, ...] = ()  # whose cache is dropped before the round: evicted or cancelled ones
     stop_every: int = 1
     interrupted: bool = False  # it was told to stop early
+    moves: Moves | None = None  # of a policy that preempts
 
     @property
     def size(self) -> int:
@@ -115,7 +136,7 @@ class RoundResult:
     """What a worker did with a round: all residents decoded `steps` times, and those who `ended` did so in the last.
 
     Where prefill gives a token, who entered has it if `prefilled`; a round in which one ends with it has 0 steps. With
-    a `failure` all caches of the worker are lost.
+    a `failure` all caches on the device are lost.
     """
 
     batch_id: int
@@ -130,7 +151,8 @@ class RoundResult:
 class Worker:
     """One engine instance: its laws, what it runs, what waits for it. `load_s` is T_load(w) of SCLS Eq. 11.
 
-    `row_limit` bounds the residents after a failure, so that a request that kills its worker ends up alone.
+    `row_limit` bounds the residents after a failure, so that a request that kills its worker ends up alone. Paused jobs
+    are in `held`, swapped ones in `swapped`, whose tokens `host_tokens` bounds; 0: no host memory, nothing is swapped.
     """
 
     index: int
@@ -145,6 +167,10 @@ class Worker:
     oom_events: int = 0
     residents: Residents = field(default_factory=Residents)
     row_limit: int = NO_LIMIT
+    swap: SwapLaw | None = None
+    host_tokens: int = 0
+    held: Shelf = field(default_factory=Shelf)
+    swapped: Shelf = field(default_factory=Shelf)
     capacity_tokens: int = field(init=False)  # of KV cache, as the memory law has it
 
     def __post_init__(self) -> None:

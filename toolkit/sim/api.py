@@ -11,7 +11,7 @@ from toolkit.estimators.edge import MemoryEdge, uniform_draw
 from toolkit.estimators.load import laws_from_fit
 from toolkit.files.fit import Fit
 from toolkit.metrics import Served, sla_ratios, summarize
-from toolkit.sched.protocols import LatencyLaw, MemoryLaw, Oracle, Policy
+from toolkit.sched.protocols import LatencyLaw, MemoryLaw, Oracle, Policy, SwapLaw
 from toolkit.sched.scheduler import Scheduler
 from toolkit.sched.types import Refusal, Request, Worker
 from toolkit.sim.continuous import RoundWorker
@@ -33,7 +33,7 @@ class World:
     without `drain` the simulation stops when the last request has been admitted. Where limits do not hold, outputs may
     be longer than the limits that the policy sees, as they are in Past-Future's Table 1. `believed` is the latency law
     that the scheduler knows, where it is not the one that holds. `valid` is where the laws were measured; None: they
-    hold everywhere.
+    hold everywhere. Where there is a law `swap`, caches can be swapped to `host_tokens` of host memory per worker.
     """
 
     latency: LatencyLaw
@@ -51,6 +51,13 @@ class World:
     limits_hold: bool = True
     believed: LatencyLaw | None = None
     valid: Validity | None = None
+    swap: SwapLaw | None = None
+    host_tokens: int = 0
+
+    def worker(self, index: int) -> Worker:
+        """A worker as the scheduler knows it."""
+        host_tokens = self.host_tokens if self.swap else 0
+        return Worker(index, self.believed or self.latency, self.memory, swap=self.swap, host_tokens=host_tokens)
 
 
 def world_from_fit(fit: Fit, *, workers: int, max_new_tokens: int, seed: int = 0, flush_s: float = 0.0) -> World:
@@ -68,6 +75,8 @@ def world_from_fit(fit: Fit, *, workers: int, max_new_tokens: int, seed: int = 0
         flush_s=flush_s,
         seed=seed,
         valid=Validity.of(fit),
+        swap=laws.swap,
+        host_tokens=laws.host_tokens,
     )
 
 
@@ -122,8 +131,7 @@ def simulate(trace: Trace, policy: Policy, world: World) -> SimResult:
     if isinstance(policy, Oracle):
         policy = policy.told({request.request_id: k for request, k in zip(requests, outputs, strict=True)})
     ledger = Ledger(trace.arrival_s.tolist(), outputs, world.workers)
-    workers = [Worker(k, world.believed or world.latency, world.memory) for k in range(world.workers)]
-    scheduler = Scheduler(policy, workers, seed=world.seed)
+    scheduler = Scheduler(policy, [world.worker(k) for k in range(world.workers)], seed=world.seed)
     refusals = run(scheduler, requests, virtual_workers(policy, world, ledger, requests), drain=world.drain)
     return SimResult(ledger.served(), counters(ledger, len(refusals), world.memory.usable_tokens), refusals)
 
@@ -140,7 +148,7 @@ def virtual_workers(
     if policy.continuous:
         rounds = RoundWorker if valid is None else partial(CountingRoundWorker, valid)
         return [
-            rounds(k, latency, ledger, number, world.round_runs_out, future=world.future_memory)
+            rounds(k, latency, ledger, number, world.round_runs_out, swap=world.swap, future=world.future_memory)
             for k in range(world.workers)
         ]
     batches = SimWorker if valid is None else partial(CountingSimWorker, valid)
@@ -174,6 +182,11 @@ def counters(ledger: Ledger, refused: int, usable_tokens: int) -> dict[str, floa
     }
     if ledger.rounds:
         found["rounds"] = float(ledger.rounds)
+        found["swaps_out"] = float(ledger.swaps_out)
+        found["swaps_in"] = float(ledger.swaps_in)
+        found["swapped_tokens"] = float(ledger.swapped_tokens)
+        found["swap_wait_s"] = ledger.swap_wait_s
+        found["peak_host_tokens"] = float(ledger.peak_host_tokens)
     if ledger.attempts:
         future = ledger.future_token_attempts / ledger.attempts
         found["future_required_memory_percent"] = 100.0 * future / usable_tokens

@@ -7,16 +7,17 @@ keeps its own books, so that it can hold the scheduler to its capacity.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from heapq import heappop, heappush
 
 import numpy as np
 
 from toolkit.sched.kernels import future_peak
-from toolkit.sched.protocols import LatencyLaw
-from toolkit.sched.types import Batch, Failure, Job, RoundResult
+from toolkit.sched.protocols import LatencyLaw, SwapLaw
+from toolkit.sched.types import Batch, Failure, Job, Moves, RoundResult
 from toolkit.sim.gaps import Gaps
 from toolkit.sim.ledger import Ledger, RunsOut
+from toolkit.sim.shelves import Shelves
 
 
 class RoundWorker:
@@ -30,6 +31,7 @@ class RoundWorker:
         ledger: where the outcome is written; it holds the true output lengths.
         number: request id to its index in the ledger.
         runs_out: whether a round in which some enter runs out of memory.
+        swap: how long transfers to host memory and back take; None: nothing is swapped.
         future: whether the true peak of memory to come is computed, which costs O(n log n) per round.
     """
 
@@ -41,6 +43,7 @@ class RoundWorker:
         number: dict[str, int],
         runs_out: RunsOut | None = None,
         *,
+        swap: SwapLaw | None = None,
         future: bool = False,
     ) -> None:
         self._index, self._latency, self._ledger, self._number = index, latency, ledger, number
@@ -56,14 +59,17 @@ class RoundWorker:
         self._longest_key = 0
         self._gaps = Gaps()
         self._tokenless: list[Job] = []  # entered, and their next token has not come yet
+        self._resumed: list[Job] = []  # the same of those who came back with their caches
+        self._shelves = Shelves(swap, ledger)
         self._batch: Batch | None = None
-        self._start_s = self._prefilled_s = self._done_s = 0.0
+        self._start_s = self._prefilled_s = self._stepped_s = self._done_s = 0.0
+        self._moved_s = 0.0  # when the current round's transfers end
         self._ran = 0  # steps that the current round will have made
         self._failure: Failure = ""
 
     @property
     def used(self) -> int:
-        """Tokens in the cache now."""
+        """Tokens in the residents' caches now."""
         return self._key_sum + len(self._resident) * (self._steps + self._emits)
 
     def run(self, batch: Batch, now_s: float) -> float:
@@ -71,7 +77,7 @@ class RoundWorker:
         for job in batch.evict:
             self._evict(job)
         self._batch, self._start_s, self._failure = batch, now_s, ""
-        prefilled_s = now_s
+        prefilled_s = now_s if batch.moves is None else self._move(batch.moves, now_s)
         if batch.jobs:
             prefilled_s += self._prefill(batch)
             if self._failure:
@@ -85,17 +91,19 @@ class RoundWorker:
             heappop(ends)
         ran = min(batch.steps, end - self._steps)
         self._ran, self._prefilled_s = ran, prefilled_s
-        self._done_s = prefilled_s + self._decode_s(len(resident), self._length(), ran) if ran else prefilled_s
+        stepped_s = prefilled_s + self._decode_s(len(resident), self._length(), ran) if ran else prefilled_s
+        self._stepped_s = stepped_s
+        self._done_s = stepped_s if stepped_s > self._moved_s else self._moved_s
         return self._done_s
 
     def interrupt(self, now_s: float) -> float:
         """Stop at the first step from now on where that is allowed; when the round ends now."""
         batch = self._batch
         assert batch is not None
-        if self._failure or now_s >= self._done_s:
+        if self._failure or now_s >= self._stepped_s:
             return self._done_s
         n, length, decode_s, begin_s = len(self._resident), self._length(), self._decode_s, self._prefilled_s
-        guess = int(self._ran * (now_s - begin_s) / (self._done_s - begin_s)) if now_s > begin_s else 0
+        guess = int(self._ran * (now_s - begin_s) / (self._stepped_s - begin_s)) if now_s > begin_s else 0
         while guess > 0 and begin_s + decode_s(n, length, guess - 1) >= now_s:
             guess -= 1
         while guess < self._ran and begin_s + (decode_s(n, length, guess) if guess else 0.0) < now_s:
@@ -103,7 +111,8 @@ class RoundWorker:
         guess += -(self._steps + guess) % batch.stop_every
         if guess < self._ran:
             self._ran = guess
-            self._done_s = begin_s + decode_s(n, length, guess) if guess else begin_s
+            self._stepped_s = begin_s + decode_s(n, length, guess) if guess else begin_s
+            self._done_s = max(self._stepped_s, self._moved_s)
         return self._done_s
 
     def finish(self) -> RoundResult:
@@ -124,11 +133,52 @@ class RoundWorker:
         if ran:
             ledger.decoding_steps += ran
             ledger.row_steps += n * ran
+            if batch.moves is not None:
+                used += self._kept(batch.moves)
             ledger.peak_tokens = max(ledger.peak_tokens, used + n * ran)
             ledger.memory_token_steps += ran * used + n * (ran * (ran + 1) // 2)
             self._step_gaps(n, ran)
             self._steps += ran
+        if batch.moves is not None and batch.moves.overlap:
+            ledger.swap_wait_s += done_s - self._stepped_s
+            self._shelves.transfer(batch.moves)
         return RoundResult(batch.batch_id, self._index, ran, self._end_those_due())
+
+    def _move(self, moves: Moves, now_s: float) -> float:
+        """Caches change places; when the round's own work begins."""
+        shelves, resident = self._shelves, self._resident
+        for job in (*moves.pause, *moves.swap_out):
+            if job in resident:
+                held = resident[job][1] + self._steps + self._emits
+                self._leave(job)
+                shelves.put(job, held)
+        self._moved_s = moved_s = now_s + shelves.duration_s(moves)
+        if not moves.overlap:
+            shelves.transfer(moves)
+            self._ledger.swap_wait_s += moved_s - now_s
+        if moves.resume:
+            self._resume(moves.resume)
+        return now_s if moves.overlap else moved_s
+
+    def _resume(self, jobs: Sequence[Job]) -> None:
+        """They are resident again, as if they had never been away: their next token comes with the next step."""
+        resident, before = self._resident, self._steps + self._emits
+        outputs, number = self._ledger.output_tokens, self._number
+        mark = self._gaps.mark(alone=not resident)
+        for job in jobs:
+            key = self._shelves.take(job) - before
+            self._admissions = admission = self._admissions + 1
+            if not resident or key > self._longest_key:
+                self._longest_key = key
+            resident[job] = (admission, key, mark)
+            self._key_sum += key
+            left = outputs[number[job.request.request_id]] - job.generated
+            heappush(self._ends, (self._steps + left, admission, job))
+        self._resumed += jobs
+
+    def _kept(self, moves: Moves) -> int:
+        """Tokens on the device besides the residents', those in transfer with them."""
+        return self._shelves.device_tokens + (self._shelves.arriving(moves) if moves.overlap else 0)
 
     def _prefill(self, batch: Batch) -> float:
         """Seconds that it takes those who enter, who are resident from here on."""
@@ -167,6 +217,8 @@ class RoundWorker:
             self._leave(job)
         self._ends.clear()
         self._tokenless.clear()
+        self._resumed.clear()
+        self._shelves.drop_device()
 
     def _length(self) -> float:
         """L of the next decode steps: the longest resident's, or the mean of a paged engine's."""
@@ -176,32 +228,34 @@ class RoundWorker:
 
     def _first_tokens_at_prefill(self) -> None:
         if self._emits:
-            self._give_first_tokens(self._prefilled_s)
+            self._give_tokens(self._tokenless, self._prefilled_s)
             self._gaps.joined(self._prefilled_s)
 
-    def _give_first_tokens(self, at_s: float) -> None:
-        """A token for each who entered: its first, or after an eviction its next."""
+    def _give_tokens(self, jobs: list[Job], at_s: float) -> None:
+        """A token for each of `jobs`, the first since they entered or came back; they wait for it no more."""
         ledger, number = self._ledger, self._number
-        for job in self._tokenless:
+        for job in jobs:
             k = number[job.request.request_id]
             if ledger.first_token_s[k] < 0.0:
                 ledger.first_token_s[k] = at_s
             else:
                 ledger.max_gap_s[k] = max(ledger.max_gap_s[k], at_s - ledger.last_token_s[k])
             ledger.last_token_s[k] = at_s
-        self._tokenless.clear()
+        jobs.clear()
 
     def _step_gaps(self, n: int, ran: int) -> None:
         """The first step ends the wait since everybody's last token; of the others the last takes longest."""
         length, decode_s, gaps = self._length(), self._decode_s, self._gaps
-        if self._tokenless or gaps.waiting_since != self._start_s or ran == 1:
+        if self._tokenless or self._resumed or ran == 1 or gaps.waiting_since != self._prefilled_s:
             first_s = self._prefilled_s + decode_s(n, length, 1)
             gaps.end_waits(first_s)
             if self._tokenless:
-                self._give_first_tokens(first_s)
+                self._give_tokens(self._tokenless, first_s)
+            if self._resumed:
+                self._give_tokens(self._resumed, first_s)
         if ran > 1:
-            gaps.push(self._done_s - (self._prefilled_s + decode_s(n, length, ran - 1)))
-        gaps.wait_from(self._done_s)
+            gaps.push(self._stepped_s - (self._prefilled_s + decode_s(n, length, ran - 1)))
+        gaps.wait_from(self._stepped_s)
 
     def _end_those_due(self) -> tuple[str, ...]:
         ends, steps, resident, ledger = self._ends, self._steps, self._resident, self._ledger
@@ -217,12 +271,9 @@ class RoundWorker:
     def _evict(self, job: Job) -> None:
         """Its cache is dropped; nothing to do for one that was cancelled and has gone."""
         if job in self._resident:
-            if job in self._tokenless:
-                self._tokenless.remove(job)
-                _, key, _ = self._resident.pop(job)
-                self._forget(key)
-            else:
-                self._leave(job)
+            self._leave(job)
+            self._ledger.evictions += 1
+        elif self._shelves.drop(job):
             self._ledger.evictions += 1
 
     def _leave(self, job: Job) -> int:
@@ -231,8 +282,10 @@ class RoundWorker:
         self._forget(key)
         k = self._number[job.request.request_id]
         ledger = self._ledger
-        if self._failure and job in self._tokenless:
-            return k
+        for waiting in (self._tokenless, self._resumed):
+            if waiting and job in waiting:
+                waiting.remove(job)  # no token has come since it joined
+                return k
         if self._gaps.last_s >= 0.0 and self._gaps.last_s > ledger.last_token_s[k]:
             ledger.last_token_s[k] = self._gaps.last_s
         gap_s = self._gaps.largest(mark)

@@ -38,6 +38,11 @@ class Ledger:
     evictions: int = 0
     rounds: int = 0  # of continuous workers, as are those below
     row_steps: int = 0  # residents, summed over decode steps
+    swaps_out: int = 0
+    swaps_in: int = 0
+    swapped_tokens: int = 0  # both ways
+    swap_wait_s: float = 0.0  # that workers waited for transfers and computed nothing
+    peak_host_tokens: int = 0  # the most tokens in one worker's host memory
     busy_s: list[float] = field(init=False)
     completed_s: list[float] = field(init=False)
 

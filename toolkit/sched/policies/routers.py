@@ -66,17 +66,21 @@ def _to_least(view: View, alive: Sequence[Worker], jobs: Sequence[Job]) -> list[
 def _outstanding(worker: Worker, expected: int) -> int:
     table, steps = worker.residents.table(), worker.residents.steps
     to_come = int(np.maximum(expected - steps - table[GENERATED], 1).sum()) if table.shape[1] else 0
-    waiting = sum([job.length + max(expected - job.generated, 1) for job in worker.inbox])
+    waiting = sum([job.length + max(expected - job.generated, 1) for job in _waiting(worker)])
     return worker.residents.used + to_come + waiting
 
 
 def _peak(worker: Worker, newcomers: Sequence[Job], expected: int) -> int:
     """M* of the residents, of those who wait at the worker, and of `newcomers`, as if all ran at once."""
     table, steps = worker.residents.table(), worker.residents.steps
-    jobs = [*worker.inbox, *newcomers]
+    jobs = [*_waiting(worker), *newcomers]
     used = np.concatenate([table[LENGTH] + steps, np.array([job.length for job in jobs], dtype=np.int64)])
     generated = np.concatenate([table[GENERATED] + steps, np.array([job.generated for job in jobs], dtype=np.int64)])
     return int(future_peak(used, np.maximum(expected - generated, 1)))
+
+
+def _waiting(worker: Worker) -> list[Job]:
+    return [*worker.inbox, *worker.held.jobs, *worker.swapped.jobs]
 
 
 ROUTERS: dict[str, Router] = {

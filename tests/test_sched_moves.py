@@ -1,0 +1,197 @@
+"""Pausing and swapping in the scheduler and the simulated worker: books, times, cancellation, failures."""
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import pytest
+
+from tests.samples import fit
+from toolkit.errors import InputError
+from toolkit.estimators.laws import unit_step
+from toolkit.estimators.load import laws_from_fit
+from toolkit.estimators.memory import ZetaMemory
+from toolkit.estimators.swap import LinearSwap
+from toolkit.files.fit import SwapFit
+from toolkit.sched.eventlog import Moved, Recorder, from_lines, to_line
+from toolkit.sched.types import Batch, Decision, Moves, Request, RoundResult, Worker
+from toolkit.sim.continuous import RoundWorker
+from toolkit.sim.ledger import Ledger
+
+LINK = LinearSwap(latency_s=0.5, out_tokens_per_s=16.0, in_tokens_per_s=8.0)
+PROMPT = 10
+
+
+@dataclass
+class Script:
+    """A policy whose next round is what a test says, jobs by name."""
+
+    name: ClassVar[str] = "script"
+    continuous: ClassVar[bool] = True
+    jobs: dict = field(default_factory=dict)
+    next: Batch | None = None
+
+    def route(self, view, now_s):
+        self.jobs |= {job.request_id: job for job in view.pool}
+        return [0 if view.workers[0].alive else 1 for _ in view.pool]
+
+    def plan(self, view, now_s):
+        batch, self.next = self.next, None
+        return Decision([batch] if batch else [])
+
+
+class Bench:
+    """One scheduler with a script, and a simulated worker that runs what it starts."""
+
+    def __init__(self, *names, output=100):
+        self.policy, self.log = Script(), []
+        workers = [Worker(k, unit_step(), ZetaMemory(200), swap=LINK, host_tokens=100) for k in range(2)]
+        self.scheduler = Recorder(self.policy, workers, lambda event: self.log.append(to_line(event)))
+        self.ledger = Ledger([0.0] * len(names), [output] * len(names), 2)
+        number = {name: k for k, name in enumerate(names)}
+        self.engine = RoundWorker(0, unit_step(), self.ledger, number, swap=LINK)
+        self.worker, self.now_s = workers[0], 0.0
+        for name in names:
+            self.scheduler.submit(Request(name, 0.0, PROMPT, output), 0.0)
+        self.scheduler.tick(0.0)
+
+    def of(self, names):
+        return tuple(self.policy.jobs[name] for name in names)
+
+    def start(self, steps=1, enter="", evict="", overlap=False, **moves):
+        moved = Moves(**{kind: self.of(names) for kind, names in moves.items()}, overlap=overlap)
+        self.policy.next = Batch(
+            0, self.of(enter), steps, PROMPT, 0.0, "any", True, evict=self.of(evict), moves=moved if moves else None
+        )
+        (batch,) = self.scheduler.tick(self.now_s)
+        return batch, self.engine.run(batch, self.now_s)
+
+    def round(self, **what):
+        _, self.now_s = self.start(**what)
+        self.scheduler.complete(self.engine.finish(), self.now_s)
+
+    def where(self):
+        places = {"on": self.worker.residents, "held": self.worker.held, "host": self.worker.swapped}
+        return {place: "".join(job.request_id for job in jobs.jobs) for place, jobs in places.items() if len(jobs)}
+
+
+def test_a_paused_job_keeps_its_cache_and_resumes_without_a_prefill():
+    bench = Bench("a", "b", output=11)
+    bench.round(enter="ab", steps=4)
+    bench.round(pause="b", steps=3)
+    (b,) = bench.of("b")
+    assert bench.where() == {"on": "a", "held": "b"}
+    assert (b.generated, bench.worker.held.tokens, b.waiting_since_s) == (4, PROMPT + 4, 4.0)
+    bench.round(resume="b", steps=2)
+    assert (bench.where(), bench.worker.residents.used) == ({"on": "ab"}, 2 * PROMPT + 9 + 6)
+    bench.round(steps=9)
+    bench.round(steps=9)
+    assert (bench.ledger.batches, bench.ledger.ok) == (1, [True, True])
+    assert bench.ledger.max_gap_s == [1.0, 4.0]  # three steps without b, and its own
+
+
+def test_a_round_waits_for_transfers_that_do_not_overlap():
+    bench = Bench("a", "b")
+    bench.round(enter="ab", steps=6)
+    bench.round(swap_out="b", steps=2)
+    assert (bench.where(), bench.worker.swapped.tokens) == ({"on": "a", "host": "b"}, 16)
+    assert bench.now_s == 6 + (0.5 + 1.0) + 2
+    bench.round(swap_in="b", resume="b", steps=2)
+    assert bench.now_s == 9.5 + (0.5 + 2.0) + 2
+    assert bench.where() == {"on": "ab"}
+    assert (bench.ledger.swaps_out, bench.ledger.swaps_in, bench.ledger.swapped_tokens) == (1, 1, 32)
+    assert (bench.ledger.swap_wait_s, bench.ledger.peak_host_tokens) == (4.0, 16)
+    assert bench.engine.used == bench.worker.residents.used
+
+
+def test_transfers_that_overlap_hold_device_memory_and_bound_the_round_from_below():
+    bench = Bench("a", "b", "c")
+    bench.round(enter="abc", steps=6)
+    bench.round(swap_out="c", steps=1)
+    _, ends_s = bench.start(swap_out="b", swap_in="c", overlap=True, steps=1)
+    assert bench.where() == {"on": "a", "held": "b", "host": "c"}
+    assert ends_s == bench.now_s + (0.5 + 17 / 16) + 2.5
+    assert bench.engine.interrupt(bench.now_s + 0.1) == ends_s
+    bench.scheduler.complete(bench.engine.finish(), ends_s)
+    assert bench.where() == {"on": "a", "held": "c", "host": "b"}
+    assert bench.ledger.peak_tokens == 18 + 17 + 16  # a's eighth token, what leaves, what comes
+    assert bench.ledger.swap_wait_s == 1.5 + 17 / 16 + 2.0
+
+
+def test_overlapped_transfers_cost_nothing_where_compute_takes_longer():
+    bench = Bench("a", "b")
+    bench.round(enter="ab", steps=6)
+    bench.round(swap_out="b", overlap=True, steps=9)
+    assert (bench.now_s, bench.ledger.swap_wait_s) == (15.0, 0.0)
+
+
+@pytest.mark.parametrize("place", ["pause", "swap_out"])
+def test_a_cancelled_job_leaves_its_shelf_at_once_and_the_engine_hears_of_it(place):
+    bench = Bench("a", "b")
+    bench.round(enter="ab")
+    bench.round(**{place: "b"})
+    bench.scheduler.cancel("b", bench.now_s)
+    assert (bench.where(), bench.scheduler.jobs) == ({"on": "a"}, 1)
+    batch, _ = bench.start()
+    assert [job.request_id for job in batch.evict] == ["b"]
+
+
+def test_one_who_is_cancelled_while_it_is_swapped_out_is_forgotten_when_that_is_done():
+    bench = Bench("a", "b")
+    bench.round(enter="ab")
+    _, ends_s = bench.start(swap_out="b", overlap=True)
+    bench.scheduler.cancel("b", bench.now_s)
+    bench.scheduler.complete(bench.engine.finish(), ends_s)
+    bench.now_s = ends_s
+    assert bench.where() == {"on": "a"}
+    batch, _ = bench.start()
+    assert [job.request_id for job in batch.evict] == ["b"]
+
+
+def test_copies_in_host_memory_survive_a_failed_round_and_all_on_the_device_is_lost():
+    bench = Bench("a", "b", "c", "d")
+    bench.round(enter="abcd", steps=2)
+    bench.round(swap_out="c", pause="b")
+    batch, ends_s = bench.start(swap_in="c", swap_out="d", overlap=True)
+    bench.scheduler.complete(RoundResult(batch.batch_id, 0, 0, (), False, "oom"), ends_s)
+    assert bench.where() == {"host": "c"}
+    assert [(job.request_id, job.generated) for job in bench.worker.inbox] == [("a", 3), ("b", 2), ("d", 3)]
+
+
+def test_a_lost_worker_takes_its_host_memory_with_it():
+    bench = Bench("a", "b", "c")
+    bench.round(enter="abc")
+    bench.round(swap_out="b", pause="c")
+    bench.scheduler.worker_lost(0, 9.0)
+    bench.scheduler.tick(9.0)
+    inbox = bench.scheduler.workers[1].inbox
+    assert (bench.where(), [job.request_id for job in inbox]) == ({}, ["a", "c", "b"])
+    assert [job.waiting_since_s for job in inbox] == [9.0, 1.0, 1.0]
+
+
+def test_a_promotion_is_remembered_from_where_the_job_was():
+    bench = Bench("a", "b")
+    bench.round(enter="ab", steps=5)
+    bench.round(pause="a")
+    bench.round(resume="a", promote="a")
+    assert bench.of("a")[0].promoted_at == 5
+
+
+def test_the_log_tells_who_was_moved():
+    bench = Bench("a", "b")
+    bench.round(enter="ab")
+    bench.round(swap_out="b", overlap=True)
+    moved = [event.started[0].moved for event in from_lines(bench.log) if getattr(event, "started", ())]
+    assert moved == [None, Moved(swapped_out=("b",), overlap=True)]
+
+
+def test_a_fit_with_a_link_gives_its_law_in_tokens():
+    link = SwapFit(latency_s=0.01, out_bytes_per_s=4096e4, in_bytes_per_s=4096e3, host_bytes=4096 * 500)
+    laws = laws_from_fit(fit().model_copy(update={"swap": link}))
+    assert (laws.swap.out_s(100), laws.swap.in_s(100), laws.host_tokens) == (0.02, 0.11, 500)
+    assert laws_from_fit(fit()).swap is None
+
+
+@pytest.mark.parametrize(("law", "limit"), [((-1.0, 1.0, 1.0), "at least 0"), ((0.0, 1.0, 0.0), "above 0")])
+def test_a_link_that_cannot_be_is_refused(law, limit):
+    with pytest.raises(InputError, match=limit):
+        LinearSwap(*law)
