@@ -7,17 +7,21 @@ import pytest
 import samples
 
 from toolkit.errors import InputError
-from toolkit.files.tuning import Tuning
+from toolkit.files.tuning import Outcome, Tuning
 from toolkit.sched.policies.parameters import defaults
+from toolkit.sched.policies.past_future import PastFuturePolicy
 from toolkit.sched.policies.slice import SlicePolicy
 from toolkit.traces.prepare import prepare
 from toolkit.traces.types import Trace
-from toolkit.tuning.evaluate import Bench
+from toolkit.tuning.crew import Alone, Crew, Runner, collect
+from toolkit.tuning.evaluate import Bench, Evaluation, Limits, Task
 from toolkit.tuning.memo import Remembering
-from toolkit.tuning.space import search_space, sweep
-from toolkit.tuning.tune import capacity_rps, make_workload, make_world, tune
+from toolkit.tuning.space import search_space
+from toolkit.tuning.tune import Inputs, tune
+from toolkit.tuning.workload import capacity_rps, make_workload, make_world
 
 HEAD = {"tool_version": "0", "environment": samples.ENVIRONMENT, "inputs": {}}
+TUNE = {"trials": 12, "window_s": 4, "load": 1.0, "draws": 4}
 
 
 def trace(n: int = 2000, seed: int = 0) -> Trace:
@@ -27,11 +31,10 @@ def trace(n: int = 2000, seed: int = 0) -> Trace:
     return Trace(arrival, prompts, outputs, np.zeros(n, np.int64), source="test")
 
 
-def run(recipe=None, **options) -> Tuning:
-    recipe = recipe or samples.recipe()
-    fit = samples.fit()
-    workload = make_workload(recipe, fit, trace())
-    return tune(recipe, workload, make_world(recipe, fit), HEAD, lambda done, of, best: None, **options)
+def run(runner: Runner | None = None, sla: dict[str, float] | None = None, **changes: object) -> Tuning:
+    recipe = samples.recipe(tune=TUNE | changes, **({} if sla is None else {"sla": sla}))
+    inputs = Inputs(recipe, samples.fit(), make_workload(recipe, samples.fit(), trace()))
+    return tune(inputs, runner or Alone(), HEAD, lambda best: None)
 
 
 @pytest.fixture(scope="module")
@@ -39,17 +42,69 @@ def tuned() -> Tuning:
     return run()
 
 
+@pytest.fixture(scope="module")
+def searched() -> Tuning:
+    """Over three policies."""
+    return run(policies=["sequence", "past-future"], trials=20)
+
+
 def test_same_seed_same_bytes(tuned):
     assert run().model_dump_json() == tuned.model_dump_json()
 
 
+def test_processes_change_no_byte(searched):
+    with Crew(2) as crew:
+        assert (
+            run(crew, policies=["sequence", "past-future"], trials=20).model_dump_json() == searched.model_dump_json()
+        )
+
+
 def test_another_seed_searches_elsewhere(tuned):
-    changed = samples.recipe(tune={"trials": 8, "window_s": 10, "load": 1.0, "seed": 1})
-    assert [t.outcome.parameters for t in run(changed).trials] != [t.outcome.parameters for t in tuned.trials]
+    assert [t.outcome.parameters for t in run(seed=1).trials] != [t.outcome.parameters for t in tuned.trials]
 
 
-def test_trial_0_is_the_recipes_policy(tuned):
-    assert tuned.trials[0].outcome.parameters == defaults(SlicePolicy) | {"slice_tokens": 128}
+def test_trial_0_is_the_recipes_policy(searched):
+    assert searched.trials[0].outcome.policy == "slice"
+    assert searched.trials[0].outcome.parameters == defaults(SlicePolicy) | {"slice_tokens": 128}
+
+
+def test_the_other_policies_defaults_come_next(searched):
+    assert [trial.outcome.policy for trial in searched.trials[1:3]] == ["sequence", "past-future"]
+    assert searched.trials[2].outcome.parameters == defaults(PastFuturePolicy)
+
+
+def test_every_policy_is_searched_and_judged_held_out(searched):
+    assert [one.policy for one in searched.policies] == ["slice", "sequence", "past-future"]
+    assert sum(one.trials for one in searched.policies) == len(searched.trials)
+    for one in searched.policies:
+        best = searched.trials[one.best_trial].outcome
+        assert (best.policy, best.parameters) == (one.held_out.policy, one.held_out.parameters)
+    held_out = [one.held_out for one in searched.policies]
+    assert searched.best_held_out in held_out
+
+
+def test_a_policy_that_the_engine_cannot_serve_is_searched_and_says_so(searched):
+    refusals = {one.policy: one.refusal for one in searched.policies}
+    assert refusals["slice"] is None
+    assert refusals["past-future"] is not None
+    assert refusals["past-future"].startswith("policy 'past-future' needs an engine that re-batches")
+
+
+def test_a_policys_importances_are_its_own_parameters_and_sum_to_one():
+    result = run(trials=24, policies=[])
+    assert set(result.policies[0].importance) == set(search_space("slice", {}, {}))
+    assert sum(result.policies[0].importance.values()) == pytest.approx(1.0)
+
+
+def test_no_trial_beats_one_of_the_front(searched):
+    points = {t.number: t.outcome.metrics for t in searched.trials}
+    latency = searched.latency_metric
+    assert searched.front
+    for number in searched.front:
+        mine = points[number]
+        assert not any(
+            one["goodput_rps"] > mine["goodput_rps"] and one[latency] < mine[latency] for one in points.values()
+        )
 
 
 def test_the_best_is_feasible_if_any_trial_is_and_has_the_most_goodput(tuned):
@@ -68,6 +123,7 @@ def test_gain_and_binding_target_follow_from_the_verdict(tuned):
     before, after = (o.metrics["goodput_rps"] for o in (tuned.defaults_held_out, tuned.best_held_out))
     assert tuned.gain_percent == pytest.approx(100 * (after / before - 1))
     assert tuned.binding_sla in tuned.sla
+    assert tuned.binding_ratio == tuned.usage[tuned.binding_sla]
     assert tuned.keep_defaults == (
         tuned.best_held_out.parameters == tuned.defaults_held_out.parameters or after < before
     )
@@ -80,38 +136,90 @@ def test_sensitivity_sweeps_every_searched_parameter(tuned):
     )
 
 
-def test_an_interrupted_search_goes_on_and_ends_the_same(tuned, tmp_path):
-    path = tmp_path / "tuning.json.partial"
-    calls = []
+def test_limits_beside_the_targets_are_used_up_to_a_share():
+    metrics = {"goodput_rps": 1.0, "oom_percent": 0.5, "evicted_percent": 3.0, "sla_attainment_lower_percent": 92.0}
+    one = Evaluation(Outcome(policy="aggressive", parameters={}, metrics=metrics), {"ttft_p99_s": 0.8})
+    assert one.usage(Limits(1.0)) == {"ttft_p99_s": 0.8, "oom_percent": 0.5}
+    both = Limits(1.0, max_evicted_percent=2.0, min_attainment_percent=90.0)
+    assert one.usage(both) == pytest.approx(
+        one.usage(Limits(1.0)) | {"evicted_percent": 1.5, "sla_attainment_percent": 0.8}
+    )
+    assert one.feasible(Limits(1.0))
+    assert not one.feasible(both)
+    assert not one.feasible(Limits(0.0))
 
-    class Interrupted(Remembering):
-        def evaluate(self, policy, given):
-            calls.append(given)
-            if len(calls) == 5:
-                raise KeyboardInterrupt
-            return super().evaluate(policy, given)
+
+def test_an_interval_spans_its_median_and_holds_the_gain(tuned):
+    drawn = tuned.uncertainty
+    assert (drawn.method, drawn.draws) == ("held-out errors", 4)
+    for interval in (drawn.defaults_goodput_rps, drawn.best_goodput_rps, drawn.gain_percent):
+        assert interval.low < interval.median < interval.high
+    assert drawn.better_percent in (0.0, 25.0, 50.0, 75.0, 100.0)
+
+
+def test_without_draws_there_is_no_interval():
+    assert run(draws=0).uncertainty is None
+
+
+def test_drawn_laws_rule_the_workers_and_not_the_scheduler(monkeypatch):
+    seen = []
+    monkeypatch.setattr("toolkit.tuning.uncertainty.collect", lambda runner, tasks, tick: seen.extend(tasks) or stop())
+
+    def stop():
+        raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        run(remember=lambda bench: Interrupted(bench, path, "same"))
+        run()
+    worlds = [task.bench.world for task in seen]
+    assert len({world.latency.prefill_s(8, 100) for world in worlds}) == 4
+    assert len({world.believed.prefill_s(8, 100) for world in worlds}) == 1
+
+
+def test_an_interrupted_search_goes_on_and_ends_the_same(tuned, tmp_path):
+    path = tmp_path / "tuning.json.partial"
+
+    class Interrupted:
+        left = 5
+
+        def run(self, tasks):
+            for index, task in enumerate(tasks):
+                self.left -= 1
+                if not self.left:
+                    raise KeyboardInterrupt
+                yield index, task.run()
+
+    with pytest.raises(KeyboardInterrupt):
+        run(Remembering(Interrupted(), path, "same"))
     with path.open("a") as torn:
         torn.write('["half a li')
-    kept: list[Remembering] = []
-
-    def go_on(bench):
-        kept.append(Remembering(bench, path, "same"))
-        return kept[0]
-
-    assert run(remember=go_on).model_dump_json() == tuned.model_dump_json()
-    assert kept[0].remembered == 4
+    again = Remembering(Alone(), path, "same")
+    assert again.remembered == 4
+    assert run(again).model_dump_json() == tuned.model_dump_json()
+    whole = Remembering(Alone(), path, "same")
+    assert run(Remembering(Interrupted(), path, "same")).model_dump_json() == tuned.model_dump_json()
+    assert whole.remembered > len(tuned.trials)
 
 
 def test_other_inputs_forget_what_was_kept(tmp_path):
     path = tmp_path / "memo"
-    world = make_world(samples.recipe(), samples.fit())
-    bench = Bench(world, [trace(50)], {})
-    Remembering(bench, path, "one").evaluate("slice", {})
-    assert Remembering(bench, path, "one").remembered == 1
-    assert Remembering(bench, path, "two").remembered == 0
+    bench = Bench(make_world(samples.recipe(), samples.fit()), [trace(50)], {})
+    collect(Remembering(Alone(), path, "one"), [Task(bench, "slice"), Task(bench, "slice")])
+    assert Remembering(Alone(), path, "one").remembered == 1
+    assert Remembering(Alone(), path, "two").remembered == 0
+
+
+def test_a_trace_without_requests_is_refused():
+    empty = Trace(*(np.zeros(0, dtype) for dtype in (float, np.int64, np.int64, np.int64)), source="nothing.csv")
+    with pytest.raises(InputError) as caught:
+        make_workload(samples.recipe(), samples.fit(), empty)
+    assert caught.value.message == "nothing.csv: there are no requests in it"
+
+
+def test_requests_that_come_all_at_once_cannot_be_cut_into_windows():
+    at_once = Trace(np.zeros(9), *(np.full(9, 8) for _ in range(3)), source="burst.csv")
+    with pytest.raises(InputError) as caught:
+        make_workload(samples.recipe(tune={"trials": 1}), samples.fit(), at_once)
+    assert caught.value.message.startswith("burst.csv: all 9 requests arrive at once")
 
 
 def test_load_is_relative_to_what_the_untuned_policy_can_serve():
@@ -119,22 +227,3 @@ def test_load_is_relative_to_what_the_untuned_policy_can_serve():
     workload = make_workload(recipe, fit, trace())
     capacity = capacity_rps(recipe, make_world(recipe, fit), prepare(trace(), recipe))
     assert workload.rate_rps == pytest.approx(capacity, abs=1e-3)
-
-
-@pytest.mark.parametrize(
-    ("narrowed", "message"),
-    [
-        ({"slice_token": (1, 2)}, "tune.space: policy 'slice' has no searchable parameter 'slice_token'"),
-        ({"eager": (0, 1)}, "tune.space: policy 'slice' has no searchable parameter 'eager'"),
-        ({"memory_reserve": (0.0, 2.0)}, "tune.space: memory_reserve: [0, 2] is not a range within [0, 0.99]"),
-    ],
-)
-def test_a_space_that_cannot_be_searched_is_named(narrowed, message):
-    with pytest.raises(InputError) as caught:
-        search_space("slice", {}, narrowed)
-    assert caught.value.message == message
-
-
-def test_a_range_is_widened_to_hold_the_start():
-    space = search_space("slice", {"slice_tokens": 128}, {"slice_tokens": (4, 64)})
-    assert sweep(space["slice_tokens"], 2) == [4.0, 128.0]

@@ -133,7 +133,7 @@ def _overload(recipe: Recipe, planned: Path, trace: str) -> list[str]:
     from toolkit.traces.prepare import prepare
     from toolkit.traces.read import read_trace
     from toolkit.traces.shipped import trace_path
-    from toolkit.tuning.tune import capacity_rps, make_world
+    from toolkit.tuning.workload import capacity_rps, make_world
 
     plan = read_file(Plan, planned)
     policy = PolicySpec(name=plan.policy.name, parameters=plan.policy.parameters)

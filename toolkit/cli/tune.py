@@ -1,7 +1,9 @@
-"""`llmctl tune`: search the scheduler's parameters on a trace, with the simulator."""
+"""`llmctl tune`: search the scheduler's policy and parameters on a trace, with the simulator."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,8 +12,22 @@ import typer
 from toolkit.cli.arguments import JsonOption, RecipeArgument, open_recipe
 
 if TYPE_CHECKING:
+    from toolkit.files.fit import Fit
+    from toolkit.files.profile import Profile
     from toolkit.files.recipe import Recipe
-    from toolkit.files.tuning import Tuning
+
+ESTIMATE_AFTER = 10  # evaluations that are timed for the estimate
+WORTH_SAYING_S = 10.0
+PoliciesOption = Annotated[
+    str | None,
+    typer.Option(
+        "--policies", metavar="NAME,...", help="Search these besides the recipe's own; 'all' but the oracles."
+    ),
+]
+JobsOption = Annotated[int | None, typer.Option("--jobs", min=1, help="Processes that simulate; default: all cores.")]
+DrawsOption = Annotated[
+    int | None, typer.Option("--draws", min=0, help="Draws of the fitted laws for the verdict's interval; 0: none.")
+]
 
 
 def command(
@@ -19,104 +35,100 @@ def command(
     fit: Annotated[Path, typer.Option(help="The fit of this recipe's engine.")] = Path("fit.json"),
     trace: Annotated[str, typer.Option(help="A trace file, or the name of a shipped trace.")] = "chat-small",
     out: Annotated[Path, typer.Option(help="Where to write the result.")] = Path("tuning.json"),
+    policies: PoliciesOption = None,
     trials: Annotated[int | None, typer.Option(min=1, help="Trials; default: the recipe's.")] = None,
     seed: Annotated[int | None, typer.Option(help="Seed; default: the recipe's. Same seed, same bytes.")] = None,
     rate: Annotated[float | None, typer.Option(help="Scale arrivals to this many requests per second.")] = None,
+    draws: DrawsOption = None,
+    jobs: JobsOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Search the scheduler's parameters on windows of a trace, and judge the best on other windows.
+    """Search the scheduler's policy and parameters on windows of a trace, and judge the best on other windows.
 
-    Trial 0 is the recipe's own policy. What is found is a gain over it on windows that the search never saw, or the
-    advice to keep it. An interrupted search goes on where it was.
+    Trial 0 is the recipe's own policy. What is found is a gain over it on windows that the search never saw, how sure
+    it is, or the advice to keep it. An interrupted search goes on where it was; --jobs changes nothing but the time.
     """
     from toolkit.cli.output import emit, note, progress
+    from toolkit.cli.tuning_report import show
     from toolkit.files.fit import Fit
     from toolkit.files.io import head, read_file, write_file
     from toolkit.traces.read import read_trace
     from toolkit.traces.shipped import trace_path
+    from toolkit.tuning.crew import Alone, Crew, cores
     from toolkit.tuning.memo import Remembering
-    from toolkit.tuning.tune import make_workload, make_world, tune
+    from toolkit.tuning.tune import Inputs, evaluations, settings_of, tune
+    from toolkit.tuning.workload import make_workload
 
-    spec = _with_options(open_recipe(recipe), trials, seed, rate)
+    spec = _with_options(open_recipe(recipe), policies, trials, seed, rate, draws)
+    settings = settings_of(spec)
     fitted = read_file(Fit, fit, {"recipe": recipe})
-    requests, _ = read_trace(trace_path(trace))
-    workload = make_workload(spec, fitted, requests)
+    profile = _profile_of(fitted, fit)
+    workload = make_workload(spec, fitted, read_trace(trace_path(trace))[0])
     for line in workload.trace.notes:
         note(f"trace: {line}")
     made_from = head({"recipe": recipe, "fit": fit, "trace": trace_path(trace)})
-    fingerprint = "".join(source.sha256 for source in made_from["inputs"].values()) + spec.model_dump_json()
-    memo: list[Remembering] = []
-
-    def remember(bench):  # type: ignore[no-untyped-def]
-        memo.append(Remembering(bench, Path(f"{out}.partial"), fingerprint))
-        return memo[0]
-
-    with progress("tuning", spec.tune.trials) as advance:
-        result = tune(
-            spec,
-            workload,
-            make_world(spec, fitted),
-            made_from,
-            lambda _done, _of, best: advance(text=f"best {best:.3g} good requests/s"),
-            remember,
-        )
+    digests = "".join(source.sha256 for source in made_from["inputs"].values())
+    fingerprint = f"{digests} {profile is not None} {made_from['tool_version']} {spec.model_dump_json()}"
+    jobs = jobs or cores()
+    total = evaluations(settings, spec.tune.draws)
+    with Crew(jobs) as crew, progress("tuning", total) as advance:
+        memo = Remembering(crew if jobs > 1 else Alone(), Path(f"{out}.partial"), fingerprint)
+        watch = Watch(advance, total, memo.remembered, jobs)
+        result = tune(Inputs(spec, fitted, workload, profile), memo, made_from, watch)
     write_file(result, out)
-    memo[0].forget()
-    emit(as_json, result, lambda: _render(result, out))
+    memo.forget()
+    emit(as_json, result, lambda: show(result))
+    note(f"wrote {out}")
 
 
-def _with_options(recipe: Recipe, trials: int | None, seed: int | None, rate: float | None) -> Recipe:
-    given = {"trials": trials, "seed": seed, "request_rate_rps": rate}
+class Watch:
+    """Moves the progress bar, and says after a few evaluations how long all of them will take."""
+
+    def __init__(self, advance: Callable[..., None], total: int, remembered: int, jobs: int) -> None:
+        self._advance, self._total, self._remembered, self._jobs = advance, total, remembered, jobs
+        self._done = 0
+        self._began_s = 0.0
+
+    def __call__(self, best: float) -> None:
+        from toolkit.cli.output import note, number, seconds
+
+        self._done += 1
+        self._advance(text=f"best {number(best)} good requests/s" if best else "")
+        timed = self._done - self._remembered - self._jobs  # the first of each process pays for its start
+        if timed == 0:
+            self._began_s = time.monotonic()
+        elif timed == ESTIMATE_AFTER:
+            left_s = (time.monotonic() - self._began_s) / timed * (self._total - self._done)
+            if left_s > WORTH_SAYING_S:
+                note(f"about {seconds(left_s)} for {self._total - self._done} more simulations, {self._jobs} at a time")
+
+
+def _with_options(
+    recipe: Recipe, policies: str | None, trials: int | None, seed: int | None, rate: float | None, draws: int | None
+) -> Recipe:
+    given = {
+        "policies": None if policies is None else [name.strip() for name in policies.split(",") if name.strip()],
+        "trials": trials,
+        "seed": seed,
+        "request_rate_rps": rate,
+        "draws": draws,
+    }
     changed = {key: value for key, value in given.items() if value is not None}
     return recipe.model_copy(update={"tune": recipe.tune.model_copy(update=changed)})
 
 
-METRICS = (
-    "goodput_rps",
-    "throughput_rps",
-    "sla_attainment_percent",
-    "ttft_mean_s",
-    "ttft_p99_s",
-    "tpot_mean_s",
-    "e2e_mean_s",
-    "e2e_p95_s",
-    "batch_size_mean",
-    "oom_percent",
-)
+def _profile_of(fitted: Fit, path: Path) -> Profile | None:
+    """The profile beside the fit, where it is still the one that the fit was made from."""
+    from toolkit.errors import InputError
+    from toolkit.files.io import read_file
+    from toolkit.files.profile import Profile
+    from toolkit.files.provenance import digest
 
-
-def _render(result: Tuning, out: Path) -> None:
-    from toolkit.cli.output import number, table
-
-    before, after = result.defaults_held_out, result.best_held_out
-    table(
-        ["parameter", "default", "best"],
-        [[name, before.parameters[name], value] for name, value in after.parameters.items()],
-        title=f"policy '{after.policy}', {len(result.trials)} trials at {number(result.request_rate_rps)} requests/s",
-    )
-    table(
-        ["metric", "default", "best", ">change"],
-        [[name, before.metrics[name], after.metrics[name], _change(before.metrics[name], after.metrics[name])]
-         for name in METRICS if name in before.metrics and name in after.metrics],
-        title=f"predicted on {len(result.held_out_windows)} held-out windows",
-    )  # fmt: skip
-    table(
-        ["parameter", ">goodput swing", "over"],
-        [
-            [one.parameter, f"{one.swing_percent:.1f} %", f"{number(one.values[0])} .. {number(one.values[-1])}"]
-            for one in result.sensitivity
-        ],
-        title="how sensitive: goodput when one parameter moves over its range",
-    )
-    if result.binding_sla and result.binding_ratio is not None:
-        state = "missed" if result.binding_ratio > 1 else "met"
-        print(f"the target that binds: {result.binding_sla}, {state}, at {result.binding_ratio:.0%} of its limit")
-    if result.keep_defaults:
-        print("keep the defaults: nothing better was found on the held-out windows")
-    elif result.gain_percent is not None:
-        print(f"gain over the defaults, held out: {result.gain_percent:+.1f} % goodput")
-    print(f"wrote {out}")
-
-
-def _change(before: float, after: float) -> str:
-    return f"{100 * (after / before - 1):+.1f} %" if before else "-"
+    made_from = fitted.inputs.get("profile")
+    beside = path.parent / made_from.name if made_from else path
+    if made_from is None or not beside.exists():
+        return None
+    try:
+        return read_file(Profile, beside) if digest(beside).sha256 == made_from.sha256 else None
+    except InputError:
+        return None

@@ -18,7 +18,7 @@ from toolkit.estimators.laws import SegmentedLaw
 from toolkit.estimators.memory_fit import fit_memory
 from toolkit.estimators.overhead import fit_overhead
 from toolkit.files.fit import Candidate, LatencyFit, MemoryFit, OverheadFit, Range
-from toolkit.files.profile import Profile
+from toolkit.files.profile import DecodePoint, PrefillPoint, Profile
 
 POINTS_MIN = 8
 CLIP = 1.5
@@ -56,8 +56,8 @@ def fit_profile(profile: Profile, seed: int = 0) -> FittedProfile:
 
     Raises `InputError` naming what the profile lacks: points, lengths, batch sizes, slices or memory probes.
     """
-    prefill = fit_latency("prefill", _prefill_points(profile), seed, square=True)
-    decode = fit_latency("decode", _decode_points(profile), seed, square=False)
+    prefill = fit_latency("prefill", prefill_points(profile.prefill), seed, square=True)
+    decode = fit_latency("decode", decode_points(profile.decode), seed, square=False)
     law = SegmentedLaw(tuple(prefill.fit.segments), tuple(decode.fit.segments), profile.engine.prefill_emits_token)
     return FittedProfile(
         prefill, decode, fit_overhead(profile.slices, law, seed), fit_memory(profile.memory, profile.engine)
@@ -107,12 +107,14 @@ def choose(errors: Sequence[Floats]) -> int:
     return next(index for index, error in enumerate(errors) if as_good(error))
 
 
-def _prefill_points(profile: Profile) -> Points:
-    return _points("prefill", [(p.batch_size, p.input_length, p.seconds) for p in profile.prefill])
+def prefill_points(measured: Sequence[PrefillPoint]) -> Points:
+    """T_prefill(N, L) of each point, by the `typical` of its samples. `InputError` for one that took no time."""
+    return _points("prefill", [(p.batch_size, p.input_length, p.seconds) for p in measured])
 
 
-def _decode_points(profile: Profile) -> Points:
-    return _points("decode", [(p.batch_size, p.cached_length, p.seconds) for p in profile.decode])
+def decode_points(measured: Sequence[DecodePoint]) -> Points:
+    """tau(l, N) of each point, by the `typical` of its samples. `InputError` for one that took no time."""
+    return _points("decode", [(p.batch_size, p.cached_length, p.seconds) for p in measured])
 
 
 def _points(name: str, rows: Sequence[tuple[int, int, list[float]]]) -> Points:

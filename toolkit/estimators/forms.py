@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.optimize import nnls
 
+from toolkit.errors import InputError
 from toolkit.estimators.held_out import Floats, Rows
 from toolkit.files.fit import Segment
 
@@ -48,12 +49,13 @@ class Form:
         bends = f"bends at {', '.join(map(str, self.knots))}" if self.knots else "bilinear"
         return f"{bends} + N*L^2" if self.square else bends
 
-    def solve(self, points: Points) -> Floats:
-        """The coefficients [k], all >= 0, with the least sum of squared relative residuals."""
-        relative = self._design(points) / points.seconds[:, None]
+    def solve(self, points: Points, weights: Floats | None = None) -> Floats:
+        """The coefficients [k], all >= 0, with the least sum of squared relative residuals, `weights` [n] or equal."""
+        root = np.ones(len(points)) if weights is None else np.sqrt(weights)
+        relative = self._design(points) / points.seconds[:, None] * root[:, None]
         scale = np.linalg.norm(relative, axis=0)
         scale[scale == 0] = 1.0
-        coefficients, _ = nnls(relative / scale, np.ones(len(points)))
+        coefficients, _ = nnls(relative / scale, root)
         return np.asarray(coefficients / scale, dtype=np.float64)
 
     def predict(self, coefficients: Floats, points: Points) -> Floats:
@@ -115,3 +117,11 @@ def candidates(points: Points, *, square: bool) -> list[Form]:
     ]
     squares = (False, True) if square and len(np.unique(points.length)) >= 3 else (False,)
     return [Form(knots, squared) for knots in [(), *bent] for squared in squares]
+
+
+def form_named(name: str, points: Points, *, square: bool) -> Form:
+    """The candidate for `points` that has this name; `InputError` where it is none."""
+    for form in candidates(points, square=square):
+        if form.name == name:
+            return form
+    raise InputError(f"the points cannot tell the form '{name}'", "fit the profile again: llmctl fit PROFILE")

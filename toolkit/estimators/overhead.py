@@ -35,7 +35,7 @@ def fit_overhead(slices: Sequence[SlicePoint], law: SegmentedLaw, seed: int) -> 
     seconds = np.array([point.seconds for point in slices])
     if seconds.min() <= 0.0:
         raise InputError(f"overhead: a slice of {seconds.min()} s", "measure again with: llmctl profile RECIPE")
-    served = np.array([law.serve_s(point.batch_size, point.input_length, point.steps) for point in slices])
+    served = _served(slices, law)
 
     def predict(seen: Rows, rows: Rows) -> Floats:
         batch_s, stretch = _line(served[seen], seconds[seen])
@@ -44,6 +44,15 @@ def fit_overhead(slices: Sequence[SlicePoint], law: SegmentedLaw, seed: int) -> 
     error = percent_error(predict_held_out(len(slices), predict, seed), seconds)
     batch_s, stretch = _line(served, seconds)
     return OverheadFit(batch_s=batch_s, stretch=stretch, error=error)
+
+
+def refit_overhead(slices: Sequence[SlicePoint], law: SegmentedLaw) -> tuple[float, float]:
+    """batch_s and stretch of `slices` that were checked before, without the held-out error."""
+    return _line(_served(slices, law), np.array([point.seconds for point in slices]))
+
+
+def _served(slices: Sequence[SlicePoint], law: SegmentedLaw) -> Floats:
+    return np.array([law.serve_s(point.batch_size, point.input_length, point.steps) for point in slices])
 
 
 def _line(served: Floats, seconds: Floats) -> tuple[float, float]:

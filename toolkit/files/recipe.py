@@ -118,10 +118,27 @@ class TuneSpec(Strict):
         default=None,
         description="instead of a rate: scale arrivals to this multiple of what the untuned policy can serve at most",
     )
-    space: dict[str, tuple[float, float]] = Field(
-        default_factory=dict, description="narrower ranges for the policy's parameters, {name: [low, high]}"
+    policies: list[str] = Field(
+        default_factory=list,
+        description="policies to search besides the recipe's own; 'all': every one that knows no more than a server",
     )
-    max_oom_percent: Annotated[float, Field(ge=0, le=100)] = 1.0
+    space: dict[str, Annotated[list[bool | int | float | str], Field(min_length=1)]] = Field(
+        default_factory=dict,
+        description="ranges {parameter: [low, high]} and choices {parameter: [one, other]}; of other policies "
+        "{policy.parameter: ...}. A parameter that is named here is searched",
+    )
+    max_oom_percent: Annotated[float, Field(ge=0, le=100)] = Field(
+        default=1.0, description="batches that may run out of memory"
+    )
+    max_evicted_percent: Annotated[float, Field(ge=0)] | None = Field(
+        default=None, description="evictions per 100 requests that continuous policies may need"
+    )
+    min_attainment_percent: Annotated[float, Field(ge=0, lt=100)] | None = Field(
+        default=None, description="share of requests that must meet all targets, judged by its lower confidence bound"
+    )
+    draws: Annotated[int, Field(ge=0)] = Field(
+        default=40, description="draws of the fitted laws with which the verdict is repeated; 0: none"
+    )
 
 
 class ServeSpec(Strict):

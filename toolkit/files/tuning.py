@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
@@ -32,9 +32,44 @@ class Sensitivity(Strict):
     """How far the objective moves when one parameter of the best is swept over its range, the others kept."""
 
     parameter: str
-    values: list[float]
+    values: list[Value]
     goodput_rps: list[float]
     swing_percent: float = Field(description="(best - worst) / best over the sweep, in percent")
+
+
+class PolicyResult(Strict):
+    """How one of the searched policies did: its best trial, again on the held-out windows."""
+
+    policy: str
+    trials: int
+    best_trial: int
+    held_out: Outcome
+    feasible: bool = Field(description="whether it keeps every limit, held out")
+    importance: dict[str, float] = Field(
+        description="parameter to its share of what tells the best trials from the others (PED-ANOVA); may be empty"
+    )
+    refusal: str | None = Field(description="why the recipe's engine cannot serve it; None where it can")
+
+
+class Interval(Strict):
+    """The 5th, 50th and 95th percentile over the draws."""
+
+    low: float
+    median: float
+    high: float
+
+
+class Uncertainty(Strict):
+    """How the fit's error moves the verdict: the held-out windows again, under laws drawn around the fitted ones."""
+
+    method: Literal["profile", "held-out errors"] = Field(
+        description="laws refitted to resampled measurements, or scaled by their stated held-out errors"
+    )
+    draws: int
+    defaults_goodput_rps: Interval
+    best_goodput_rps: Interval
+    gain_percent: Interval | None = Field(description="None where the defaults have no goodput in a draw")
+    better_percent: float = Field(description="share of the draws in which the best beats the defaults")
 
 
 class Window(Strict):
@@ -67,3 +102,12 @@ class Tuning(Envelope):
     binding_ratio: float | None = Field(description="that target's value over its limit")
     keep_defaults: bool = Field(description="True where the search found nothing better held out")
     sensitivity: list[Sensitivity]
+    usage: dict[str, float] = Field(
+        default={}, description="the best, held out: each limit's share that is used up; above 1 it is broken"
+    )
+    policies: list[PolicyResult] = Field(default=[], description="the recipe's own first")
+    latency_metric: str = Field(default="e2e_p95_s", description="what `front` weighs goodput against")
+    front: list[int] = Field(
+        default=[], description="trials that none beats in both goodput and latency, by rising latency"
+    )
+    uncertainty: Uncertainty | None = None

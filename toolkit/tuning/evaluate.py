@@ -6,54 +6,82 @@ Every candidate meets the same windows and the same draws (common random numbers
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import fmean
 
 import numpy as np
 
 from toolkit.files.tuning import Outcome, Value
-from toolkit.metrics import Served, sla_ratios
+from toolkit.metrics import Served, meets_sla, sla_ratios
 from toolkit.sched.policies import make_policy
 from toolkit.sched.policies.parameters import parameters
 from toolkit.sim.api import World, simulate
 from toolkit.traces.types import Trace
+from toolkit.tuning.attainment import lower_bound_percent
 
 TIE_BREAK = 1e-3  # how much of the goodput the mean latency may weigh: enough to order equals, too little to trade
+ATTAINMENT = "sla_attainment_percent"
+ATTAINMENT_LOWER = "sla_attainment_lower_percent"
+
+
+@dataclass(slots=True, frozen=True)
+class Limits:
+    """What a candidate must keep besides the latency targets; None asks for nothing."""
+
+    max_oom_percent: float
+    max_evicted_percent: float | None = None
+    min_attainment_percent: float | None = None
 
 
 @dataclass(slots=True, frozen=True)
 class Evaluation:
-    """An outcome, each SLA target's value over its limit, and whether all limits hold."""
+    """An outcome, and each latency target's value over its limit."""
 
     outcome: Outcome
     ratios: dict[str, float]
-    oom_percent: float
+
+    @property
+    def goodput_rps(self) -> float:
+        """Requests per second that meet every latency target."""
+        return self.outcome.metrics["goodput_rps"]
 
     @property
     def score(self) -> float:
         """Goodput; between equals, the lower mean E2E latency."""
+        latency_s = self.outcome.metrics.get("e2e_mean_s", 0.0)
+        return self.goodput_rps * (1.0 - TIE_BREAK * latency_s / (1.0 + latency_s))
+
+    def usage(self, limits: Limits) -> dict[str, float]:
+        """Each limit's share that is used up: above 1 it is broken.
+
+        Of the attainment it is the share of requests that may be late, judged by its confidence bound.
+        """
         metrics = self.outcome.metrics
-        latency_s = metrics.get("e2e_mean_s", 0.0)
-        return metrics["goodput_rps"] * (1.0 - TIE_BREAK * latency_s / (1.0 + latency_s))
+        found = dict(self.ratios) | {"oom_percent": _share(metrics.get("oom_percent", 0.0), limits.max_oom_percent)}
+        if limits.max_evicted_percent is not None:
+            found["evicted_percent"] = _share(metrics.get("evicted_percent", 0.0), limits.max_evicted_percent)
+        if limits.min_attainment_percent is not None:
+            late = 100.0 - metrics.get(ATTAINMENT_LOWER, 0.0)
+            found[ATTAINMENT] = _share(late, 100.0 - limits.min_attainment_percent)
+        return found
 
-    def constraints(self, max_oom_percent: float) -> dict[str, float]:
-        """Constraint to violation: at most 0 where it holds."""
-        return {"oom_percent": self.oom_percent - max_oom_percent} | {
-            key: ratio - 1.0 for key, ratio in self.ratios.items()
-        }
+    def feasible(self, limits: Limits) -> bool:
+        """Whether every limit is kept."""
+        return all(share <= 1.0 for share in self.usage(limits).values())
 
-    def feasible(self, max_oom_percent: float) -> bool:
-        """Whether every constraint holds."""
-        return all(violation <= 0.0 for violation in self.constraints(max_oom_percent).values())
+
+def _share(value: float, limit: float) -> float:
+    return value / limit if limit else (1.0 + value if value else 0.0)
 
 
 @dataclass(slots=True, frozen=True)
 class Bench:
-    """Where candidates are tried: the world, the windows, the targets."""
+    """Where candidates are tried: the world, the windows, the targets. `label` tells one bench from another."""
 
     world: World
     windows: Sequence[Trace]
     sla: Mapping[str, float]
+    label: str = "search"
 
     def evaluate(self, policy: str, given: Mapping[str, Value]) -> Evaluation:
         """Simulate every window. Metrics are means over windows; targets are judged on all their requests together."""
@@ -61,10 +89,22 @@ class Bench:
         results = [simulate(window, candidate, self.world) for window in self.windows]
         per_window = [result.metrics(self.sla) for result in results]
         metrics = {key: fmean(m[key] for m in per_window) for key in per_window[0] if all(key in m for m in per_window)}
-        ratios = sla_ratios(_joined([result.served for result in results]), self.sla)
-        return Evaluation(
-            Outcome(policy=policy, parameters=parameters(candidate), metrics=metrics), ratios, metrics["oom_percent"]
-        )
+        served = [result.served for result in results]
+        metrics[ATTAINMENT_LOWER] = lower_bound_percent([meets_sla(one, self.sla) for one in served])
+        outcome = Outcome(policy=policy, parameters=parameters(candidate), metrics=metrics)
+        return Evaluation(outcome, sla_ratios(_joined(served), self.sla))
+
+
+@dataclass(slots=True, frozen=True)
+class Task:
+    """A candidate to be tried on a bench."""
+
+    bench: Bench
+    policy: str
+    parameters: Mapping[str, Value] = field(default_factory=dict)
+
+    def run(self) -> Evaluation:
+        return self.bench.evaluate(self.policy, self.parameters)
 
 
 def _joined(served: Sequence[Served]) -> Served:

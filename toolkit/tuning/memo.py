@@ -4,50 +4,60 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from toolkit.files.tuning import Outcome, Value
-from toolkit.tuning.evaluate import Evaluation
-from toolkit.tuning.search import Evaluator
+from toolkit.files.tuning import Outcome
+from toolkit.tuning.crew import Runner
+from toolkit.tuning.evaluate import Evaluation, Task
 
 
 class Remembering:
-    """An evaluator that keeps what it evaluated in a file of JSON lines, and reads it when the inputs are the same.
+    """A runner that keeps every evaluation in a file of JSON lines, and reads it when the inputs are the same.
 
     Args:
-        bench: evaluates what is not in the file.
-        path: the file; its first line is the fingerprint.
+        runner: runs what is not in the file.
+        path: the file; its first line is the fingerprint. Lines stand in the order in which tasks were done.
         fingerprint: digests and settings that decide the results. A file with another one is replaced.
     """
 
-    def __init__(self, bench: Evaluator, path: Path, fingerprint: str) -> None:
-        self._bench = bench
+    def __init__(self, runner: Runner, path: Path, fingerprint: str) -> None:
+        self._runner = runner
         self._path = path
         self._known = _read(path, fingerprint)
         self.remembered = len(self._known)
         if not self._known:
             path.write_text(json.dumps(fingerprint) + "\n")
+        else:
+            _drop_torn_line(path)
 
-    def evaluate(self, policy: str, given: Mapping[str, Value]) -> Evaluation:
-        """The remembered evaluation of the same candidate, or a new one, kept."""
-        key = json.dumps([policy, dict(given)], sort_keys=True)
-        if key not in self._known:
-            self._known[key] = self._bench.evaluate(policy, given)
-            with self._path.open("a") as lines:
-                lines.write(_line(key, self._known[key]))
-                lines.flush()
-                os.fsync(lines.fileno())
-        return self._known[key]
+    def run(self, tasks: Sequence[Task]) -> Iterator[tuple[int, Evaluation]]:
+        """As `Runner.run`; equal tasks are run once."""
+        wanted: dict[str, list[int]] = {}
+        for index, task in enumerate(tasks):
+            wanted.setdefault(_key(task), []).append(index)
+        new = [key for key in wanted if key not in self._known]
+        for key, indexes in wanted.items():
+            if key in self._known:
+                yield from ((index, self._known[key]) for index in indexes)
+        for number, evaluation in self._runner.run([tasks[wanted[key][0]] for key in new]):
+            self._keep(new[number], evaluation)
+            yield from ((index, evaluation) for index in wanted[new[number]])
 
     def forget(self) -> None:
         """Remove the file: the result is written."""
         self._path.unlink(missing_ok=True)
 
+    def _keep(self, key: str, evaluation: Evaluation) -> None:
+        self._known[key] = evaluation
+        with self._path.open("a") as lines:
+            lines.write(json.dumps([key, evaluation.outcome.model_dump(mode="json"), evaluation.ratios]) + "\n")
+            lines.flush()
+            os.fsync(lines.fileno())
 
-def _line(key: str, evaluation: Evaluation) -> str:
-    outcome = evaluation.outcome.model_dump(mode="json")
-    return json.dumps([key, outcome, evaluation.ratios, evaluation.oom_percent]) + "\n"
+
+def _key(task: Task) -> str:
+    return json.dumps([task.bench.label, task.policy, dict(task.parameters)], sort_keys=True)
 
 
 def _read(path: Path, fingerprint: str) -> dict[str, Evaluation]:
@@ -57,4 +67,11 @@ def _read(path: Path, fingerprint: str) -> dict[str, Evaluation]:
     if not lines or lines[0] != json.dumps(fingerprint) + "\n":
         return {}
     whole = [json.loads(line) for line in lines[1:] if line.endswith("\n")]  # a kill tears the last line
-    return {key: Evaluation(Outcome(**outcome), ratios, oom) for key, outcome, ratios, oom in whole}
+    return {key: Evaluation(Outcome(**outcome), ratios) for key, outcome, ratios in whole}
+
+
+def _drop_torn_line(path: Path) -> None:
+    content = path.read_bytes()
+    end = content.rfind(b"\n") + 1
+    if end < len(content):
+        os.truncate(path, end)

@@ -1,91 +1,109 @@
-"""The search: Optuna's TPE over the simulator, the defaults as trial 0, a verdict on windows it never saw.
+"""The search: Optuna's TPE over the simulator, the recipe's policy as trial 0.
 
-The result depends on the inputs and the seed alone, to the byte.
+Policies are a categorical choice, and each policy's parameters hang on it. Trials are asked for in batches of a fixed
+size, which several processes may run side by side, and told in order: the result depends on the inputs and the seed
+alone, to the byte.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from functools import partial
 
 import optuna
 
-from toolkit.files.recipe import PolicySpec
-from toolkit.files.tuning import Sensitivity, Trial, Value
-from toolkit.sched.policies import make_policy
-from toolkit.sched.policies.parameters import parameters
-from toolkit.tuning.evaluate import Evaluation
-from toolkit.tuning.space import as_value, search_space, sweep
+from toolkit.files.tuning import Trial, Value
+from toolkit.tuning.crew import Runner, collect
+from toolkit.tuning.evaluate import Bench, Evaluation, Limits, Task
+from toolkit.tuning.space import Distribution, PolicySpace
 
-SWEEP_POINTS = 7
-Progress = Callable[[int, int, float], None]  # trials done, of, best goodput so far
-
-
-class Evaluator(Protocol):
-    """Where candidates are tried: `toolkit.tuning.evaluate.Bench`, or one that remembers."""
-
-    def evaluate(self, policy: str, given: Mapping[str, Value]) -> Evaluation:
-        """The candidate's metrics."""
-        ...
+BATCH = 8  # trials that are asked for before the first of them is told: as many cores can help
+POLICY = "policy"
+Progress = Callable[[float], None]  # the best goodput so far
 
 
 @dataclass(slots=True, frozen=True)
 class Settings:
-    """How to search, and around what."""
+    """How to search, and what. `spaces` begins with that of the recipe's own policy."""
 
-    policy: PolicySpec
-    narrowed: Mapping[str, tuple[float, float]]
+    spaces: Sequence[PolicySpace]
     trials: int
     seed: int
-    max_oom_percent: float
+    limits: Limits
 
 
 @dataclass(slots=True, frozen=True)
 class Found:
-    """The trials in order, and the best of them."""
+    """The evaluations in the trials' order, and Optuna's record of them."""
 
-    trials: list[Trial]
-    best: Evaluation
+    evaluations: list[Evaluation]
+    study: optuna.Study
+    limits: Limits
 
+    def best(self, policy: str | None = None) -> int | None:
+        """The number of the best trial (of one policy): of the feasible the highest score; of all, where none is."""
+        numbers = [k for k, one in enumerate(self.evaluations) if policy in (None, one.outcome.policy)]
+        return max(numbers, key=lambda k: (self.fits(k), self.evaluations[k].score, -k), default=None)
 
-def search(bench: Evaluator, settings: Settings, progress: Progress) -> Found:
-    """Trial 0 is the recipe's policy; the best is the feasible trial of highest score, or the highest where none is."""
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
-    name, start = settings.policy.name, settings.policy.parameters
-    space = search_space(name, start, settings.narrowed)
-    study = optuna.create_study(direction="maximize", sampler=optuna.samplers.TPESampler(seed=settings.seed))
-    study.enqueue_trial({key: value for key, value in parameters(make_policy(name, start)).items() if key in space})
-    evaluations: list[Evaluation] = []
-    for done in range(1, settings.trials + 1):
-        trial = study.ask(space)
-        evaluation = bench.evaluate(name, {**start, **trial.params})
-        for key, violation in evaluation.constraints(settings.max_oom_percent).items():
-            trial.set_constraint(key, violation)
-        study.tell(trial, evaluation.score)
-        evaluations.append(evaluation)
-        progress(done, settings.trials, max(e.outcome.metrics["goodput_rps"] for e in evaluations))
-    feasible = [evaluation.feasible(settings.max_oom_percent) for evaluation in evaluations]
-    trials = [
-        Trial(number=number, outcome=evaluation.outcome, feasible=fits)
-        for number, (evaluation, fits) in enumerate(zip(evaluations, feasible, strict=True))
-    ]
-    best = max(range(len(evaluations)), key=lambda k: (feasible[k], evaluations[k].score, -k))
-    return Found(trials, evaluations[best])
+    def fits(self, number: int) -> bool:
+        """Whether a trial keeps every limit."""
+        return self.evaluations[number].feasible(self.limits)
 
-
-def sensitivity(bench: Evaluator, settings: Settings, best: Evaluation) -> list[Sensitivity]:
-    """Each searched parameter swept over its range with the others as in `best`, most sensitive first."""
-    name, chosen = best.outcome.policy, best.outcome.parameters
-    space = search_space(name, settings.policy.parameters, settings.narrowed)
-    found = []
-    for parameter, distribution in space.items():
-        values = sweep(distribution, SWEEP_POINTS)
-        goodput = [
-            bench.evaluate(name, {**chosen, parameter: as_value(distribution, value)}).outcome.metrics["goodput_rps"]
-            for value in values
+    def trials(self) -> list[Trial]:
+        """The trials, as they are written."""
+        return [
+            Trial(number=number, outcome=evaluation.outcome, feasible=self.fits(number))
+            for number, evaluation in enumerate(self.evaluations)
         ]
-        top = max(goodput)
-        swing = 100.0 * (top - min(goodput)) / top if top else 0.0
-        found.append(Sensitivity(parameter=parameter, values=values, goodput_rps=goodput, swing_percent=swing))
-    return sorted(found, key=lambda one: -one.swing_percent)
+
+
+def search(bench: Bench, runner: Runner, settings: Settings, progress: Progress) -> Found:
+    """Trial 0 is the recipe's policy, then come the other policies' defaults, then what TPE suggests."""
+    study = _study(settings)
+    evaluations: list[Evaluation] = []
+    top = 0.0
+    size = len(settings.spaces)  # the first batch: all starts
+    while len(evaluations) < settings.trials:
+        asked = [study.ask() for _ in range(min(size, settings.trials - len(evaluations)))]
+        candidates = [_suggest(trial, settings.spaces) for trial in asked]
+        tasks = [Task(bench, policy, parameters) for policy, parameters in candidates]
+        done = collect(runner, tasks, partial(progress, top))
+        for trial, evaluation in zip(asked, done, strict=True):
+            for key, share in evaluation.usage(settings.limits).items():
+                trial.set_constraint(key, share - 1.0)
+            study.tell(trial, evaluation.score)
+        evaluations += done
+        top = max(one.goodput_rps for one in evaluations)
+        size = BATCH
+    return Found(evaluations, study, settings.limits)
+
+
+def _study(settings: Settings) -> optuna.Study:
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    sampler = optuna.samplers.TPESampler(seed=settings.seed, constant_liar=True)
+    study = optuna.create_study(direction="maximize", sampler=sampler)
+    for space in settings.spaces:
+        start = {f"{space.policy}.{name}": value for name, value in space.first().items()}
+        study.enqueue_trial(({POLICY: space.policy} if len(settings.spaces) > 1 else {}) | start)
+    return study
+
+
+def _suggest(trial: optuna.Trial, spaces: Sequence[PolicySpace]) -> tuple[str, dict[str, Value]]:
+    """The policy and all its parameters that are not its defaults, as the trial wants them."""
+    by_name = {space.policy: space for space in spaces}
+    name = trial.suggest_categorical(POLICY, list(by_name)) if len(spaces) > 1 else spaces[0].policy
+    space = by_name[name]
+    chosen = {key: _value(trial, f"{name}.{key}", distribution) for key, distribution in space.distributions.items()}
+    return name, {**space.start, **chosen}
+
+
+def _value(trial: optuna.Trial, name: str, distribution: Distribution) -> Value:
+    value: Value
+    if isinstance(distribution, optuna.distributions.CategoricalDistribution):
+        value = trial.suggest_categorical(name, distribution.choices)
+    elif isinstance(distribution, optuna.distributions.IntDistribution):
+        value = trial.suggest_int(name, distribution.low, distribution.high, log=distribution.log)
+    else:
+        value = trial.suggest_float(name, distribution.low, distribution.high, log=distribution.log)
+    return value

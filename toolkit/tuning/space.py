@@ -1,57 +1,130 @@
-"""What there is to search: a policy's own parameters and ranges, narrowed by the recipe."""
+"""What there is to search: policies, and of each the parameters and ranges, as the recipe narrows or widens them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 import optuna
 
 from toolkit.errors import InputError, nearest
-from toolkit.sched.policies import POLICIES
-from toolkit.sched.policies.parameters import Value, defaults, knobs
+from toolkit.files.recipe import PolicySpec
+from toolkit.sched.policies import ORACLES, POLICIES, make_policy, refuse_oracle
+from toolkit.sched.policies.parameters import Knob, Value, defaults, knobs, parameters
 
-Space = dict[str, optuna.distributions.BaseDistribution]
+Distribution: TypeAlias = (
+    optuna.distributions.IntDistribution
+    | optuna.distributions.FloatDistribution
+    | optuna.distributions.CategoricalDistribution
+)
+Distributions = dict[str, Distribution]
+Narrowed = Mapping[str, Sequence[Value]]
+ALL = "all"
 
 
-def search_space(policy: str, start: Mapping[str, Value], narrowed: Mapping[str, tuple[float, float]]) -> Space:
-    """The distributions of the searchable parameters of `policy`; `narrowed` replaces ranges by name.
+@dataclass(slots=True, frozen=True)
+class PolicySpace:
+    """A policy, the parameters to begin with, and the distributions of those that are searched."""
 
-    Ranges are widened where needed so that `start`, the parameters that the search starts from, lies within.
-    `InputError` for a name that is no searchable parameter, or a range outside the parameter's limits.
+    policy: str
+    start: Mapping[str, Value]
+    distributions: Distributions
+
+    def first(self) -> dict[str, Value]:
+        """The searched parameters at the start."""
+        whole = parameters(make_policy(self.policy, self.start))
+        return {name: whole[name] for name in self.distributions}
+
+
+def make_spaces(own: PolicySpec, policies: Sequence[str], narrowed: Narrowed, workers: int) -> list[PolicySpace]:
+    """The recipe's own policy first, then the others of `policies` ("all": every one but the oracles) as named.
+
+    Keys of `narrowed` are `parameter`, of the recipe's own policy, or `policy.parameter`; those of policies that are
+    not searched are checked and not used. `InputError` for an unknown policy or parameter, an oracle, or a range that
+    cannot be searched.
     """
-    searchable = {name: knob for name, knob in knobs(POLICIES[policy]).items() if knob.search}
+    names = list(dict.fromkeys([own.name, *_named(policies)]))
+    for name in names:
+        refuse_oracle(name)
+    by_policy: dict[str, dict[str, Sequence[Value]]] = {name: {} for name in POLICIES}
+    for key, values in narrowed.items():
+        policy, dot, parameter = key.rpartition(".")
+        if dot and policy not in POLICIES:
+            raise InputError(f"tune.space: {key}: there is no policy '{policy}'", nearest(policy, POLICIES))
+        by_policy[policy or own.name][parameter] = values
+    spaces = {name: search_space(name, {}, given, workers) for name, given in by_policy.items() if name != own.name}
+    spaces[own.name] = search_space(own.name, own.parameters, by_policy[own.name], workers)
+    return [PolicySpace(name, own.parameters if name == own.name else {}, spaces[name]) for name in names]
+
+
+def _named(policies: Sequence[str]) -> list[str]:
+    known = [name for name in POLICIES if name not in ORACLES]
+    for name in policies:
+        if name != ALL and name not in POLICIES:
+            raise InputError(f"tune.policies: there is no policy '{name}'", nearest(name, [*known, ALL]))
+    return [name for given in policies for name in (known if given == ALL else [given])]
+
+
+def search_space(policy: str, start: Mapping[str, Value], narrowed: Narrowed, workers: int = 2) -> Distributions:
+    """The distributions of the searched parameters of `policy`: those with a search range, and those in `narrowed`.
+
+    A number's range is [low, high], a word's or a boolean's its choices. Ranges are widened where needed so that
+    `start`, the parameters that the search starts from, lies within. With one worker, routers are all the same and are
+    not searched. `InputError` for a name that is no parameter, or a range outside the parameter's limits.
+    """
+    known = knobs(POLICIES[policy])
     for name in narrowed:
-        if name not in searchable:
-            raise InputError(
-                f"tune.space: policy '{policy}' has no searchable parameter '{name}'", nearest(name, searchable)
-            )
-    space: Space = {}
-    for name, knob in searchable.items():
-        low, high = narrowed.get(name, knob.search or (knob.low, knob.high))
-        if not knob.low <= low <= high <= knob.high:
-            raise InputError(
-                f"tune.space: {name}: [{low:g}, {high:g}] is not a range within [{knob.low:g}, {knob.high:g}]", knob.doc
-            )
-        first = float(start.get(name, defaults(POLICIES[policy])[name]))
-        low, high = min(low, first), max(high, first)
-        if isinstance(defaults(POLICIES[policy])[name], int):
-            space[name] = optuna.distributions.IntDistribution(int(low), int(high), log=knob.log)
+        if name not in known:
+            raise InputError(f"tune.space: policy '{policy}' has no parameter '{name}'", nearest(name, known))
+    first = defaults(POLICIES[policy]) | dict(start)
+    found: Distributions = {}
+    for name, knob in known.items():
+        if knob.choices or isinstance(first[name], bool):
+            values = narrowed.get(name, knob.choices if knob.choices and workers > 1 else ())
+            distribution = _categories(name, knob, first[name], values)
         else:
-            space[name] = optuna.distributions.FloatDistribution(low, high, log=knob.log)
-    return space
+            distribution = _range(name, knob, first[name], narrowed.get(name, knob.search))
+        if distribution is not None:
+            found[name] = distribution
+    return found
 
 
-def sweep(distribution: optuna.distributions.BaseDistribution, points: int) -> list[float]:
-    """`points` values from end to end of a range, spaced as it is searched."""
-    assert isinstance(distribution, (optuna.distributions.IntDistribution, optuna.distributions.FloatDistribution))
+def _categories(name: str, knob: Knob, first: Value, values: Sequence[Value]) -> Distribution | None:
+    known: tuple[Value, ...] = knob.choices or (False, True)
+    for value in values:
+        if value not in known or isinstance(value, bool) != (not knob.choices):
+            listed = ", ".join(map(_word, known))
+            raise InputError(f"tune.space: {name}: {_word(value)} is none of its choices", f"choices: {listed}")
+    choices = list(dict.fromkeys([first, *values]))
+    return optuna.distributions.CategoricalDistribution(choices) if len(choices) > 1 else None
+
+
+def _range(name: str, knob: Knob, first: Value, values: Sequence[Value] | None) -> Distribution | None:
+    if values is None:
+        return None
+    numbers = [float(value) for value in values if not isinstance(value, (bool, str))]
+    shown = f"[{', '.join(map(_word, values))}]"
+    if len(values) != 2 or len(numbers) != 2 or not knob.low <= numbers[0] <= numbers[1] <= knob.high:
+        raise InputError(f"tune.space: {name}: {shown} is not a range within [{knob.low:g}, {knob.high:g}]", knob.doc)
+    low, high = min(numbers[0], float(first)), max(numbers[1], float(first))
+    log = knob.log and low > 0
+    if isinstance(first, int):
+        return optuna.distributions.IntDistribution(int(low), int(high), log=log)
+    return optuna.distributions.FloatDistribution(low, high, log=log)
+
+
+def _word(value: Value) -> str:
+    return str(value).lower() if isinstance(value, bool) else value if isinstance(value, str) else f"{value:g}"
+
+
+def sweep(distribution: Distribution, points: int) -> list[Value]:
+    """`points` values from end to end of a range, spaced as it is searched; all choices where there is no range."""
+    if isinstance(distribution, optuna.distributions.CategoricalDistribution):
+        return list(distribution.choices)
     space = np.geomspace if distribution.log else np.linspace
     values = space(distribution.low, distribution.high, points)
     if isinstance(distribution, optuna.distributions.IntDistribution):
-        return [float(value) for value in sorted(set(np.round(values).astype(int).tolist()))]
+        return sorted(set(np.round(values).astype(int).tolist()))
     return [float(value) for value in values]
-
-
-def as_value(distribution: optuna.distributions.BaseDistribution, value: float) -> Value:
-    """A swept value in the type of its parameter."""
-    return int(value) if isinstance(distribution, optuna.distributions.IntDistribution) else value

@@ -1,103 +1,78 @@
-"""From a recipe, a fit and a trace to tuning.json: windows, search, verdict, sensitivity."""
+"""From a recipe, a fit and a trace to tuning.json: search, verdict on held-out windows, and how sure it is."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
+from toolkit.errors import InputError
 from toolkit.files.fit import Fit
 from toolkit.files.io import Head
+from toolkit.files.profile import Profile
 from toolkit.files.recipe import Recipe
-from toolkit.files.tuning import Tuning
+from toolkit.files.tuning import PolicyResult, Tuning
 from toolkit.files.tuning import Window as WindowSpec
-from toolkit.sched.policies import make_policy
-from toolkit.sim.api import World, simulate, world_from_fit
-from toolkit.traces.prepare import prepare
-from toolkit.traces.scale import mean_rate, scale_rate
-from toolkit.traces.types import Trace
-from toolkit.traces.windows import Window, split_windows
-from toolkit.tuning.evaluate import Bench, Evaluation
-from toolkit.tuning.search import Evaluator, Found, Progress, Settings, search, sensitivity
-
-COVERED = 0.8  # share of the trace in windows, where the recipe leaves their length open
-CAPACITY_SAMPLE = 1000  # requests of the backlog from which the untuned policy's capacity is read
+from toolkit.sched.policies import make_policy, refuse_unservable
+from toolkit.sim.api import World
+from toolkit.traces.windows import Window
+from toolkit.tuning.crew import Runner, collect
+from toolkit.tuning.evaluate import Bench, Evaluation, Limits, Task
+from toolkit.tuning.explain import LATENCY, front, importance, sensitivity, sweeps
+from toolkit.tuning.search import Found, Progress, Settings, search
+from toolkit.tuning.space import make_spaces
+from toolkit.tuning.uncertainty import Laws, uncertainty
+from toolkit.tuning.workload import Workload, make_world
 
 
 @dataclass(slots=True, frozen=True)
-class Workload:
-    """The trace, made ready, and its windows."""
+class Inputs:
+    """What is tuned: read from the files, and checked."""
 
-    trace: Trace
-    rate_rps: float
-    search: list[Window]
-    held_out: list[Window]
-
-
-def capacity_rps(recipe: Recipe, world: World, fitted: Trace) -> float:
-    """What the recipe's own policy serves at most: requests per second with a backlog of the trace's requests."""
-    sample = np.linspace(0, len(fitted) - 1, min(len(fitted), CAPACITY_SAMPLE)).astype(int)
-    backlog = Trace(
-        np.zeros(len(sample)), fitted.prompt_tokens[sample], fitted.output_tokens[sample], fitted.max_tokens[sample]
-    )
-    policy = make_policy(recipe.policy.name, recipe.policy.parameters)
-    return simulate(backlog, policy, world).metrics({})["throughput_rps"]
+    recipe: Recipe
+    fit: Fit
+    workload: Workload
+    profile: Profile | None = None  # that the fit was made from, for resampling it
 
 
-def make_workload(recipe: Recipe, fit: Fit, trace: Trace) -> Workload:
-    """The trace with the recipe's lengths and rate, cut into windows to search on and windows held out."""
+def limits_of(recipe: Recipe) -> Limits:
+    """What candidates must keep besides the latency targets."""
     spec = recipe.tune
-    fitted = prepare(trace, recipe)
-    rate_rps = spec.request_rate_rps
-    if rate_rps is None and spec.load is not None:
-        rate_rps = round(spec.load * capacity_rps(recipe, make_world(recipe, fit), fitted), 3)
-    if rate_rps is not None:
-        fitted = scale_rate(fitted, rate_rps)
-    count = spec.windows + spec.held_out_windows
-    window_s = spec.window_s or COVERED * float(fitted.arrival_s[-1]) / count
-    search_windows, held_out = split_windows(fitted, window_s, spec.windows, spec.held_out_windows, spec.seed)
-    return Workload(fitted, rate_rps or mean_rate(fitted), search_windows, held_out)
-
-
-def make_world(recipe: Recipe, fit: Fit) -> World:
-    """The simulated machine of a recipe."""
-    return world_from_fit(
-        fit,
-        workers=recipe.workers,
-        max_new_tokens=recipe.serve.max_new_tokens,
-        seed=recipe.tune.seed,
-        flush_s=recipe.engine.flush_s,
-    )
+    return Limits(spec.max_oom_percent, spec.max_evicted_percent, spec.min_attainment_percent)
 
 
 def settings_of(recipe: Recipe) -> Settings:
-    """How the recipe wants the search done."""
+    """How the recipe wants the search done. `InputError` for what cannot be searched."""
     spec = recipe.tune
-    return Settings(recipe.policy, spec.space, spec.trials, spec.seed, spec.max_oom_percent)
+    spaces = make_spaces(recipe.policy, spec.policies, spec.space, recipe.workers)
+    return Settings(spaces, spec.trials, spec.seed, limits_of(recipe))
 
 
-def tune(
-    recipe: Recipe,
-    workload: Workload,
-    world: World,
-    head: Head,
-    progress: Progress,
-    remember: Callable[[Evaluator], Evaluator] = lambda bench: bench,
-) -> Tuning:
+def evaluations(settings: Settings, draws: int) -> int:
+    """How many evaluations a tuning takes at most."""
+    most = max(len(sweeps(space, {})) for space in settings.spaces)
+    return settings.trials + 1 + len(settings.spaces) + most + 2 * draws
+
+
+def tune(inputs: Inputs, runner: Runner, head: Head, progress: Progress) -> Tuning:
     """Search on one set of windows, judge on the other.
 
     Args:
+        runner: runs the simulations: here, in other processes, or from what an interrupted run left.
         head: the envelope's fields of the result.
-        progress: called after each trial.
-        remember: may wrap the search's evaluator, so that an interrupted search goes on.
+        progress: called after each evaluation.
     """
-    settings = settings_of(recipe)
-    bench = remember(_bench(workload.search, world, recipe))
-    found = search(bench, settings, progress)
-    verdict = _bench(workload.held_out, world, recipe)
-    default = verdict.evaluate(recipe.policy.name, recipe.policy.parameters)
-    best = verdict.evaluate(found.best.outcome.policy, found.best.outcome.parameters)
+    recipe, workload = inputs.recipe, inputs.workload
+    settings, world = settings_of(recipe), make_world(recipe, inputs.fit)
+    bench = _bench("search", workload.search, world, recipe)
+    found = search(bench, runner, settings, progress)
+    best = found.evaluations[_number(found)]
+    verdict = _bench("held out", workload.held_out, world, recipe)
+    default, *held_out = _judge(verdict, runner, found, settings, progress)
+    chosen = next(one for one in held_out if one.outcome.policy == best.outcome.policy)
+    space = next(space for space in settings.spaces if space.policy == best.outcome.policy)
+    laws = Laws(inputs.fit, inputs.profile, recipe.tune.draws, settings.seed)
+    trials = found.trials()
+    latency = _latency_metric(chosen)
     return Tuning.model_validate(
         {
             **head,
@@ -109,28 +84,81 @@ def tune(
             "trace_notes": list(workload.trace.notes),
             "search_windows": [_spec(window) for window in workload.search],
             "held_out_windows": [_spec(window) for window in workload.held_out],
-            **_judge(found, default, best, settings.max_oom_percent),
-            "sensitivity": sensitivity(bench, settings, found.best),
+            "trials": trials,
+            **_verdict(default, chosen, settings.limits),
+            "sensitivity": sensitivity(bench, runner, space, best, progress),
+            "policies": [_result(found, one, settings.limits, recipe.engine.name) for one in held_out],
+            "latency_metric": latency,
+            "front": front(trials, latency),
+            "uncertainty": uncertainty(
+                verdict, runner, laws, (default.outcome, chosen.outcome), settings.limits, progress
+            ),
         }
     )
 
 
-def _judge(found: Found, default: Evaluation, best: Evaluation, max_oom_percent: float) -> dict[str, object]:
-    before, after = (one.outcome.metrics["goodput_rps"] for one in (default, best))
-    better = (best.feasible(max_oom_percent), best.score) > (default.feasible(max_oom_percent), default.score)
+def _number(found: Found, policy: str | None = None) -> int:
+    number = found.best(policy)
+    assert number is not None, "every search has trials"
+    return number
+
+
+def _judge(bench: Bench, runner: Runner, found: Found, settings: Settings, progress: Progress) -> list[Evaluation]:
+    """The recipe's settings, and each searched policy's best, on windows that the search did not see."""
+    own = settings.spaces[0]
+    tasks = [Task(bench, own.policy, own.start)]
+    for space in settings.spaces:
+        number = found.best(space.policy)
+        if number is not None:
+            tasks.append(Task(bench, space.policy, found.evaluations[number].outcome.parameters))
+    return collect(runner, tasks, lambda: progress(0.0))
+
+
+def _verdict(default: Evaluation, best: Evaluation, limits: Limits) -> dict[str, object]:
+    before, after = default.goodput_rps, best.goodput_rps
+    usage = best.usage(limits)
+    targets = {key: share for key, share in usage.items() if key != "oom_percent"}
+    binding = max(targets, key=lambda key: targets[key], default=None)
     return {
-        "trials": found.trials,
         "defaults_held_out": default.outcome,
         "best_held_out": best.outcome,
         "gain_percent": 100.0 * (after / before - 1.0) if before > 0 else None,
-        "binding_sla": max(best.ratios, key=lambda key: best.ratios[key]) if best.ratios else None,
-        "binding_ratio": max(best.ratios.values(), default=None),
-        "keep_defaults": not better,
+        "binding_sla": binding,
+        "binding_ratio": targets[binding] if binding else None,
+        "usage": usage,
+        "keep_defaults": (best.feasible(limits), best.score) <= (default.feasible(limits), default.score),
     }
 
 
-def _bench(windows: Sequence[Window], world: World, recipe: Recipe) -> Bench:
-    return Bench(world, [window.trace for window in windows], recipe.sla)
+def _result(found: Found, held_out: Evaluation, limits: Limits, engine: str) -> PolicyResult:
+    policy = held_out.outcome.policy
+    return PolicyResult(
+        policy=policy,
+        trials=sum(one.outcome.policy == policy for one in found.evaluations),
+        best_trial=_number(found, policy),
+        held_out=held_out.outcome,
+        feasible=held_out.feasible(limits),
+        importance=importance(found, policy),
+        refusal=_refusal(policy, engine),
+    )
+
+
+def _refusal(policy: str, engine: str) -> str | None:
+    try:
+        refuse_unservable(make_policy(policy, {}), engine)
+    except InputError as error:
+        return error.message
+    return None
+
+
+def _latency_metric(best: Evaluation) -> str:
+    """The latency that goodput is weighed against: the target nearest to its limit, where it is among the metrics."""
+    known = [key for key in best.ratios if key in best.outcome.metrics]
+    return max(known, key=lambda key: best.ratios[key], default=LATENCY)
+
+
+def _bench(label: str, windows: Sequence[Window], world: World, recipe: Recipe) -> Bench:
+    return Bench(world, [window.trace for window in windows], recipe.sla, f"{label}, {world.workers} workers")
 
 
 def _spec(window: Window) -> WindowSpec:

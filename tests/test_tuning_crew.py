@@ -1,0 +1,58 @@
+"""Processes that run tasks: what they compute, which errors come back, and that none is left behind."""
+
+import multiprocessing
+
+import numpy as np
+import pytest
+import samples
+from test_tuning import trace
+
+from toolkit.errors import InputError
+from toolkit.tuning.crew import Alone, Crew, collect
+from toolkit.tuning.evaluate import Bench, Task
+from toolkit.tuning.workload import make_world
+
+
+@pytest.fixture(scope="module")
+def bench() -> Bench:
+    return Bench(make_world(samples.recipe(), samples.fit()), [trace(60)], {"ttft_p99_s": 2.0})
+
+
+@pytest.fixture(scope="module")
+def crew():
+    with Crew(2) as crew:
+        yield crew
+
+
+def test_processes_compute_what_this_one_does(crew: Crew, bench: Bench):
+    tasks = [Task(bench, "slice", {"slice_tokens": tokens}) for tokens in (8, 16, 32, 64, 128)]
+    ticks = []
+    assert collect(crew, tasks, lambda: ticks.append(1)) == collect(Alone(), tasks)
+    assert len(ticks) == 5
+
+
+def test_an_error_of_the_user_comes_back_whole(crew: Crew, bench: Bench):
+    with pytest.raises(InputError) as caught:
+        collect(crew, [Task(bench, "slice", {"slice_tokens": 0})])
+    with pytest.raises(InputError) as here:
+        collect(Alone(), [Task(bench, "slice", {"slice_tokens": 0})])
+    assert (caught.value.message, caught.value.hint) == (here.value.message, here.value.hint)
+
+
+def test_no_tasks_need_no_process():
+    before = set(multiprocessing.active_children())
+    with Crew(2) as crew:
+        assert collect(crew, []) == []
+        assert set(multiprocessing.active_children()) == before
+
+
+def test_leaving_ends_the_processes_also_in_the_middle(bench: Bench):
+    before = set(multiprocessing.active_children())
+    with Crew(1) as crew:
+        next(crew.run([Task(bench, "slice"), Task(bench, "slice")]))
+    assert set(multiprocessing.active_children()) - before == set()
+
+
+def test_a_process_that_dies_is_an_error_and_no_wait_for_ever(bench: Bench):
+    with Crew(1) as crew, pytest.raises(RuntimeError, match="died"):
+        collect(crew, [Task(bench, "slice"), Task(bench, "slice", np.int64)])

@@ -1,0 +1,92 @@
+"""What is searched: policies, their parameters and ranges, and what is refused."""
+
+import pytest
+import samples
+
+from toolkit.errors import InputError
+from toolkit.files.recipe import PolicySpec
+from toolkit.sched.policies import ORACLES, POLICIES
+from toolkit.tuning.space import make_spaces, search_space, sweep
+
+SLICE = PolicySpec(name="slice", parameters={"slice_tokens": 128})
+
+
+def names(*policies: str) -> list[str]:
+    return [space.policy for space in make_spaces(SLICE, policies, {}, 2)]
+
+
+def test_by_default_only_the_recipes_own_policy_is_searched():
+    assert names() == ["slice"]
+
+
+def test_the_recipes_own_is_always_first_and_nothing_comes_twice():
+    assert names("past-future", "slice", "past-future") == ["slice", "past-future"]
+
+
+def test_all_means_all_but_the_oracles():
+    assert set(names("all")) == set(POLICIES) - ORACLES
+
+
+def test_parameters_of_a_policy_are_named_with_it_and_plain_ones_are_the_recipes_own():
+    spaces = make_spaces(SLICE, ["sequence"], {"slice_tokens": [100, 200], "sequence.batch_size": [2, 4]}, 2)
+    ranges = [(one.distributions[key].low, one.distributions[key].high) for one, key in
+              zip(spaces, ("slice_tokens", "batch_size"), strict=True)]  # fmt: skip
+    assert ranges == [(100, 200), (2, 16)]  # 16 is where sequence starts
+
+
+def test_a_space_of_a_policy_that_is_not_searched_is_checked_and_left_out():
+    assert len(make_spaces(SLICE, [], {"sequence.batch_size": [2, 4]}, 2)) == 1
+    with pytest.raises(InputError):
+        make_spaces(SLICE, [], {"sequence.batch": [2, 4]}, 2)
+
+
+def test_routers_are_searched_where_there_are_several_workers():
+    assert search_space("past-future", {}, {}, workers=2)["router"].choices[0] == "round-robin"
+    assert "router" not in search_space("past-future", {}, {}, workers=1)
+
+
+def test_what_is_not_searched_by_default_is_where_it_is_named():
+    assert "eager" not in search_space("slice", {}, {})
+    space = search_space("slice", {}, {"eager": [True, False], "max_batch_size": [1, 64]})
+    assert space["eager"].choices == (True, False)
+    assert (space["max_batch_size"].low, space["max_batch_size"].high) == (0, 64)
+
+
+@pytest.mark.parametrize("policy", sorted(set(POLICIES) - ORACLES))
+def test_every_policy_can_be_searched(policy):
+    assert search_space(policy, {}, {})
+
+
+@pytest.mark.parametrize(
+    ("policies", "narrowed", "message"),
+    [
+        ([], {"slice_token": [1, 2]}, "tune.space: policy 'slice' has no parameter 'slice_token'"),
+        ([], {"eager": [0, 1]}, "tune.space: eager: 0 is none of its choices"),
+        ([], {"memory_reserve": [0.0, 2.0]}, "tune.space: memory_reserve: [0, 2] is not a range within [0, 0.99]"),
+        ([], {"memory_reserve": [0.1]}, "tune.space: memory_reserve: [0.1] is not a range within [0, 0.99]"),
+        ([], {"memory_reserve": ["a", True]}, "tune.space: memory_reserve: [a, true] is not a range within [0, 0.99]"),
+        ([], {"past-future.router": ["x"]}, "tune.space: router: x is none of its choices"),
+        ([], {"slices.eager": [True]}, "tune.space: slices.eager: there is no policy 'slices'"),
+        (["slices"], {}, "tune.policies: there is no policy 'slices'"),
+        (["past-future-oracle"], {}, "policy 'past-future-oracle' knows the true output lengths, so it exists in"),
+    ],
+)
+def test_what_cannot_be_searched_is_named(policies, narrowed, message):
+    with pytest.raises(InputError) as caught:
+        make_spaces(SLICE, policies, narrowed, 2)
+    assert caught.value.message.startswith(message)
+    assert caught.value.hint
+
+
+def test_a_range_is_widened_to_hold_the_start():
+    space = search_space("slice", {"slice_tokens": 128}, {"slice_tokens": [4, 64]})
+    assert sweep(space["slice_tokens"], 2) == [4, 128]
+
+
+def test_a_sweep_of_choices_has_them_all():
+    assert sweep(search_space("slice", {}, {"eager": [False]})["eager"], 7) == [True, False]
+
+
+def test_recipes_take_ranges_and_choices():
+    space = {"slice_tokens": [16, 64], "eager": [True, False], "past-future.router": ["max-min"]}
+    assert samples.recipe(tune={"space": space, "policies": ["all"]}).tune.space == space

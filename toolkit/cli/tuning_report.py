@@ -1,0 +1,184 @@
+"""A tuning for people: what is best, by how much, how surely, what limits it, and what else was tried."""
+
+from __future__ import annotations
+
+from toolkit.cli.chart import Point, scatter
+from toolkit.cli.output import number, percent, table
+from toolkit.files.tuning import Interval, Outcome, PolicyResult, Tuning, Value
+
+METRICS = (
+    "goodput_rps",
+    "throughput_rps",
+    "sla_attainment_percent",
+    "sla_attainment_lower_percent",
+    "ttft_mean_s",
+    "ttft_p99_s",
+    "tpot_mean_s",
+    "e2e_mean_s",
+    "e2e_p95_s",
+    "batch_size_mean",
+    "oom_percent",
+    "evicted_percent",
+)
+METHODS = {
+    "profile": "profile resampled",
+    "held-out errors": "no profile: laws scaled",
+}
+
+
+def show(result: Tuning) -> None:
+    """Print a tuning, within 80 columns."""
+    before, after = result.defaults_held_out, result.best_held_out
+    same = before.policy == after.policy
+    if len(result.policies) > 1:
+        _show_policies(result)
+    at = f"{len(result.trials)} trials at {number(result.request_rate_rps)} requests/s on {result.workers} workers"
+    rows = [
+        (name, *([_word(before.parameters[name])] if same else []), _word(value))
+        for name, value in after.parameters.items()
+    ]
+    table(["parameter", *(["default"] if same else []), "best"], rows, title=f"policy '{after.policy}', {at}")
+    changes = [
+        (name, before.metrics[name], after.metrics[name], _change(before.metrics[name], after.metrics[name]))
+        for name in METRICS
+        if name in before.metrics and name in after.metrics
+    ]
+    names = ("default", "best") if same else (f"{before.policy}, default", f"{after.policy}, best")
+    title = f"predicted on {len(result.held_out_windows)} held-out windows"
+    table(["metric", *(f">{name}" for name in names), ">change"], changes, title=title)
+    _show_sensitivity(result)
+    _show_chart(result)
+    for line in verdict(result):
+        print(line)
+
+
+def verdict(result: Tuning) -> list[str]:
+    """The conclusion, a line each."""
+    lines = []
+    if not any(trial.feasible for trial in result.trials):
+        lines += _nothing_fits(result)
+    elif result.binding_sla and result.binding_ratio is not None:
+        state = "missed" if result.binding_ratio > 1 else "met"
+        lines.append(
+            f"the target that binds: {result.binding_sla}, {state}, at {result.binding_ratio:.0%} of its limit"
+        )
+    if result.keep_defaults:
+        lines.append("keep the defaults: nothing better was found on the held-out windows")
+    elif result.gain_percent is not None:
+        lines.append(f"gain over the defaults, held out: {result.gain_percent:+.1f} % goodput")
+    else:
+        lines.append("gain over the defaults, held out: from no goodput at all")
+    lines += _how_sure(result)
+    refused = next((one.refusal for one in result.policies if one.policy == result.best_held_out.policy), None)
+    if refused and not result.keep_defaults:
+        lines.append(f"`serve` cannot start it: {refused}")
+    return lines
+
+
+def _nothing_fits(result: Tuning) -> list[str]:
+    broken = {key: share for key, share in result.usage.items() if share > 1}
+    worst = max(broken or result.usage, key=lambda key: result.usage[key], default="")
+    at = f"; {worst} binds: the best is at {result.usage[worst]:.0%} of its limit" if worst else ""
+    return [
+        f"no trial keeps all limits{at}, held out",
+        "remedy: fewer requests (--rate), more workers, or a looser target in the recipe's sla",
+    ]
+
+
+def _how_sure(result: Tuning) -> list[str]:
+    drawn = result.uncertainty
+    if drawn is None:
+        return []
+    gain = f", gain {_span(drawn.gain_percent, percent)}" if drawn.gain_percent else ""
+    return [
+        f"with the fit's error, in 90 % of {drawn.draws} draws ({METHODS[drawn.method]}):",
+        f"  goodput {_span(drawn.best_goodput_rps)}/s, the defaults' {_span(drawn.defaults_goodput_rps)}/s{gain}",
+        f"  the best beats the defaults in {drawn.better_percent:.0f} % of the draws",
+    ]
+
+
+def _span(interval: Interval, form=number) -> str:  # type: ignore[no-untyped-def]
+    return f"{form(interval.low)} to {form(interval.high)}"
+
+
+def _show_policies(result: Tuning) -> None:
+    latency = result.latency_metric
+    rows = [
+        (
+            one.policy,
+            one.trials,
+            one.held_out.metrics.get("goodput_rps", 0.0),
+            one.held_out.metrics.get(latency, 0.0),
+            one.feasible,
+            one.refusal is None,
+        )
+        for one in sorted(result.policies, key=_order)
+    ]
+    table(
+        ["policy at its best", ">trials", ">goodput_rps", f">{latency}", "in limits", "served here"],
+        rows,
+        title=f"policies, best first, on {len(result.held_out_windows)} held-out windows",
+    )
+
+
+def _order(one: PolicyResult) -> tuple[bool, float]:
+    return (not one.feasible, -one.held_out.metrics.get("goodput_rps", 0.0))
+
+
+def _show_sensitivity(result: Tuning) -> None:
+    shares = next((one.importance for one in result.policies if one.policy == result.best_held_out.policy), {})
+    rows = [
+        (
+            one.parameter,
+            f"{one.swing_percent:.1f} %",
+            f"{100 * shares[one.parameter]:.0f} %" if one.parameter in shares else "-",
+            f"{_word(one.values[0])} .. {_word(one.values[-1])}",
+        )
+        for one in result.sensitivity
+    ]
+    title = "how far goodput moves with one parameter, and its weight among all trials"
+    table(["parameter", ">goodput swing", ">importance", "over"], rows, title=title)
+
+
+def _show_chart(result: Tuning) -> None:
+    latency = result.latency_metric
+    marks = _marks([one.policy for one in result.policies])
+    known = [trial for trial in result.trials if latency in trial.outcome.metrics]
+    if len(known) < 2:
+        return
+    number_of_best = next((t.number for t in known if _same(t.outcome, result.best_held_out)), None)
+    points = [_point(trial.outcome, latency, marks) for trial in known]
+    on_front = [_point(t.outcome, latency, {}, "o") for t in known if t.number in result.front]
+    ends = [
+        _point(t.outcome, latency, {}, m) for t in known for n, m in ((0, "D"), (number_of_best, "B")) if t.number == n
+    ]
+    print("\n" + "\n".join(scatter([*points, *on_front, *ends], latency, "goodput_rps of the trials")))
+    legend = ", ".join(f"{mark} {policy}" for policy, mark in marks.items())
+    print(f"{legend}; o on the front of goodput and latency, D defaults, B best\n")
+
+
+def _marks(policies: list[str]) -> dict[str, str]:
+    """A character for each policy: of its name, the first that is free."""
+    marks: dict[str, str] = {}
+    for policy in policies:
+        letters = [c for c in policy if c.isalpha() and c != "o" and c not in marks.values()]
+        marks[policy] = letters[0] if letters else "."
+    return marks
+
+
+def _point(outcome: Outcome, latency: str, marks: dict[str, str], mark: str = ".") -> Point:
+    return Point(outcome.metrics[latency], outcome.metrics["goodput_rps"], marks.get(outcome.policy, mark))
+
+
+def _same(one: Outcome, other: Outcome) -> bool:
+    return (one.policy, one.parameters) == (other.policy, other.parameters)
+
+
+def _word(value: Value) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return value if isinstance(value, str) else number(value)
+
+
+def _change(before: float, after: float) -> str:
+    return f"{100 * (after / before - 1):+.1f} %" if before else "-"

@@ -1,0 +1,81 @@
+"""What candidates are tried on: the trace made ready for a recipe, its windows, and the machine as the fit has it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from toolkit.errors import InputError
+from toolkit.files.fit import Fit
+from toolkit.files.recipe import Recipe
+from toolkit.sched.policies import make_policy
+from toolkit.sim.api import World, simulate, world_from_fit
+from toolkit.traces.prepare import prepare
+from toolkit.traces.scale import mean_rate, scale_rate
+from toolkit.traces.types import Trace
+from toolkit.traces.windows import Window, split_windows
+
+COVERED = 0.8  # share of the trace in windows, where the recipe leaves their length open
+CAPACITY_SAMPLE = 1000  # requests of the backlog from which the untuned policy's capacity is read
+
+
+@dataclass(slots=True, frozen=True)
+class Workload:
+    """The trace, made ready, and its windows."""
+
+    trace: Trace
+    rate_rps: float
+    search: list[Window]
+    held_out: list[Window]
+
+
+def capacity_rps(recipe: Recipe, world: World, fitted: Trace) -> float:
+    """What the recipe's own policy serves at most: requests per second with a backlog of the trace's requests."""
+    sample = np.linspace(0, len(fitted) - 1, min(len(fitted), CAPACITY_SAMPLE)).astype(int)
+    backlog = Trace(
+        np.zeros(len(sample)), fitted.prompt_tokens[sample], fitted.output_tokens[sample], fitted.max_tokens[sample]
+    )
+    policy = make_policy(recipe.policy.name, recipe.policy.parameters)
+    return simulate(backlog, policy, world).metrics({})["throughput_rps"]
+
+
+def make_workload(recipe: Recipe, fit: Fit, trace: Trace) -> Workload:
+    """The trace with the recipe's lengths and rate, cut into windows to search on and windows held out.
+
+    `InputError` for a trace without requests, one whose requests all come at once, and windows without requests.
+    """
+    spec = recipe.tune
+    if not len(trace):
+        raise InputError(f"{trace.source}: there are no requests in it", "give another trace with --trace")
+    fitted = prepare(trace, recipe)
+    rate_rps = spec.request_rate_rps
+    if rate_rps is None and spec.load is not None:
+        rate_rps = round(spec.load * capacity_rps(recipe, make_world(recipe, fit), fitted), 3)
+        if rate_rps == 0:
+            raise InputError(
+                f"policy '{recipe.policy.name}' serves none of {fitted.source}'s requests, so tune.load has no rate",
+                "give a rate with --rate, or change the recipe's policy",
+            )
+    if rate_rps is not None:
+        fitted = scale_rate(fitted, rate_rps)
+    if mean_rate(fitted) == 0:
+        raise InputError(
+            f"{fitted.source}: all {len(fitted)} requests arrive at once, so it cannot be cut into windows",
+            "draw arrival times first: llmctl trace convert IN OUT --draw-rate REQUESTS_PER_S",
+        )
+    count = spec.windows + spec.held_out_windows
+    window_s = spec.window_s or COVERED * float(fitted.arrival_s[-1]) / count
+    search_windows, held_out = split_windows(fitted, window_s, spec.windows, spec.held_out_windows, spec.seed)
+    return Workload(fitted, rate_rps or mean_rate(fitted), search_windows, held_out)
+
+
+def make_world(recipe: Recipe, fit: Fit) -> World:
+    """The simulated machine of a recipe."""
+    return world_from_fit(
+        fit,
+        workers=recipe.workers,
+        max_new_tokens=recipe.serve.max_new_tokens,
+        seed=recipe.tune.seed,
+        flush_s=recipe.engine.flush_s,
+    )
