@@ -92,5 +92,6 @@ def test_the_command_warms_up_and_predicts_at_the_speed_that_it_saw(capsys, tmp_
     assert report["requests"] == 3
     assert report["warmup"]["slowdown"] == pytest.approx(1.25)
     assert len(server.bodies) == 1 + report["warmup"]["requests"] + 3
+    assert report["replay_slowdown"] == pytest.approx(1.25)
     assert report["predicted"]["e2e_mean_s"] > report["predicted_as_fitted"]["e2e_mean_s"]
     assert "batches take 1.25 times as long as fitted" in err

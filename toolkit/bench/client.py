@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from urllib.parse import urlsplit
@@ -21,7 +22,7 @@ from toolkit.bench.target import Lengths, Target, completion
 from toolkit.traces.types import Trace
 
 INTERRUPTED = "interrupted"
-LEAD_S = 0.05  # the first request is prepared before the clock starts
+PREPARED = 2000  # requests made before the clock starts: making one costs the machine that is measured
 
 
 @dataclass(slots=True, frozen=True)
@@ -69,11 +70,14 @@ async def replay(target: Target, trace: Trace, load: Load, on_done: Callable[[],
     """`run` on the caller's loop; cancelling the task interrupts it."""
     columns = zip(trace.arrival_s.tolist(), trace.prompt_tokens.tolist(), trace.output_tokens.tolist(), strict=True)
     samples = [Sample(*row) for row in columns]
-    sender = _Sender(target, load, time.perf_counter() + LEAD_S)
+    sender = _Sender(target, load)
+    limits = trace.max_tokens.tolist()
+    prepared = deque(sender.request(k, samples[k], limits[k]) for k in range(min(len(samples), PREPARED)))
+    sender.start()
     running: set[asyncio.Task[None]] = set()
     try:
         for k, sample in enumerate(samples):
-            request = sender.request(k, sample, int(trace.max_tokens[k]))
+            request = prepared.popleft() if prepared else sender.request(k, sample, limits[k])
             await asyncio.sleep(sample.scheduled_s - sender.clock())
             task = asyncio.create_task(sender.send(request, sample))
             running.add(task)
@@ -90,21 +94,24 @@ async def replay(target: Target, trace: Trace, load: Load, on_done: Callable[[],
 
 
 class _Sender:
-    """Makes requests and sends them. Its clock starts at 0 with the replay."""
+    """Makes requests and sends them. Its clock is 0 at `start`."""
 
-    def __init__(self, target: Target, load: Load, start_s: float) -> None:
+    def __init__(self, target: Target, load: Load) -> None:
         parts = urlsplit(target.url)
         self._tls = parts.scheme == "https"
         self._host = parts.hostname or ""
         self._port = parts.port or (443 if self._tls else 80)
         self._target = target
         self._load = load
-        self._start_s = start_s
+        self._start_s = 0.0
         host = parts.netloc.rpartition("@")[2]
         lines = [f"POST {parts.path}/v1/completions HTTP/1.1", f"host: {host}", "connection: close"]
         lines += ["content-type: application/json", "accept: text/event-stream"]
         lines += [f"{name}: {value}" for name, value in target.headers.items()]
         self._head = "\r\n".join(lines).encode()
+
+    def start(self) -> None:
+        self._start_s = time.perf_counter()
 
     def clock(self) -> float:
         return time.perf_counter() - self._start_s

@@ -63,6 +63,7 @@ class BenchReport(Envelope):
     send_lag_p99_s: float = Field(description="how late the client itself was")
     sla: dict[str, float]
     warmup: Warmup | None
+    replay_slowdown: float | None = Field(description="as the warm-up's, of the replay's own batches: known afterwards")
     measured: dict[str, float]
     predicted: dict[str, float]
     predicted_as_fitted: dict[str, float] = Field(description="without the warm-up's slowdown")
@@ -99,6 +100,7 @@ def report(
     trace_notes: Sequence[str],
     sla: Mapping[str, float],
     predicted: Prediction,
+    replay_slowdown: float | None = None,
 ) -> BenchReport:
     """The report of a replay.
 
@@ -121,6 +123,7 @@ def report(
         send_lag_p99_s=send_lag_s(replay.samples),
         sla=dict(sla),
         warmup=predicted.warmup,
+        replay_slowdown=replay_slowdown,
         measured=measured,
         predicted=dict(predicted.metrics),
         predicted_as_fitted=dict(predicted.as_fitted),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import NamedTuple
 
 import httpx
 import numpy as np
@@ -37,8 +38,22 @@ def others(trace: Trace, after_s: float, count: int) -> Trace:
     )
 
 
-def batch_seconds(target: Target) -> tuple[float, float]:
-    """Seconds of the server's batches so far, and what its laws say of them. InputError where it does not tell."""
+class BatchTimes(NamedTuple):
+    """Seconds of a server's batches so far, and what its laws say of the same."""
+
+    took_s: float
+    predicted_s: float
+
+    def since(self, before: BatchTimes) -> BatchTimes:
+        return BatchTimes(self.took_s - before.took_s, self.predicted_s - before.predicted_s)
+
+    @property
+    def slowdown(self) -> float | None:
+        return self.took_s / self.predicted_s if self.predicted_s > 0.0 else None
+
+
+def batch_times(target: Target) -> BatchTimes:
+    """What a server of llmctl's counts. InputError where it does not tell."""
     url = f"{target.url}/metrics"
     try:
         answer = httpx.get(url, headers=target.headers, timeout=PATIENCE_S, trust_env=False)
@@ -48,7 +63,7 @@ def batch_seconds(target: Target) -> tuple[float, float]:
     missing = sorted({TOOK, PREDICTED} - found.keys())
     if missing:
         raise InputError(f"{url} has no {missing[0]}", "is it llmctl's server? --warmup 0 does without")
-    return found[TOOK], found[PREDICTED]
+    return BatchTimes(found[TOOK], found[PREDICTED])
 
 
 def _families(answer: httpx.Response):  # type: ignore[no-untyped-def]  # the parser has no types
@@ -60,11 +75,12 @@ def warm_up(target: Target, trace: Trace, load: Load, on_done: Callable[[], None
 
     None where no batch ended that the laws can be held against.
     """
-    before = batch_seconds(target)
+    before = batch_times(target)
     replay = run(target, trace, replace(load, seed=load.seed + 1), on_done)
-    took_s, predicted_s = (now - then for now, then in zip(batch_seconds(target), before, strict=True))
-    if replay.interrupted or not predicted_s > 0.0:
+    times = batch_times(target).since(before)
+    if replay.interrupted or times.slowdown is None:
         return None, replay.interrupted
-    return Warmup(
-        requests=len(trace), batch_s=took_s, predicted_batch_s=predicted_s, slowdown=took_s / predicted_s
-    ), False
+    warm = Warmup(
+        requests=len(trace), batch_s=times.took_s, predicted_batch_s=times.predicted_s, slowdown=times.slowdown
+    )
+    return warm, False

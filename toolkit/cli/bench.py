@@ -37,7 +37,7 @@ def command(
             help="Seconds of other requests first, which show the machine's speed to the prediction; 0: none. "
             "Only with --plan.",
         ),
-    ] = 10.0,
+    ] = 15.0,
     out: Annotated[Path | None, typer.Option(help="Write the report here, as JSON.")] = None,
     save_requests: Annotated[
         Path | None, typer.Option(help="Write every request's times here, as a canonical trace.")
@@ -71,7 +71,7 @@ def command(
     from toolkit.bench.predict import predict
     from toolkit.bench.report import Prediction, report, request_lines
     from toolkit.bench.target import find_target, try_out
-    from toolkit.bench.warmup import others
+    from toolkit.bench.warmup import batch_times, others
     from toolkit.cli.output import emit, note, progress, seconds
     from toolkit.errors import LlmctlError
     from toolkit.files.io import head, read_file, write_file
@@ -101,6 +101,7 @@ def command(
         predicted = Prediction(metrics, as_fitted, warm)
     expected_s = predicted.metrics.get("makespan_s", float(replayed.arrival_s[-1]))
     note(f"replaying {len(replayed):,} requests against {target.model}: about {seconds(expected_s)}")
+    before = batch_times(target) if predicted.warmup else None
     with progress("replaying", len(replayed)) as advance:
         replay = run(target, replayed, load, advance)
     result = report(
@@ -111,6 +112,7 @@ def command(
         trace_notes=replayed.notes,
         sla=targets,
         predicted=predicted,
+        replay_slowdown=batch_times(target).since(before).slowdown if before else None,
     )
     if save_requests:
         write_lines(request_lines(replay.samples), save_requests)
@@ -199,6 +201,9 @@ def _remark(result: BenchReport) -> None:
     """What a reader must know before believing the table."""
     from toolkit.cli.output import note, seconds
 
+    if result.warmup and result.replay_slowdown:
+        slow = f"{result.replay_slowdown:.2f} times as long as fitted; in the warm-up {result.warmup.slowdown:.2f}"
+        note(f"during the replay batches took {slow}")
     if result.interrupted:
         note(f"interrupted: {result.answered:,} of {result.requests:,} requests were answered, and are reported")
     for reason, count in result.failures.items():
