@@ -13,6 +13,7 @@ from toolkit.cli import main
 from toolkit.errors import EngineError, InputError, LlmctlError, TargetMissedError
 
 HEAVY = {"torch", "transformers", "ray", "scipy", "optuna", "fastapi", "starlette", "numpy", "numba", "httpx", "jinja2"}
+HEAVY |= {"matplotlib"}
 
 NAMES = list(main.COMMANDS)
 

@@ -18,7 +18,7 @@ from toolkit.sched.types import Decision, Request
 from toolkit.sim.api import World, simulate
 from toolkit.sim.loop import SimulationStalledError
 from toolkit.sim.validity import Validity, extrapolation_warning
-from toolkit.sim.worlds import WorldSettings, make_world, policy_for, split_settings
+from toolkit.sim.worlds import WorldSettings, assign_settings, make_world, policy_for
 from toolkit.traces.generate import backlog
 from toolkit.traces.lengths import Lengths
 from toolkit.traces.types import Trace
@@ -48,10 +48,26 @@ def test_no_policy_has_a_parameter_named_like_the_worlds(policy: str) -> None:
 
 
 def test_settings_are_told_apart() -> None:
-    given = {"capacity_tokens": 9, "reserve": 0.1}
-    assert split_settings("past-future", given) == ({"capacity_tokens": 9}, {"reserve": 0.1})
-    with pytest.raises(InputError, match="neither policy 'past-future' nor the world has a setting 'watermark'"):
-        split_settings("past-future", {"watermark": 0.9})
+    given = {"capacity_tokens": 9, "interval_steps": 2, "aggressive.watermark": 0.5}
+    of_world, of_policy = assign_settings(["past-future", "aggressive", "slice"], given)
+    assert of_world == {"capacity_tokens": 9}
+    assert of_policy["past-future"] == {"interval_steps": 2}
+    assert of_policy["aggressive"] == {"interval_steps": 2, "watermark": 0.5}
+    assert of_policy["slice"] == {}
+
+
+@pytest.mark.parametrize(
+    ("key", "message", "hint"),
+    [
+        ("watermark", "neither policy 'past-future' nor the world has a setting 'watermark'", "valid: "),
+        ("capacity_token", "neither policy 'past-future' nor the world", "did you mean 'capacity_tokens'?"),
+        ("aggressive.watermark", "policy 'aggressive' is not among those that run", "valid: past-future"),
+    ],
+)
+def test_a_setting_of_nobody_is_refused(key: str, message: str, hint: str) -> None:
+    with pytest.raises(InputError, match=message) as caught:
+        assign_settings(["past-future"], {key: 1})
+    assert caught.value.hint.startswith(hint)
 
 
 @pytest.mark.parametrize(

@@ -44,6 +44,7 @@ COMMANDS = {
     "serve": Entry("Start the server: OpenAI's API, N workers, one scheduler.", "the server has stopped"),
     "bench": Entry("Replay a trace against a server; measured beside predicted."),
     "simulate": Entry("Run a trace through the scheduler with fitted laws, no model."),
+    "compare": Entry("Several policies on one trace: a table, and plots."),
     "trace": Entry("Inspect, convert and generate traces."),
     "demo": Entry(
         "The whole way on this machine: profile, fit, tune, serve, bench.",

@@ -40,14 +40,14 @@ def command(
     """
     from toolkit.cli.output import emit, note, table
     from toolkit.sim.api import simulate
-    from toolkit.sim.worlds import check_capacity, make_world, policy_for, split_settings
+    from toolkit.sim.worlds import assign_settings, check_capacity, make_world, policy_for
     from toolkit.traces.scale import scale_rate
 
-    of_world, of_policy = split_settings(policy, parse_settings(settings))
+    of_world, of_policy = assign_settings([policy], parse_settings(settings))
     targets = parse_sla(sla)
     stage = open_stage(trace, fit, max_new_tokens, fit_lengths)
     requests = stage.trace if rate is None else scale_rate(stage.trace, rate)
-    chosen = policy_for(stage.fit, policy, of_policy)
+    chosen = policy_for(stage.fit, policy, of_policy[policy])
     world = make_world(stage.fit, of_world, workers=workers or 0, max_new_tokens=max_new_tokens or 0, seed=seed)
     check_capacity(of_world, world, requests)
     for line in requests.notes:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -61,7 +61,7 @@ def refusal_notes(refusals: Sequence[Refusal]) -> list[str]:
     return [f"{who} rejected; for example number {int(first.request_id) + 1}: {first.reason}"]
 
 
-def world_notes(world: World, metrics: dict[str, float]) -> list[str]:
+def world_notes(world: World, metrics: Mapping[str, float]) -> list[str]:
     """What a reader must know before believing the figures."""
     from toolkit.sim.validity import extrapolation_warning
 

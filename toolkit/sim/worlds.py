@@ -10,7 +10,7 @@ tokens. Its defaults are those of the authors' artifact. Two of them no server w
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
 from toolkit.errors import InputError, nearest
@@ -48,17 +48,33 @@ class WorldSettings:
             check("world", f.name, type(f.default), getattr(self, f.name), f.metadata["knob"])
 
 
-def split_settings(policy: str, given: Mapping[str, Value]) -> tuple[dict[str, Value], dict[str, Value]]:
-    """What is said of the world, and of the policy. `InputError` for a key that belongs to neither."""
+def assign_settings(
+    policies: Sequence[str], given: Mapping[str, Value]
+) -> tuple[dict[str, Value], dict[str, dict[str, Value]]]:
+    """What `given` says of the world, and of each policy.
+
+    `policy.key` is that policy's; `key` the world's, or that of every policy which has it. `InputError` for a key that
+    belongs to nobody.
+    """
+    known = {name: knobs(type(make_policy(name, {}))).keys() for name in policies}  # refuses an unknown policy
     own = {f.name for f in fields(WorldSettings)}
-    known = own | knobs(type(make_policy(policy, {}))).keys()  # which refuses an unknown policy
-    for name in given:
-        if name not in known:
-            raise InputError(f"neither policy '{policy}' nor the world has a setting '{name}'", nearest(name, known))
-    return (
-        {key: value for key, value in given.items() if key in own},
-        {key: value for key, value in given.items() if key not in own},
-    )
+    of_world: dict[str, Value] = {}
+    of_policy: dict[str, dict[str, Value]] = {name: {} for name in policies}
+    for key, value in given.items():
+        name, dot, parameter = key.partition(".")
+        if dot and name not in known:
+            raise InputError(f"--set {key}: policy '{name}' is not among those that run", nearest(name, known))
+        owners = [name] if dot else [name for name, parameters in known.items() if key in parameters]
+        if key in own:
+            of_world[key] = value
+        elif not owners:
+            who = f"policy '{policies[0]}'" if len(policies) == 1 else "any of the policies"
+            raise InputError(
+                f"neither {who} nor the world has a setting '{key}'", nearest(key, own.union(*known.values()))
+            )
+        for owner in owners:
+            of_policy[owner][parameter or key] = value
+    return of_world, of_policy
 
 
 def make_world(

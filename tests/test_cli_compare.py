@@ -1,0 +1,184 @@
+"""`llmctl compare`: its table, its plots, its settings, what it says, and Ctrl-C."""
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import samples
+
+from toolkit.cli import main
+from toolkit.cli.figure import Panel, draw
+from toolkit.cli.plots import COLUMNS, ROWS, bars, chart
+from toolkit.files.io import write_file
+from toolkit.sched.policies import ORACLES, POLICIES
+from toolkit.sim import comparison
+from toolkit.sim.api import simulate
+from toolkit.sim.loop import SimulationStalledError
+from toolkit.sim.worlds import make_world, policy_for
+from toolkit.traces.read import read_trace
+from toolkit.traces.types import Trace
+from toolkit.traces.write import write_trace
+
+
+def llmctl(*words: object) -> int:
+    with pytest.raises(SystemExit) as caught:
+        main.run([str(word) for word in words])
+    assert isinstance(caught.value.code, int)
+    return caught.value.code
+
+
+@pytest.fixture
+def stage(tmp_path: Path) -> list[object]:
+    """The words that name a small trace, and a fit for it."""
+    rng = np.random.default_rng(0)
+    lengths = [rng.integers(1, 100, 80) for _ in range(2)]
+    trace = Trace(np.cumsum(rng.exponential(0.05, 80)), *lengths, np.zeros(80, np.int64))
+    write_trace(trace, tmp_path / "trace.jsonl")
+    write_file(samples.fit(), tmp_path / "fit.json")
+    return ["compare", "--trace", tmp_path / "trace.jsonl", "--fit", tmp_path / "fit.json"]
+
+
+def test_a_run_is_what_simulate_gives(stage, capsys):
+    words = ["--policies", "slice,past-future", "--sla", "ttft_p99_s=1", "--set", "past-future.reserve=0.2", "--json"]
+    assert llmctl(*stage, *words) == 0
+    found = {run["policy"]: run for run in json.loads(capsys.readouterr().out)["runs"]}
+    assert found["past-future"]["parameters"]["reserve"] == 0.2
+    fit, trace = samples.fit(), read_trace(stage[2])[0]
+    for name, run in found.items():
+        policy = policy_for(fit, name, {"reserve": 0.2} if name == "past-future" else {})
+        assert run["metrics"] == simulate(trace, policy, make_world(fit, {})).metrics({"ttft_p99_s": 1.0})
+
+
+def test_by_default_all_but_the_oracles_run(stage, capsys):
+    assert llmctl(*stage, "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert {run["policy"] for run in found["runs"]} == POLICIES.keys() - ORACLES
+    assert all(run["servable"] for run in found["runs"])
+
+
+def test_the_table_fits_and_an_oracle_is_marked(stage, capsys):
+    assert llmctl(*stage, "--policies", "fcfs,past-future-oracle") == 0
+    out, err = capsys.readouterr()
+    assert max(map(len, out.splitlines())) <= 80
+    assert "past-future-oracle *" in out
+    assert "past-future-oracle: needs the future; cannot be served" in err
+    assert "no --sla was given" in err
+    assert out.isascii() or "─" in out
+
+
+def test_rows_are_sorted_by_rate_then_goodput(stage, capsys):
+    words = ["--policies", "sequence,past-future,slice", "--rate", "40,10", "--rate", "160", "--sla", "e2e_p99_s=1"]
+    assert llmctl(*stage, *words, "--json") == 0
+    runs = json.loads(capsys.readouterr().out)["runs"]
+    assert [round(run["rate_rps"]) for run in runs] == [10] * 3 + [40] * 3 + [160] * 3
+    keys = [(run["rate_rps"], -run["metrics"]["goodput_rps"]) for run in runs]
+    assert keys == sorted(keys)
+
+
+@pytest.mark.parametrize("words", [[], ["--rate", "10,20"]])
+def test_every_plot_fits_the_terminal(words, stage, capsys):
+    assert llmctl(*stage, "--policies", "fcfs,slice", *words) == 0
+    out = capsys.readouterr().out
+    assert "goodput, requests/s" in out
+    assert "a fcfs  b slice" in out or "a slice  b fcfs" in out
+    assert max(map(len, out.splitlines())) <= 80
+
+
+@pytest.mark.parametrize(
+    ("words", "error", "hint"),
+    [
+        (["--policies", "slic"], "there is no policy 'slic'", "did you mean 'slice'?"),
+        (["--policies", "slice", "--set", "fcfs.x=1"], "--set fcfs.x: policy 'fcfs' is not among", "valid: slice"),
+        (["--policies", "slice", "--set", "slice.x=1"], "policy 'slice' has no parameter 'x'", "valid: "),
+        (["--policies", "slice", "--rate", "fast"], "--rate fast: not a number", "for example"),
+        (["--policies", "slice", "--rate", "-1"], "a rate of -1 requests/s is not possible", "give a positive"),
+        (["--policies", "slice", "--columns", "goodput"], "there is no metric 'goodput'", "did you mean 'goodput_rps'"),
+    ],
+)
+def test_bad_input_is_one_line_and_a_hint(words, error, hint, stage, capsys):
+    assert llmctl(*stage, *words) == 2
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith(("error", "hint"))]
+    assert error in lines[0]
+    assert lines[1].startswith(f"hint: {hint}")
+
+
+def test_chosen_columns_are_shown(stage, capsys):
+    assert llmctl(*stage, "--policies", "slice", "--columns", "pad_tokens_per_request,rounds,batches") == 2
+    assert llmctl(*stage, "--policies", "slice,fcfs", "--columns", "pad_tokens_per_request,rounds") == 0
+    out = capsys.readouterr().out
+    assert "tokens per request" in out
+    (row,) = [line for line in out.splitlines() if line.startswith(" slice") and "#" not in line]
+    assert row.split()[-1] == "-"  # a policy of static batches has no rounds
+
+
+def test_ctrl_c_prints_what_is_done(stage, capsys, monkeypatch):
+    real = comparison.compare
+
+    def interrupted(*args):
+        yield next(real(*args))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(comparison, "compare", interrupted)
+    assert llmctl(*stage, "--policies", "slice,fcfs", "--json") == 130
+    out, err = capsys.readouterr()
+    found = json.loads(out)
+    assert found["interrupted"]
+    assert [run["policy"] for run in found["runs"]] == ["slice"]
+    assert "interrupted: 1 of 2 runs are done, and shown" in err
+
+
+def test_one_who_stalls_does_not_stop_the_others(stage, capsys, monkeypatch):
+    real = comparison.simulate
+
+    def stalls(trace, policy, world):
+        if policy.name == "slice":
+            raise SimulationStalledError("the simulation stalled: 5 wait")
+        return real(trace, policy, world)
+
+    monkeypatch.setattr(comparison, "simulate", stalls)
+    assert llmctl(*stage, "--policies", "slice,fcfs") == 0
+    out, err = capsys.readouterr()
+    assert "slice: the simulation stalled: 5 wait" in err
+    assert " slice " in out
+
+
+def test_without_matplotlib_a_picture_is_refused_before_anything_runs(stage, capsys, monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setattr(comparison, "compare", lambda *args: pytest.fail("it ran"))
+    assert llmctl(*stage, "--png", tmp_path / "x.png") == 2
+    assert capsys.readouterr().err.splitlines() == [
+        "error: --png needs matplotlib, which is not installed",
+        "hint: pip install 'llmctl[plot]'",
+    ]
+
+
+def test_a_picture_is_a_png(tmp_path):
+    pytest.importorskip("matplotlib")
+    panels = [Panel("bars", bars={"a": 1.0}), Panel("curves", curves={"a": ([1, 2], [3, 4])}, x_name="x", log_x=True)]
+    draw(panels, tmp_path / "x.png")
+    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_bars_are_as_long_as_their_values():
+    lines = bars({"a": 1.0, "bb": 4.0, "c": 0.0}, unicode=False)
+    assert lines[1].count("#") > 40
+    assert lines[0].count("#") == round(lines[1].count("#") / 4)
+    assert lines[2].split() == ["c", "0"]
+    assert all(line.isascii() for line in lines)
+    assert "█" in bars({"a": 1.0}, unicode=True)[0]
+
+
+def test_a_curve_runs_from_corner_to_corner():
+    lines = chart({"up": ([0.0, 10.0], [0.0, 5.0]), "down": ([0.0, 10.0], [5.0, 0.0])}, x_name="x")
+    canvas = [line[10:].ljust(COLUMNS) for line in lines[:ROWS]]
+    assert (canvas[-1][0], canvas[0][-1]) == ("a", "a")
+    assert (canvas[0][0], canvas[-1][-1]) == ("b", "b")
+    assert lines[ROWS + 1].split() == ["0", "x", "10"]
+    assert lines[-1].split() == ["a", "up", "b", "down"]
+
+
+def test_a_log_axis_leaves_out_what_has_no_logarithm():
+    assert chart({"a": ([0.0], [1.0])}, x_name="x", log_x=True) == []
+    assert chart({"a": ([0.0, 1.0, 100.0], [0.0, 1.0, 2.0])}, x_name="x", log_x=True)[ROWS + 1].split()[0] == "1"

@@ -1,0 +1,209 @@
+"""`llmctl compare`: several policies on one trace in the simulator, as a table and plots."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from toolkit.cli.arguments import JsonOption, SetOption, SlaOption, parse_settings, parse_sla
+from toolkit.cli.stage import (
+    FitLengthsOption,
+    FitOption,
+    MaxNewTokensOption,
+    SeedOption,
+    TraceOption,
+    WorkersOption,
+    open_stage,
+    refusal_notes,
+    world_notes,
+)
+
+if TYPE_CHECKING:
+    from toolkit.cli.figure import Panel
+    from toolkit.sim.api import World
+    from toolkit.sim.comparison import Run
+
+# goodput first: it is what the rows are sorted by
+DECIDING = ("goodput_rps", "throughput_rps", "ttft_p99_s", "mtpot_p99_s", "e2e_mean_s", "e2e_p95_s")
+CDF_POINTS = 200
+
+
+def command(
+    trace: TraceOption = "chat-small",
+    fit: FitOption = "fit.json",
+    policies: Annotated[
+        str, typer.Option(help="Names with commas between; default: all but the oracles, which need the future.")
+    ] = "",
+    settings: SetOption = None,
+    sla: SlaOption = None,
+    workers: WorkersOption = None,
+    rate: Annotated[
+        list[str] | None, typer.Option(help="Scale arrivals to so many requests per second; several: 5,10,20.")
+    ] = None,
+    columns: Annotated[str, typer.Option(help="Metrics to show, with commas between; --json has all.")] = "",
+    max_new_tokens: MaxNewTokensOption = None,
+    fit_lengths: FitLengthsOption = True,
+    png: Annotated[Path | None, typer.Option(help="Draw the plots into this file; needs llmctl[plot].")] = None,
+    seed: SeedOption = 0,
+    as_json: JsonOption = False,
+) -> None:
+    """Run policies on the same requests with the same draws, and say which serves them best.
+
+    --set policy.key=value is that policy's parameter, key=value that of every policy which has it. Ctrl-C prints the
+    runs that are done.
+    """
+    from toolkit.cli.figure import draw, require_matplotlib
+    from toolkit.cli.output import emit, note, progress
+    from toolkit.sim.comparison import compare, usual_policies
+    from toolkit.sim.worlds import assign_settings, check_capacity, make_world, policy_for
+
+    if png:
+        require_matplotlib()
+    names = list(dict.fromkeys(_words(policies))) or usual_policies()
+    of_world, of_policy = assign_settings(names, parse_settings(settings))
+    targets, rates = parse_sla(sla), _rates(rate)
+    stage = open_stage(trace, fit, max_new_tokens, fit_lengths)
+    contenders = [policy_for(stage.fit, name, of_policy[name]) for name in names]
+    world = make_world(stage.fit, of_world, workers=workers or 0, max_new_tokens=max_new_tokens or 0, seed=seed)
+    check_capacity(of_world, world, stage.trace)
+    for line in stage.trace.notes:
+        note(f"trace: {line}")
+    runs: list[Run] = []
+    total = len(names) * max(len(rates), 1)
+    interrupted = False
+    try:
+        with progress("comparing", total) as advance:
+            for run in compare(stage.trace, contenders, world, rates, targets):
+                runs.append(run)
+                advance(text=run.policy)
+    except KeyboardInterrupt:
+        if not runs:
+            raise
+        interrupted = True
+    runs.sort(key=lambda run: (run.rate_rps, -run.metrics.get("goodput_rps", -1.0)))
+    shown = _columns(columns, runs)
+    _remark(runs, world, targets)
+    result = {"sla": targets, "workers": world.workers, "seed": seed, "interrupted": interrupted}
+    emit(as_json, {**result, "runs": [_plain(run) for run in runs]}, lambda: _show(runs, shown))
+    if png:
+        draw(_panels(runs), png)
+        note(f"wrote {png}")
+    if interrupted:
+        note(f"interrupted: {len(runs)} of {total} runs are done, and shown")
+        raise typer.Exit(130)
+
+
+def _words(text: str) -> list[str]:
+    return [word.strip() for word in text.split(",") if word.strip()]
+
+
+def _rates(words: Sequence[str] | None) -> list[float]:
+    from toolkit.errors import InputError
+
+    rates = []
+    for word in _words(",".join(words or [])):
+        try:
+            rates.append(float(word))
+        except ValueError:
+            raise InputError(f"--rate {word}: not a number of requests per second", "for example 5,10,20") from None
+    return sorted(set(rates))
+
+
+def _columns(text: str, runs: Sequence[Run]) -> Sequence[str]:
+    """The metrics to show. `InputError` for one that no run has."""
+    from toolkit.errors import InputError, nearest
+
+    known = {name for run in runs for name in run.metrics}
+    for name in _words(text):
+        if name not in known:
+            raise InputError(f"--columns: there is no metric '{name}'", nearest(name, known))
+    many = _rates_of(runs) > 1  # and a column for them, which leaves room for one less
+    return _words(text) or [name for name in DECIDING if not many or name != "e2e_mean_s"]
+
+
+def _plain(run: Run) -> dict[str, Any]:
+    found = asdict(run) | {"servable": run.servable}
+    del found["e2e_s"], found["refusals"]
+    return found
+
+
+def _remark(runs: Sequence[Run], world: World, sla: Mapping[str, float]) -> None:
+    """What a reader must know before believing the table."""
+    from toolkit.cli.output import note
+
+    if not sla:
+        note("no --sla was given: goodput counts every request that ended")
+    for run in runs:
+        lines = [run.problem] if run.problem else [*refusal_notes(run.refusals), *world_notes(world, run.metrics)]
+        for line in lines:
+            note(f"{_name(run, runs)}: {line}")
+    for name in {run.policy: run for run in runs if not run.servable}:
+        note(f"{name}: needs the future; cannot be served")
+
+
+def _name(run: Run, runs: Sequence[Run]) -> str:
+    from toolkit.cli.output import number
+
+    return f"{run.policy} at {number(run.rate_rps)}/s" if _rates_of(runs) > 1 else run.policy
+
+
+def _rates_of(runs: Sequence[Run]) -> int:
+    return len({run.rate_rps for run in runs})
+
+
+def _show(runs: Sequence[Run], columns: Sequence[str]) -> None:
+    from toolkit.cli.output import table
+    from toolkit.cli.plots import bars, blocks, chart
+
+    many = _rates_of(runs) > 1
+    rows: list[list[object]] = []
+    for run in runs:
+        cells: list[object] = [run.policy if run.servable else f"{run.policy} *"]
+        cells += [round(run.rate_rps, 3)] * many
+        rows.append([*cells, *(run.metrics.get(name) for name in columns)])
+    heads = [">" + name.replace("_", "\n", 1).replace("_", " ") for name in columns]
+    table(["policy", *[">rate"] * many, *heads], rows)
+    if not all(run.servable for run in runs):
+        print("* needs the future; cannot be served")
+    for panel in _panels(runs):
+        print(f"\n{panel.title}")
+        if panel.bars is not None:
+            print("\n".join(bars(panel.bars, unicode=blocks())))
+        if panel.curves is not None:
+            print("\n".join(chart(panel.curves, x_name=panel.x_name, log_x=panel.log_x)))
+
+
+def _panels(runs: Sequence[Run]) -> list[Panel]:
+    """Goodput and tail latency over rates where there are several, else bars and the distribution of latencies."""
+    import numpy as np
+
+    from toolkit.cli.figure import Panel
+
+    done = [run for run in runs if len(run.e2e_s)]
+    if not done:
+        return []
+    if _rates_of(runs) > 1:
+        return [
+            Panel(title, curves=_over_rates(done, metric), x_name="requests/s that arrive")
+            for title, metric in (("goodput, requests/s", "goodput_rps"), ("TTFT, p99, s", "ttft_p99_s"))
+        ]
+    shares = np.linspace(0.0, 100.0, CDF_POINTS)
+    curves = {run.policy: (np.percentile(run.e2e_s, shares).tolist(), shares.tolist()) for run in done}
+    return [
+        Panel("goodput, requests/s", bars={run.policy: run.metrics["goodput_rps"] for run in done}),
+        Panel("E2E, p99, s", bars={run.policy: run.metrics["e2e_p99_s"] for run in done}),
+        Panel("requests whose E2E is at most x, %", curves=curves, x_name="E2E, s (log)", log_x=True),
+    ]
+
+
+def _over_rates(runs: Sequence[Run], metric: str) -> dict[str, tuple[list[float], list[float]]]:
+    curves: dict[str, tuple[list[float], list[float]]] = {}
+    for run in runs:  # by rate, ascending
+        xs, ys = curves.setdefault(run.policy, ([], []))
+        xs.append(run.rate_rps)
+        ys.append(run.metrics[metric])
+    return curves

@@ -1,0 +1,95 @@
+"""Plots of a few lines for the terminal: bars, and curves drawn with a letter each. Plain text, no escape codes."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from string import ascii_lowercase
+
+from toolkit.cli.output import WIDTH, number
+
+EIGHTHS = " ▏▎▍▌▋▊▉"
+ROWS, COLUMNS = 12, 60
+Curve = tuple[Sequence[float], Sequence[float]]  # x ascending, y
+
+
+def blocks() -> bool:
+    """Whether stdout shows block characters: a terminal that speaks Unicode. Else bars are of '#'."""
+    return sys.stdout.isatty() and "utf" in (sys.stdout.encoding or "").lower()
+
+
+def bars(values: Mapping[str, float], *, unicode: bool) -> list[str]:
+    """A line per value: its name, a bar as long as its share of the largest, the value."""
+    names = max(len(name) for name in values)
+    figures = {name: number(value) for name, value in values.items()}
+    room = WIDTH - names - max(len(figure) for figure in figures.values()) - 3
+    most = max(*values.values(), 0.0) or 1.0
+    return [
+        f" {name:<{names}} {_bar(value / most, room, unicode=unicode)} {figures[name]}"
+        for name, value in values.items()
+    ]
+
+
+def _bar(share: float, room: int, *, unicode: bool) -> str:
+    if not unicode:
+        return "#" * round(share * room)
+    whole, rest = divmod(round(share * room * len(EIGHTHS)), len(EIGHTHS))
+    return "█" * whole + EIGHTHS[rest].strip()
+
+
+def chart(curves: Mapping[str, Curve], *, x_name: str, log_x: bool = False) -> list[str]:
+    """Curves over a common axis, straight between their points; where two meet, the first is seen.
+
+    With `log_x` equal distances are equal factors, and points at x <= 0 are left out.
+    """
+    import numpy as np
+
+    scale = np.log if log_x else np.asarray
+    kept = {name: _above_zero(curve) if log_x else curve for name, curve in curves.items()}
+    kept = {name: (xs, ys) for name, (xs, ys) in kept.items() if len(xs)}
+    if not kept:
+        return []
+    low, high = min(xs[0] for xs, _ in kept.values()), max(xs[-1] for xs, _ in kept.values())
+    top = max(max(ys) for _, ys in kept.values()) or 1.0
+    grid = np.linspace(scale(low), scale(high), COLUMNS)
+    canvas = [[" "] * COLUMNS for _ in range(ROWS)]
+    for letter, (xs, ys) in zip(_letters(kept), kept.values(), strict=True):
+        places = scale(np.asarray(xs, dtype=float))
+        heights = np.interp(grid, places, ys, left=np.nan, right=np.nan)
+        for column, height in enumerate(heights):
+            if not np.isnan(height):
+                row = ROWS - 1 - round(float(height) / top * (ROWS - 1))
+                canvas[row][column] = letter if canvas[row][column] == " " else canvas[row][column]
+    return [*_framed(canvas, top), _axis(low, high, x_name), *_legend(kept)]
+
+
+def _above_zero(curve: Curve) -> Curve:
+    pairs = [(x, y) for x, y in zip(*curve, strict=True) if x > 0]
+    return [x for x, _ in pairs], [y for _, y in pairs]
+
+
+def _letters(names: Mapping[str, Curve]) -> str:
+    return (ascii_lowercase * (len(names) // len(ascii_lowercase) + 1))[: len(names)]
+
+
+def _framed(canvas: Sequence[Sequence[str]], top: float) -> list[str]:
+    labels = {0: number(top), len(canvas) - 1: "0"}
+    return [f"{labels.get(k, ''):>8} |{''.join(row)}".rstrip() for k, row in enumerate(canvas)] + [
+        " " * 9 + "+" + "-" * COLUMNS
+    ]
+
+
+def _axis(low: float, high: float, name: str) -> str:
+    left, right = number(low), number(high)
+    return " " * 10 + left + name.center(COLUMNS - len(left) - len(right)) + right
+
+
+def _legend(names: Mapping[str, Curve]) -> list[str]:
+    """Letters and names, as many to a line as fit."""
+    lines = [" " * 9]
+    for letter, name in zip(_letters(names), names, strict=True):
+        word = f" {letter} {name} "
+        if len(lines[-1]) + len(word) > WIDTH:
+            lines.append(" " * 9)
+        lines[-1] += word
+    return [line.rstrip() for line in lines]

@@ -1,0 +1,63 @@
+"""Several policies on one trace, at its own rate or at several: one run after the other, each given out when done."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from toolkit.metrics import Floats, latencies
+from toolkit.sched.policies import ORACLES, POLICIES
+from toolkit.sched.policies.parameters import Value, parameters
+from toolkit.sched.protocols import Policy
+from toolkit.sched.types import Refusal
+from toolkit.sim.api import World, simulate
+from toolkit.sim.loop import SimulationStalledError
+from toolkit.traces.scale import mean_rate, scale_rate
+from toolkit.traces.types import Trace
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One policy at one rate. `problem` says why there are no metrics."""
+
+    policy: str
+    parameters: Mapping[str, Value]
+    rate_rps: float  # of arrivals; 0 where all come at once
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    e2e_s: Floats = field(default_factory=lambda: np.empty(0))  # of those who ended
+    refusals: Sequence[Refusal] = ()
+    problem: str = ""
+
+    @property
+    def servable(self) -> bool:
+        """Whether a server could run it: oracles need the future."""
+        return self.policy not in ORACLES
+
+
+def usual_policies() -> list[str]:
+    """Those that are no oracles."""
+    return [name for name in POLICIES if name not in ORACLES]
+
+
+def compare(
+    trace: Trace, policies: Sequence[Policy], world: World, rates: Sequence[float], sla: Mapping[str, float]
+) -> Iterator[Run]:
+    """Each policy at each of `rates` (none: the trace's own), all on the same requests and draws.
+
+    A policy whose simulation stalls is a run with a problem; the others go on.
+    """
+    for scaled in [scale_rate(trace, rate) for rate in rates] or [trace]:
+        for policy in policies:
+            yield _run(scaled, policy, world, sla)
+
+
+def _run(trace: Trace, policy: Policy, world: World, sla: Mapping[str, float]) -> Run:
+    given, rate = parameters(policy), mean_rate(trace)
+    try:
+        result = simulate(trace, policy, world)
+    except SimulationStalledError as error:
+        return Run(policy.name, given, rate, problem=error.message)
+    e2e = latencies(result.served)["e2e"]
+    return Run(policy.name, given, rate, result.metrics(sla), e2e, result.refusals)
