@@ -26,7 +26,6 @@ from toolkit.traces.types import Trace
 class World:
     """What is simulated besides the policy: the laws of a worker, how many there are, and how tokens reach clients.
 
-    `actual` is how long batches really take, where that is known to differ from `latency`, which the scheduler goes by;
     `runs_out` is the truth about the memory of static batches, which are reserved whole, and `round_runs_out` that of
     rounds, which hold what they use (None: the law is right); `max_new_tokens` is the limit of requests whose trace
     names none; `seed` that of the policy's draws. `future_memory` asks for the true peak of memory to come;
@@ -40,7 +39,6 @@ class World:
     memory: MemoryLaw
     workers: int
     max_new_tokens: int
-    actual: LatencyLaw | None = None
     runs_out: RunsOut | None = None
     round_runs_out: RunsOut | None = None
     streams: bool = True
@@ -141,8 +139,7 @@ def virtual_workers(
 ) -> Sequence[VirtualWorker]:
     """The workers that run what `policy` decides, and write into `ledger`, whose order is that of `requests`."""
     number = {request.request_id: k for k, request in enumerate(requests)}
-    latency = world.actual or world.latency
-    valid = world.valid
+    latency, valid = world.latency, world.valid
     if valid is not None and valid.holds(requests, ledger.output_tokens):
         valid = None  # nothing to count
     if policy.continuous:
