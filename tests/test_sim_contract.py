@@ -8,12 +8,13 @@ from hypothesis import strategies as st
 from toolkit.errors import InputError
 from toolkit.estimators.laws import bilinear_law
 from toolkit.estimators.memory import ZetaMemory
+from toolkit.estimators.swap import LinearSwap
 from toolkit.sched.eventlog import Recorder, from_lines, replay, to_line
 from toolkit.sched.history import History
 from toolkit.sched.policies import ORACLES, POLICIES, make_policy
 from toolkit.sched.protocols import LooksBack, Oracle
 from toolkit.sched.scheduler import Scheduler
-from toolkit.sched.types import BatchResult, Request, Worker
+from toolkit.sched.types import BatchResult, Moves, Request, Worker
 from toolkit.sim.api import World, requests_of, simulate, virtual_workers
 from toolkit.sim.ledger import Ledger
 from toolkit.sim.loop import run
@@ -35,9 +36,15 @@ CASES = {
     "past-future, future-memory": ("past-future", {"router": "future-memory", "initial_count": 9, "initial_length": 5}),
     "fcfs": ("fcfs", {"max_batch_size": 3, "max_prefill_tokens": 100}),
     "past-future-oracle": ("past-future-oracle", {"interval_steps": 1}),
+    "mlfq": ("mlfq", {"quantum_s": 0.01, "starvation_s": 0.2, "max_batch_size": 3, "interval_steps": 8}),
+    "mlfq, reactive": ("mlfq", {"quantum_s": 0.005, "starvation_s": 0.1, "swap": "reactive", "queues": 3}),
+    "mlfq, naive": ("mlfq", {"quantum_s": 0.01, "skip_join": False, "free_share": 0.3, "router": "least-loaded"}),
+    "srpt-oracle": ("srpt-oracle", {"max_batch_size": 3}),
+    "srpt-oracle, reactive": ("srpt-oracle", {"swap": "reactive", "max_prefill_tokens": 60}),
 }
 LAW = bilinear_law(p=(1e-5, 1e-4, 1e-6, 1e-3), d=(1e-7, 1e-5, 1e-7, 1e-3), prefill_emits_token=True)
 CAPACITY = 400  # a few rows, so that memory binds
+HOST_TOKENS = 300
 
 requests = st.lists(
     st.tuples(st.floats(0, 2), st.integers(1, 100), st.integers(1, 80), st.integers(0, 80)), min_size=1, max_size=40
@@ -51,12 +58,14 @@ def trace_of(rows: list[tuple[float, int, int, int]]) -> Trace:
     return Trace(np.array(arrival), *lengths)
 
 
-def world(workers: int, runs_out=None) -> World:
-    return World(LAW, ZetaMemory(CAPACITY), workers, 80, runs_out=runs_out, round_runs_out=runs_out)
+def world(workers: int, runs_out=None, host_tokens: int = HOST_TOKENS) -> World:
+    memory, link = ZetaMemory(CAPACITY), LinearSwap(2e-3, 4e4, 8e4)
+    failing = {"runs_out": runs_out, "round_runs_out": runs_out}
+    return World(LAW, memory, workers, 80, **failing, swap=link, host_tokens=host_tokens)
 
 
 def two_workers() -> list[Worker]:
-    return [Worker(k, LAW, ZetaMemory(CAPACITY)) for k in range(2)]
+    return [world(2).worker(k) for k in range(2)]
 
 
 def test_every_policy_has_a_case():
@@ -90,41 +99,79 @@ class Watch:
             assert batch.steps >= 1
             assert batch.input_length == max([job.length for job in batch.jobs], default=0)
             if self.continuous:
-                check_round(batch, view.workers[batch.worker], getattr(self._policy, "overfill", False))
+                overfill, preempts = getattr(self._policy, "overfill", False), hasattr(self._policy, "swap")
+                check_round(batch, view.workers[batch.worker], overfill, preempts)
             else:
                 assert batch.jobs
                 assert batch.estimated_s > 0
         return decision
 
 
-def check_round(batch, worker, overfill):
+def check_round(batch, worker, overfill, preempts):
     residents = worker.residents
     assert worker.running is None
-    assert not residents.jobs.keys() & set(batch.jobs), "a job enters that is there"
-    assert set(batch.evict) <= residents.jobs.keys(), "a job is evicted that is not there"
-    stay = [job for job in residents.jobs if job not in batch.evict]
-    assert stay or batch.jobs
-    assert list(batch.evict) == list(residents.jobs)[len(stay) :][::-1], "the last admitted go first"
-    used = sum(job.length + residents.steps - job.joined for job in stay) + sum(job.length for job in batch.jobs)
-    rows = len(stay) + len(batch.jobs)
+    there = residents.jobs | worker.held.jobs | worker.swapped.jobs
+    assert not there.keys() & set(batch.jobs), "a job enters that is there"
+    assert set(batch.evict) <= there.keys(), "a job is evicted that is not there"
+    moves = batch.moves or Moves()
+    gone = {*batch.evict, *moves.pause, *moves.swap_out}
+    stay = [job for job in residents.jobs if job not in gone]
+    if not preempts:
+        assert batch.moves is None
+        assert list(batch.evict) == list(residents.jobs)[len(stay) :][::-1], "the last admitted go first"
+    check_moves(moves, batch.evict, worker)
+    running = [*stay, *moves.resume]
+    assert running or batch.jobs
+    arrived = 0 if moves.overlap else len(set(moves.swap_in) - set(moves.resume))
+    assert not arrived, "a job waited for and not run"
+    aside = {*worker.held.jobs, *moves.pause, *moves.swap_out, *moves.swap_in} - {*moves.resume, *batch.evict}
+    aside -= set() if moves.overlap else set(moves.swap_out)
+    used = sum(held(job, worker) for job in [*running, *batch.jobs, *aside])
+    rows = len(running) + len(batch.jobs)
     emitted = len(batch.jobs) * worker.latency.prefill_emits_token
     if not overfill:
         assert used + emitted + rows * batch.steps <= worker.memory.usable_tokens, "memory is passed"
 
 
+def held(job, worker):
+    """Tokens of the job's cache before the round."""
+    return job.length + (worker.residents.steps - job.joined if job in worker.residents.jobs else 0)
+
+
+def check_moves(moves, evict, worker):
+    device = worker.residents.jobs | worker.held.jobs
+    leave = [*evict, *moves.pause, *moves.swap_out]
+    assert len(set(leave)) == len(leave), "a job leaves twice"
+    assert set(moves.pause) <= worker.residents.jobs.keys()
+    assert set(moves.swap_out) <= device.keys()
+    assert set(moves.swap_in) <= worker.swapped.jobs.keys()
+    came = set() if moves.overlap else set(moves.swap_in)
+    assert set(moves.resume) <= worker.held.jobs.keys() | came
+    assert not set(moves.resume) & set(leave)
+    host = worker.swapped.tokens + sum(held(job, worker) for job in moves.swap_out)
+    assert host <= worker.host_tokens, "host memory is passed"
+
+
 @settings(max_examples=150, deadline=None)
-@given(rows=requests, case=cases, workers=st.integers(1, 3), seed=st.integers(0, 9))
-@example([(0.0, 65, 1, 0), (0.0, 65, 3, 0), (0.0, 100, 3, 0)], "aggressive", 1, 0)  # a failure forgot to free memory
-def test_every_request_ends_once_with_its_own_length(rows, case, workers, seed):
+@given(
+    rows=requests,
+    case=cases,
+    workers=st.integers(1, 3),
+    seed=st.integers(0, 9),
+    host_tokens=st.sampled_from([0, 60, HOST_TOKENS]),
+)
+@example([(0.0, 65, 1, 0), (0.0, 65, 3, 0), (0.0, 100, 3, 0)], "aggressive", 1, 0, 0)  # a failure forgot to free memory
+def test_every_request_ends_once_with_its_own_length(rows, case, workers, seed, host_tokens):
     name, parameters = CASES[case]
     trace = trace_of(rows)
 
     def runs_out(batch_id, n, length, steps):  # every fifth batch of several rows, whatever the law said
         return n > 1 and (batch_id + seed) % 5 == 0
 
-    result = simulate(trace, Watch(make_policy(name, parameters)), world(workers, runs_out))
+    result = simulate(trace, Watch(make_policy(name, parameters)), world(workers, runs_out, host_tokens))
     served = result.served
     assert result.counters.get("peak_memory_percent", 0.0) <= 100.0 or parameters.get("overfill")
+    assert result.counters.get("peak_host_tokens", 0.0) <= host_tokens
     assert served.ok.all()
     assert (served.first_token_s > served.arrival_s).all()
     assert (served.finish_s >= served.first_token_s).all()
@@ -177,7 +224,7 @@ def test_no_policy_can_read_output_lengths(rows, case):
     firsts = []
     for poison in (1, 80):
         arrivals, _ = requests_of(trace_of([(a, p, poison, m) for a, p, _, m in rows]), 80)
-        scheduler = Scheduler(make_policy(name, parameters), [Worker(0, LAW, ZetaMemory(CAPACITY))])
+        scheduler = Scheduler(make_policy(name, parameters), [world(1).worker(0)])
         for request in arrivals:
             scheduler.submit(request, 2.0)
         (batch,) = scheduler.tick(2.0)

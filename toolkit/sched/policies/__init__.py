@@ -8,11 +8,13 @@ from toolkit.errors import InputError, nearest
 from toolkit.sched.policies.aggressive import AggressivePolicy
 from toolkit.sched.policies.conservative import ConservativePolicy
 from toolkit.sched.policies.fcfs import FcfsPolicy
+from toolkit.sched.policies.mlfq import MlfqPolicy
 from toolkit.sched.policies.parameters import Value, checked_names
 from toolkit.sched.policies.past_future import PastFuturePolicy
 from toolkit.sched.policies.past_future_oracle import PastFutureOracle
 from toolkit.sched.policies.sequence import SequencePolicy
 from toolkit.sched.policies.slice import SlicePolicy
+from toolkit.sched.policies.srpt_oracle import SrptOracle
 from toolkit.sched.protocols import Policy
 
 POLICIES: dict[str, type[Policy]] = {
@@ -25,9 +27,11 @@ POLICIES: dict[str, type[Policy]] = {
         PastFuturePolicy,
         FcfsPolicy,
         PastFutureOracle,
+        MlfqPolicy,
+        SrptOracle,
     )
 }
-ORACLES = frozenset({PastFutureOracle.name})  # they know the output lengths: for simulations only
+ORACLES = frozenset({PastFutureOracle.name, SrptOracle.name})  # they know the output lengths: for simulations only
 
 
 def make_policy(name: str, parameters: Mapping[str, Value]) -> Policy:

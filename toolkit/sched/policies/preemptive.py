@@ -1,0 +1,260 @@
+"""What preemptive policies share: who ranks highest runs, the others keep their caches, on the device or the host.
+
+At every scheduling point all jobs of a worker are ranked, and the best run, as many as rows and memory allow. Who has
+to make way is paused and keeps its cache on the device while there is room, else in host memory, else not at all and is
+prefilled again. Caches move in one of two ways:
+
+- reactive: those that memory has no room for are swapped out, and the round waits for its transfers;
+- proactive (FastServe's key-value cache management): a share of the device is kept free for newcomers, caches that
+  will be needed last leave first, those needed soonest come back before they are, and all of that beside a round's
+  compute. A round waits for its transfers only where it would have nothing to compute, or where one that starved would
+  wait longer.
+
+A round ends when one ends, when a policy's `horizon` says that ranks change, when memory is full, when the caches come
+that those who rank higher wait for, every `interval_steps` while anybody waits, and when one arrives who would run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from toolkit.sched.policies.parameters import choice, knob, validate
+from toolkit.sched.policies.placement import RUNS, Place, Placement, Rank, Row, rows_of, steps_until
+from toolkit.sched.policies.routers import ROUTERS
+from toolkit.sched.types import Batch, Decision, Job, Moves, View, Worker
+
+
+@dataclass(frozen=True, slots=True)
+class PreemptivePolicy:
+    """Base of the preemptive policies: subclasses say who goes first (`rank`), and until when (`horizon`)."""
+
+    name: ClassVar[str]
+    continuous: ClassVar[bool] = True
+
+    max_batch_size: int = knob(32, low=1, search=(1, 256), log=True, doc="the most rows that run at once on a worker")
+    interval_steps: int = knob(
+        64, low=1, high=10_000, search=(8, 256), log=True, doc="decode steps between scheduling points, at the most"
+    )
+    max_prefill_tokens: int = knob(
+        32_768, low=1, search=(512, 65_536), log=True, doc="a round prefills until it has so many prompt tokens"
+    )
+    swap: str = choice("proactive", ("proactive", "reactive"), doc="when caches are swapped: proactive, reactive")
+    free_share: float = knob(
+        0.1, low=0, high=0.9, search=(0.0, 0.5), doc="proactive: share of the device's memory kept free for newcomers"
+    )
+    router: str = choice("round-robin", ROUTERS, doc="how requests are dealt to workers: " + ", ".join(ROUTERS))
+
+    def __post_init__(self) -> None:
+        validate(self)
+
+    def rank(self, worker: Worker, job: Job, generated: int, waits_s: float) -> Rank:
+        """Less is served first. `generated` is up to date; `waits_s` is how long the job has not run, -1 if it runs.
+
+        The last of a rank is the job's ticket, so that no two are equal.
+        """
+        raise NotImplementedError
+
+    def next_runs(self, rows: Sequence[Row]) -> Sequence[float]:
+        """When each of `rows`, which are ranked, will run next, in any unit: caches of the latest leave first."""
+        return range(len(rows))
+
+    def horizon(self, worker: Worker, running: Sequence[Row], steps: int) -> int:
+        """Steps after which ranks change by what `running` do, at most `steps`."""
+        return steps
+
+    def starves(self, row: Row) -> bool:
+        """Whether the row has waited so long that it goes first; it is promoted when it runs."""
+        return False
+
+    def starving_in_s(self, rows: Sequence[Row]) -> float:
+        """Seconds until the next of `rows`, which wait, starves; infinity: none will."""
+        return float("inf")
+
+    def route(self, view: View, now_s: float) -> Sequence[int] | None:
+        alive = view.alive()
+        return ROUTERS[self.router](view, alive) if alive else None
+
+    def plan(self, view: View, now_s: float) -> Decision:
+        batches = [
+            self._round(worker, now_s)
+            for worker in view.workers
+            if worker.running is None
+            and worker.alive
+            and (worker.inbox or worker.residents.jobs or worker.held.jobs or worker.swapped.jobs)
+        ]
+        interrupts = [
+            index
+            for index in dict.fromkeys(view.arrived)
+            if self._preempts(view.workers[index], view.arrived.count(index))
+        ]
+        return Decision(batches, interrupt=interrupts)
+
+    def _preempts(self, worker: Worker, newcomers: int) -> bool:
+        """Whether one of the last `newcomers` at the worker would run if its round stopped.
+
+        Residents are ranked as they were when it began: a change of ranks ends a round by itself.
+        """
+        running, residents, inbox = worker.running, worker.residents, worker.inbox
+        if running is None or running.interrupted or not inbox:
+            return False
+        came = [
+            self.rank(worker, inbox[-k], inbox[-k].generated, 0.0) for k in range(1, min(newcomers, len(inbox)) + 1)
+        ]
+        since = residents.steps
+        ranks = [self.rank(worker, job, job.generated + since - job.joined, -1.0) for job in residents.jobs]
+        if ranks and min(came) < max(ranks):
+            return True
+        if len(ranks) >= self._most(worker):
+            return False
+        return inbox[-1].length + 2 + len(ranks) <= worker.capacity_tokens - residents.used
+
+    def _most(self, worker: Worker) -> int:
+        return min(self.max_batch_size, worker.row_limit)
+
+    def _spare(self, worker: Worker, rows: int) -> int:
+        """Tokens that are left free for so many rows to grow into: an interval's, but little of a small memory."""
+        return min(rows * self.interval_steps, worker.capacity_tokens // 16)
+
+    def _round(self, worker: Worker, now_s: float) -> Batch:
+        rows = rows_of(worker, now_s, self.rank)
+        chosen = self._choose(worker, rows)
+        enst = dict(zip([row.job.ticket for row in rows], self.next_runs(rows), strict=True))
+        placed = None
+        if self.swap == "proactive":
+            placed = self._beside(worker, rows, chosen, enst)
+        return self._batch(worker, placed or self._before(worker, rows, chosen, enst), rows)
+
+    def _choose(self, worker: Worker, rows: Sequence[Row]) -> list[Row]:
+        """Those who should run: by rank, who fits; what ranks lower fills the room that the higher ones leave.
+
+        Who runs already goes on while one more step fits; who joins needs room for more, or each step would move one.
+        """
+        free, most, prefill = worker.capacity_tokens, self._most(worker), 0
+        chosen: list[Row] = []
+        for row in rows:
+            if len(chosen) == most:
+                break
+            waiting = row.place is Place.INBOX
+            spare = 0 if row.waits_s == RUNS else self._spare(worker, len(chosen) + 1)
+            if chosen and (row.needs + spare > free or (waiting and prefill >= self.max_prefill_tokens)):
+                continue
+            chosen.append(row)
+            free -= row.needs
+            prefill += row.tokens * waiting
+        return chosen
+
+    def _keep(
+        self, worker: Worker, rows: Sequence[Row], chosen: Sequence[Row], enst: dict[int, float], *, fetch: bool
+    ) -> Placement:
+        """Who stays on the device beside `chosen`, who leaves it, and with `fetch` who comes: the soonest first."""
+        share = int(self.free_share * worker.capacity_tokens) if self.swap == "proactive" else 0
+        free = worker.capacity_tokens - sum([row.needs for row in chosen]) - self._spare(worker, len(chosen)) - share
+        running = {row.job.ticket for row in chosen}
+        others = [row for row in rows if row.job.ticket not in running and row.place is not Place.INBOX]
+        others.sort(key=lambda row: (enst[row.job.ticket], row.rank))
+        placed = Placement(list(chosen))
+        leaving: list[Row] = []
+        for row in others:
+            if row.place is Place.DEVICE:
+                if row.tokens <= free:
+                    free -= row.tokens
+                    placed.kept.append(row)
+                else:
+                    leaving.append(row)
+        for row in others if fetch else ():
+            if row.place is Place.HOST and row.tokens <= free - share:  # else it would leave again soon
+                free -= row.tokens
+                placed.fetched.append(row)
+        room = worker.host_tokens - worker.swapped.tokens
+        for row in reversed(leaving):
+            if row.tokens <= room:
+                room -= row.tokens
+                placed.swap_out.append(row)
+            else:
+                placed.evict.append(row)
+        return placed
+
+    def _before(self, worker: Worker, rows: Sequence[Row], chosen: Sequence[Row], enst: dict[int, float]) -> Placement:
+        """The round waits for its transfers, and all of `chosen` run in it."""
+        placed = self._keep(worker, rows, chosen, enst, fetch=False)
+        placed.swap_in = [row for row in chosen if row.place is Place.HOST]
+        return placed
+
+    def _beside(
+        self, worker: Worker, rows: Sequence[Row], chosen: Sequence[Row], enst: dict[int, float]
+    ) -> Placement | None:
+        """The round runs those of `chosen` who can now, and others in the others' rows, beside its transfers.
+
+        None where it should rather wait for them.
+        """
+        placed = self._keep(worker, rows, chosen, enst, fetch=True)
+        placed.overlap, placed.run = True, []
+        free = worker.capacity_tokens - worker.residents.used - worker.held.tokens
+        free += sum([row.tokens for row in placed.evict])
+        for row in chosen:
+            if row.place is Place.HOST and row.tokens <= free and not self.starves(row):
+                placed.swap_in.append(row)
+                placed.awaited = True
+                free -= row.tokens
+            elif row.place is Place.DEVICE or (row.place is Place.INBOX and row.needs <= free):
+                placed.run.append(row)
+                free -= 1 if row.place is Place.DEVICE else row.needs
+            elif self.starves(row):
+                return None
+            else:
+                placed.awaited = True
+        for row in sorted(placed.kept, key=lambda row: row.rank):
+            if len(placed.run) < self._most(worker) and free > 0:
+                placed.run.append(row)
+                free -= 1
+        if free < 0 or not placed.run:
+            return None
+        for row in placed.fetched:
+            if row.tokens <= free:
+                placed.swap_in.append(row)
+                free -= row.tokens
+        return placed
+
+    def _batch(self, worker: Worker, placed: Placement, rows: Sequence[Row]) -> Batch:
+        enter = [row for row in placed.run if row.place is Place.INBOX]
+        moves = placed.moves(worker, [row.job for row in placed.run if self.starves(row)])
+        return Batch(
+            worker.index,
+            tuple([row.job for row in enter]),
+            self._steps(worker, placed, rows, enter, moves),
+            max([row.tokens for row in enter], default=0),
+            0.0,
+            "any",
+            keep_cache=True,
+            evict=tuple([row.job for row in placed.evict]),
+            moves=moves,
+        )
+
+    def _steps(
+        self, worker: Worker, placed: Placement, rows: Sequence[Row], enter: Sequence[Row], moves: Moves | None
+    ) -> int:
+        """Steps until something calls for a new decision, by the worker's laws."""
+        law, run, n = worker.latency, placed.run, len(placed.run)
+        emits = int(law.prefill_emits_token)
+        steps = max((worker.capacity_tokens - placed.device_tokens(worker)) // n, 1)
+        waiting = placed.waiting(rows)
+        if waiting:
+            steps = min(steps, self.interval_steps)
+        steps = self.horizon(worker, run, steps)
+        starving_s = self.starving_in_s(waiting)
+        if starving_s == float("inf") and not placed.awaited:
+            return steps
+        lengths = [row.tokens if row.place is Place.INBOX else row.tokens - emits for row in run]
+        length = max(lengths) if law.padded else sum(lengths) / n
+        begins_s = 0.0
+        if enter:
+            longest = [row.tokens for row in enter]
+            begins_s = law.prefill_s(len(enter), max(longest) if law.padded else sum(longest) / len(enter))
+        transfers_s = placed.transfers_s(worker)
+        if not placed.overlap:
+            begins_s += transfers_s
+        elif placed.awaited and transfers_s:
+            steps = steps_until(law, n, length, transfers_s - begins_s, steps)
+        return steps_until(law, n, length, starving_s - begins_s, steps)
