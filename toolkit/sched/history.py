@@ -12,7 +12,7 @@ from toolkit.sched.kernels import replace_sorted
 
 
 class History:
-    """The last `window` lengths, in order of completion and sorted.
+    """The last `window` lengths, in order of completion; and sorted, which costs nothing until it is asked for.
 
     Args:
         window: how many are remembered.
@@ -21,19 +21,24 @@ class History:
 
     def __init__(self, window: int, start: Iterable[int] = ()) -> None:
         self.recent: deque[int] = deque(start, maxlen=window)
-        self._sorted = np.zeros(window, dtype=np.int64)
-        self._sorted[: len(self.recent)] = sorted(self.recent)
+        self._sorted: NDArray[np.int64] | None = None
         self._pending: list[tuple[int, int]] = []  # (length that left or -1, length that came), not yet in _sorted
 
     def add(self, length: int) -> None:
         """A request ended after `length` tokens."""
-        recent = self.recent
-        gone = recent[0] if len(recent) == recent.maxlen else -1
+        recent, pending = self.recent, self._pending
+        if self._sorted is not None:
+            pending.append((recent[0] if len(recent) == recent.maxlen else -1, length))
+            if len(pending) == recent.maxlen:  # all that was sorted is gone
+                self._sorted = None
+                pending.clear()
         recent.append(length)
-        self._pending.append((gone, length))
 
     def ascending(self) -> NDArray[np.int64]:
         """All remembered lengths, sorted: a view that is valid until the next `add`."""
+        if self._sorted is None:
+            self._sorted = np.zeros(self.recent.maxlen or 0, dtype=np.int64)
+            self._sorted[: len(self.recent)] = sorted(self.recent)
         if self._pending:
             before = len(self.recent) - sum(gone < 0 for gone, _ in self._pending)
             replace_sorted(self._sorted, before, np.array(self._pending, dtype=np.int64))

@@ -9,8 +9,10 @@ cancellation. The decisions themselves are the policy's.
 from __future__ import annotations
 
 import math
+from bisect import insort
 from collections import deque
 from collections.abc import Iterable, Sequence
+from operator import attrgetter
 
 import numpy as np
 
@@ -20,6 +22,7 @@ from toolkit.sched.protocols import LooksBack, MemoryLaw, Policy
 from toolkit.sched.types import NO_LIMIT, Batch, BatchResult, Job, Refusal, Request, RoundResult, View, Worker
 
 MAX_STRIKES = 2  # a job that failed this often alone is given up
+_index = attrgetter("index")
 
 
 class Scheduler:
@@ -92,28 +95,32 @@ class Scheduler:
         """The batches to start now, at most one per worker."""
         if self._pool:
             self._route(now_s)
-        decision = self.policy.plan(self._view, now_s)
-        self._view.arrived.clear()
+        view = self._view
+        decision = self.policy.plan(view, now_s)
+        if view.arrived:
+            view.arrived.clear()
         if decision.wake_at_s is not None:
-            self._view.due_s = decision.wake_at_s
+            view.due_s = decision.wake_at_s
         for index in decision.interrupt:
             self._interrupt(index)
         if decision.batches:
             self._take(decision.batches)
             for batch in decision.batches:
                 self._enqueue(batch)
-        return [
-            batch
-            for worker in self.workers
-            if worker.running is None and worker.queue and worker.alive
-            for batch in self._start(worker, now_s)
-        ]
+        if not view.free:
+            return []
+        started = [batch for worker in view.free if worker.queue for batch in self._start(worker, now_s)]
+        if started:
+            view.free[:] = [worker for worker in view.free if worker.running is None]
+        return started
 
     def take_interrupts(self) -> list[int]:
         """Workers whose round should stop at its next allowed step, asked for since the last call.
 
         A driver whose engine cannot stop a round may ignore them: the round ends later, nothing else changes.
         """
+        if not self._interrupts:
+            return []
         interrupts, self._interrupts = self._interrupts, []
         return interrupts
 
@@ -124,6 +131,8 @@ class Scheduler:
         if batch is None or batch.batch_id != result.batch_id:
             raise ValueError(f"worker {result.worker} does not run batch {result.batch_id}")
         worker.running = None
+        if worker.alive:
+            insort(self._view.free, worker, key=_index)
         self._unload(worker, batch)
         if isinstance(result, RoundResult):
             self._complete_round(worker, batch, result, now_s)
@@ -234,6 +243,7 @@ class Scheduler:
         """A worker's process is gone, after its running batch was completed as crashed: its queue runs elsewhere."""
         worker = self.workers[index]
         worker.alive = False
+        self._view.workers_changed()
         for job in reversed([*worker.residents.jobs, *worker.held.jobs, *worker.swapped.jobs]):
             self._evict(worker, job, now_s)
         if not any(other.alive for other in self.workers):
@@ -249,6 +259,7 @@ class Scheduler:
     def worker_ready(self, index: int, now_s: float) -> None:
         """A worker that was lost is back."""
         self.workers[index].alive = True
+        self._view.workers_changed()
 
     def take_refusals(self) -> list[Refusal]:
         """Requests given up on since the last call."""
@@ -285,9 +296,11 @@ class Scheduler:
                         inbox.remove(job)
                 else:
                     pooled += 1
+        if not pooled:
+            return
         if pooled == len(self._pool):
             self._pool.clear()
-        elif pooled:
+        else:
             taken = {job.ticket for batch in batches for job in batch.jobs}
             self._pool[:] = [job for job in self._pool if job.ticket not in taken]
 

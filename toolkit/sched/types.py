@@ -191,17 +191,27 @@ class View:
     finished: History  # output lengths of the last requests that ended
     rng: np.random.Generator  # the only randomness: a scheduler made with the same seed decides the same
     arrived: list[int] = field(default_factory=list)  # workers that jobs were routed to since the last plan
+    free: list[Worker] = field(init=False)  # alive and running nothing, by index: those that a plan can be for
+    _alive: list[Worker] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.workers_changed()
 
     @property
     def finished_lengths(self) -> Sequence[int]:
         """Output lengths of the last finished requests, oldest first."""
         return self.finished.recent
 
-    def alive(self) -> list[Worker]:
-        return [worker for worker in self.workers if worker.alive]
+    def alive(self) -> Sequence[Worker]:
+        return self._alive
+
+    def workers_changed(self) -> None:
+        """The scheduler says that a worker was lost or came back."""
+        self._alive = [worker for worker in self.workers if worker.alive]
+        self.free = [worker for worker in self._alive if worker.running is None]
 
 
-@dataclass(slots=True, frozen=True)
+@dataclass(slots=True)  # not frozen: one is made per tick, and freezing triples its price
 class Decision:
     """What a policy wants done: batches for workers' queues, in order, and when to ask it again at the latest.
 

@@ -66,11 +66,7 @@ class ContinuousPolicy:
         return ROUTERS[self.router](view, alive) if alive else None
 
     def plan(self, view: View, now_s: float) -> Decision:
-        batches = [
-            self._round(view, worker)
-            for worker in view.workers
-            if worker.running is None and worker.alive and (worker.inbox or worker.residents.jobs)
-        ]
+        batches = [self._round(view, worker) for worker in view.free if worker.inbox or worker.residents.jobs]
         if not view.arrived:
             return Decision(batches)
         interrupts = [index for index in view.arrived if self._could_use(view.workers[index])]

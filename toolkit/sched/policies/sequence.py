@@ -36,7 +36,7 @@ class SequencePolicy:
         return [alive[job.ticket % len(alive)].index for job in view.pool] if alive else None
 
     def plan(self, view: View, now_s: float) -> Decision:
-        return Decision([self._batch(worker) for worker in view.workers if worker.idle and worker.inbox])
+        return Decision([self._batch(worker) for worker in view.free if worker.inbox and not worker.queue])
 
     def _batch(self, worker: Worker) -> Batch:
         jobs = tuple(islice(worker.inbox, self.batch_size))

@@ -55,7 +55,7 @@ class SlicePolicy:
         if not view.pool:
             return Decision()
         alive = view.alive()
-        waiting = now_s < view.due_s and not (self.eager and any(worker.idle for worker in alive))
+        waiting = now_s < view.due_s and not (self.eager and any(not worker.queue for worker in view.free))
         if waiting or not alive:
             return Decision()
         batches = self.batch(view.pool, alive[0])
