@@ -12,7 +12,7 @@ from toolkit.engines.factory import make_engine
 from toolkit.engines.loading import load_model
 from toolkit.engines.protocol import Engine, OutOfMemory, Row, SamplingParams, SliceOutput, StepOutput
 
-KINDS = ["llama", "qwen3", "gpt2", "opt", "fake"]
+KINDS = ["llama", "qwen3", "gpt2", "opt", "rebatch", "fake"]
 ALONE = 10_000  # steps enough for any row
 
 

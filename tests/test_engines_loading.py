@@ -117,6 +117,12 @@ def test_models_whose_caches_do_not_fit_are_refused_by_name(changes: dict[str, o
     assert line in refusal(config=changes).message
 
 
+def test_quantized_caches_are_refused_by_name(folder: Path) -> None:
+    (folder / "generation_config.json").write_text('{"cache_implementation": "quantized"}')
+    error = refusal(source=str(folder), config={})
+    assert error.message == "model_type 'llama' is stored with cache_implementation 'quantized', which is not served"
+
+
 def test_a_window_that_never_slides_is_served() -> None:
     sizes = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 8, "sliding_window": 96, **SMALL}
     spec = tiny.model_spec(config={"model_type": "mistral", **sizes})

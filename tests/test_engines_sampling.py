@@ -112,3 +112,20 @@ def test_hashes_are_stable() -> None:
     assert mix(1, 2) == mix(1, 2 + (1 << 64)) == 0xBCD9DBB49673066B
     assert mix(1, 2) != mix(2, 1)
     assert all(0.0 <= uniform(seed, 1) < 1.0 for seed in (-5, 0, 1 << 70))
+
+
+def test_a_sampler_goes_on_where_rows_come_and_go() -> None:
+    rows = [row(tokens=(index,), temperature=1.0, seed=index, repetition_penalty=1.4) for index in range(4)]
+    apart = [Sampler([one], (), VOCAB, CPU) for one in rows]
+    whole = [[sampler.draw(LOGITS[None].clone(), step).item() for step in range(6)] for sampler in apart]
+    first = Sampler(rows[:3], (), VOCAB, CPU)
+    begin = [first.draw(LOGITS.repeat(3, 1), step).tolist() for step in range(3)]
+    later = first.regrouped([2, 0], [rows[3]], 3)
+    rest = [later.draw(LOGITS.repeat(3, 1), step).tolist() for step in range(3)]
+    assert [[step[index] for step in begin] for index in range(3)] == [text[:3] for text in whole[:3]]
+    assert [[step[index] for step in rest] for index in range(3)] == [whole[2][3:], whole[0][3:], whole[3][:3]]
+
+
+def test_a_penalty_joins_rows_that_have_none() -> None:
+    sampler = Sampler([row(tokens=(0,))], (), VOCAB, CPU).regrouped([0], [row(tokens=(0,), repetition_penalty=2.0)], 0)
+    assert sampler.draw(LOGITS.repeat(2, 1), 0).tolist() == [0, 7]

@@ -20,9 +20,19 @@ CONFIGS: dict[str, dict[str, object]] = {
     "llama": {"model_type": "llama", "intermediate_size": 64, "num_key_value_heads": 2, **_SIZES},
     "qwen3": {"model_type": "qwen3", "intermediate_size": 64, "num_key_value_heads": 2, "head_dim": 16, **_SIZES},
     "gpt2": {"model_type": "gpt2", "tie_word_embeddings": False, **_SIZES},
+    "qwen2": {"model_type": "qwen2", "intermediate_size": 64, "num_key_value_heads": 2, **_SIZES},
+    "mistral": {
+        "model_type": "mistral",
+        "intermediate_size": 64,
+        "num_key_value_heads": 2,
+        "sliding_window": None,
+        **_SIZES,
+    },
+    "gpt_neox": {"model_type": "gpt_neox", "intermediate_size": 64, **_SIZES},
     "opt": {"model_type": "opt", "ffn_dim": 64, "word_embed_proj_dim": 32, "init_std": 0.12, **_SIZES},
     "fake": {"model_type": "fake", "eos_one_in": 12},
 }
+CONFIGS["rebatch"] = CONFIGS["llama"]  # served by the engine of this name
 del CONFIGS["opt"]["initializer_range"]  # OPT calls it init_std
 
 
@@ -39,6 +49,8 @@ def model_spec(kind: str = "llama", **changes: object) -> ModelSpec:
     return ModelSpec.model_validate(fields | changes)
 
 
-def engine_spec(kind: str = "llama", *, budget_mib: float = 16.0) -> EngineSpec:
-    name = "fake" if kind == "fake" else "transformers"
-    return EngineSpec(name=name, threads=1, kv_cache_memory_mib=budget_mib)
+def engine_spec(kind: str = "llama", *, budget_mib: float = 16.0, **changes: object) -> EngineSpec:
+    """The engine that serves `kind`; `changes` are fields of `EngineSpec`."""
+    name = kind if kind in ("fake", "rebatch") else "transformers"
+    fields = {"name": name, "threads": 1, "kv_cache_memory_mib": budget_mib}
+    return EngineSpec.model_validate(fields | changes)

@@ -12,6 +12,10 @@ def make_engine(model: ModelSpec, engine: EngineSpec, hardware: HardwareSpec) ->
         from toolkit.engines.fake import FakeEngine
 
         return FakeEngine.from_specs(model, engine)
+    if engine.name == "rebatch":
+        from toolkit.engines.rebatch_engine import RebatchEngine
+
+        return RebatchEngine(model, engine, hardware)
     from toolkit.engines.transformers_engine import TransformersEngine
 
     return TransformersEngine(model, engine, hardware)

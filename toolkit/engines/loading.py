@@ -42,6 +42,7 @@ def load_model(spec: ModelSpec, hardware: HardwareSpec) -> PreTrainedModel:
             raise
         raise EngineError(f"{_name(spec)} does not fit into {hardware.name}'s memory", "use a smaller model") from None
     _check_interface(model)
+    _check_cache_kind(model)
     return model.eval()
 
 
@@ -211,6 +212,16 @@ def _check_interface(model: PreTrainedModel) -> None:
     if lacks or getattr(model.config, "alibi", False):
         why = f"its forward takes no {lacks[0]}" if lacks else "it uses ALiBi"
         raise EngineError(f"model_type '{kind}' cannot be served in padded batches: {why}", "choose another model")
+
+
+def _check_cache_kind(model: PreTrainedModel) -> None:
+    """A stored model may ask for quantized caches, which round: plain ones would give other text."""
+    kind = getattr(model.generation_config, "cache_implementation", None)
+    if kind == "quantized":
+        raise EngineError(
+            f"model_type '{model.config.model_type}' is stored with cache_implementation '{kind}', which is not served",
+            "remove cache_implementation from its generation_config.json to serve it with plain caches",
+        )
 
 
 def _one_line(error: Exception) -> str:

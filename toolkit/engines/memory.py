@@ -7,6 +7,7 @@ the ledger only counts.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -31,21 +32,32 @@ class ByteLedger:
         self.used_bytes = 0
         self.peak_bytes = 0
 
-    @contextmanager
-    def reserve(self, size_bytes: int) -> Iterator[None]:
-        """Hold `size_bytes` while the context is open. `torch.OutOfMemoryError`, with nothing held, past the budget."""
+    @property
+    def free_bytes(self) -> float:
+        return math.inf if self.budget_bytes is None else self.budget_bytes - self.used_bytes
+
+    def take(self, size_bytes: int) -> None:
+        """Hold `size_bytes`, or give them back where negative.
+
+        `torch.OutOfMemoryError`, with nothing held, past the budget.
+        """
         used = self.used_bytes + size_bytes
-        if self.budget_bytes is not None and used > self.budget_bytes:
+        if self.budget_bytes is not None and size_bytes > 0 and used > self.budget_bytes:
             raise torch.OutOfMemoryError(
                 f"{size_bytes / MIB:.1f} MiB do not fit: "
                 f"{self.used_bytes / MIB:.1f} of {self.budget_bytes / MIB:.1f} MiB are in use"
             )
         self.used_bytes = used
         self.peak_bytes = max(self.peak_bytes, used)
+
+    @contextmanager
+    def reserve(self, size_bytes: int) -> Iterator[None]:
+        """Hold `size_bytes` while the context is open."""
+        self.take(size_bytes)
         try:
             yield
         finally:
-            self.used_bytes -= size_bytes
+            self.take(-size_bytes)
 
 
 @dataclass(slots=True, frozen=True)
@@ -75,8 +87,8 @@ class ModelShape:
             value_bytes=dtype.itemsize,
         )
 
-    def prefill_bytes(self, batch_size: int, length: int) -> int:
-        """What the prefill of [N, L] holds beside the cache, at its largest, estimated.
+    def prefill_bytes(self, batch_size: int, length: int, cached: int = 0) -> int:
+        """What the prefill of [N, L] after `cached` columns holds beside the cache, at its largest, estimated.
 
         Layers run one after another, so one layer counts: the embeddings, the residual stream and its normalised copy,
         and the larger of
@@ -87,13 +99,13 @@ class ModelShape:
         sampling. Not counted: what the allocator loses, and temporaries inside an activation function. Against traced
         prefills: within 10 % for Llama and Qwen with grouped queries, a third off for GPT-2 (below) and OPT (above).
         """
-        tokens = batch_size * length
+        tokens, columns = batch_size * length, cached + length
         query, key = self.heads * self.head_dim, self.kv_heads * self.head_dim
         repeated = 2 * query if self.kv_heads != self.heads else 0
-        attention = tokens * (3 * query + 3 * key + repeated) + tokens * length
+        attention = tokens * (3 * query + 3 * key) + batch_size * columns * repeated + tokens * columns
         mlp = tokens * 3 * self.intermediate
         layer = (tokens * 3 * self.hidden + max(attention, mlp)) * self.value_bytes
-        return layer + tokens * length + batch_size * self.vocab * (self.value_bytes + 4)
+        return layer + tokens * columns + batch_size * self.vocab * (self.value_bytes + 4)
 
 
 def _first(config: Any, *names: str) -> int | None:

@@ -49,11 +49,40 @@ class SliceOutput(msgspec.Struct, frozen=True):
 
 
 class StepOutput(msgspec.Struct, frozen=True):
-    """One token per row that got one in this step, and the rows that ended with it."""
+    """One token per row that got one in this step, and the rows that ended with it. In rounds, `rows` are numbers."""
 
     rows: tuple[int, ...]
     tokens: tuple[int, ...]
     ended: tuple[tuple[int, FinishReason], ...] = ()
+
+
+class Round(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a worker that keeps its rows' caches does next (`toolkit.sched.types.Batch` with `keep_cache`).
+
+    Rows are evicted, paused, swapped out and in, resumed, and enter, in this order; then all who are not paused decode,
+    `steps` times at most and until any ends. In rounds a row goes by a number that the caller chose when it entered.
+    """
+
+    steps: int
+    enter: tuple[Row, ...] = ()  # to be prefilled
+    numbers: tuple[int, ...] = ()  # theirs, which no other row has
+    evict: tuple[int, ...] = ()  # their caches are dropped, wherever they lie; unknown numbers have gone already
+    pause: tuple[int, ...] = ()  # they keep their caches on the device and do not decode
+    swap_out: tuple[int, ...] = ()  # running or paused: their caches go to host memory
+    swap_in: tuple[int, ...] = ()  # they come back, and are paused
+    resume: tuple[int, ...] = ()  # paused ones decode again, without a prefill
+    overlap: bool = False  # swaps go on beside the round's compute, where the device can; else it waits for them
+    stop_every: int = 1  # a round that is told to stop does so where the count of steps is a multiple of this
+
+
+class RoundOutput(msgspec.Struct, frozen=True):
+    """What a round did; its tokens went out step by step."""
+
+    steps: int  # decode steps of those who were there all the time
+    joined: tuple[tuple[int, int], ...]  # whose prefill ended and gave a token: number, steps made until then
+    ended: tuple[int, ...]
+    tokens: int  # of KV cache that rows hold on the device now
+    padded_tokens: int  # of KV cache that they take there, their padding counted
 
 
 OnStep = Callable[[StepOutput], bool]  # False: stop the slice at this step boundary
@@ -77,6 +106,17 @@ class Engine(Protocol):
 
     def time_decode(self, batch_size: int, cached_length: int, clock: Callable[[], float]) -> float:
         """Seconds on `clock` of one decode iteration at `cached_length`."""
+        ...
+
+
+class RoundEngine(Engine, Protocol):
+    """An engine that keeps rows and their caches between rounds: continuous batching."""
+
+    def run_round(self, plan: Round, on_step: OnStep) -> RoundOutput:
+        """Run one round. `on_step` sees the tokens as they come, and may ask to stop.
+
+        Raises `OutOfMemory` with all rows dropped, but for those in host memory.
+        """
         ...
 
 

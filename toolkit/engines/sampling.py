@@ -19,36 +19,58 @@ COLDEST = 1e-5  # a temperature below this is greedy
 
 
 class Sampler:
-    """Draws for the rows of one slice. Greedy rows take the largest logit.
+    """Draws for the rows of a batch. Greedy rows take the largest logit.
 
     Args:
         rows: the batch.
         eos_ids: the model's, forbidden before a row's `min_tokens`.
         vocab_size: V.
         device: where the logits will be.
+        starts: the position of each row's next draw; None: after the tokens that the rows have.
+        seen: [N, V] the tokens of each row, for the repetition penalty; None: those that the rows have.
     """
 
-    def __init__(self, rows: Sequence[Row], eos_ids: Sequence[int], vocab_size: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        rows: Sequence[Row],
+        eos_ids: Sequence[int],
+        vocab_size: int,
+        device: torch.device,
+        starts: Sequence[int] | None = None,
+        seen: torch.Tensor | None = None,
+    ) -> None:
         params = [row.sampling for row in rows]
         self._rows = rows
-        self._device = device
+        self._eos_ids, self._vocab_size, self._device = eos_ids, vocab_size, device
+        self._starts = [row.generated for row in rows] if starts is None else starts
         self._greedy = [one.temperature < COLDEST for one in params]
         self._penalties = any(one.repetition_penalty != 1.0 for one in params)
         self._forbidden = [
             (index, row.sampling.min_tokens, sorted(stop_tokens(row, eos_ids)))
             for index, row in enumerate(rows)
-            if row.sampling.min_tokens > row.generated
+            if row.sampling.min_tokens > self._starts[index]
         ]
         if self._penalties:
             self._penalty = self._column([one.repetition_penalty for one in params])
-            self._seen = _seen(rows, vocab_size).to(device)
+            self._seen = _seen(rows, vocab_size).to(device) if seen is None else seen
         if not all(self._greedy):
             self._is_greedy = torch.tensor(self._greedy, device=device)
             self._temperature = self._column([max(one.temperature, COLDEST) for one in params])
             self._filter = _Filter(rows, vocab_size, device)
 
+    def regrouped(self, kept: Sequence[int], joined: Sequence[Row], step: int) -> Sampler:
+        """A sampler for the rows `kept`, in this order, after `step` draws, and for those who joined, after them."""
+        rows = [self._rows[index] for index in kept] + list(joined)
+        starts = [self._starts[index] + step for index in kept] + [row.generated for row in joined]
+        seen = None
+        if any(row.sampling.repetition_penalty != 1.0 for row in rows):
+            # Where no row had a penalty nothing was followed, and the kept ones need nothing.
+            before = self._seen[list(kept)] if self._penalties else self._seen_nothing(len(kept))
+            seen = torch.cat([before, _seen(joined, self._vocab_size).to(self._device)])
+        return Sampler(rows, self._eos_ids, self._vocab_size, self._device, starts, seen)
+
     def draw(self, logits: torch.Tensor, step: int) -> torch.Tensor:
-        """The tokens [N] that follow, from logits [N, V]; `step` counts from 0 within the slice."""
+        """The tokens [N] that follow, from logits [N, V]; `step` counts the draws from 0."""
         if self._penalties or self._forbidden:
             logits = self._adjust(logits.float(), step)
         best = logits.argmax(dim=-1)
@@ -62,16 +84,19 @@ class Sampler:
             penalised = torch.where(logits < 0, logits * self._penalty, logits / self._penalty)
             logits = torch.where(self._seen, penalised, logits)
         for index, min_tokens, tokens in self._forbidden:
-            if self._rows[index].generated + step < min_tokens:
+            if self._starts[index] + step < min_tokens:
                 logits[index, tokens] = -torch.inf
         return logits
 
     def _sample(self, logits: torch.Tensor, step: int) -> torch.Tensor:
         scores = self._filter.apply(logits.float() / self._temperature)
         cumulative = scores.softmax(dim=-1, dtype=torch.float64).cumsum(dim=-1)
-        points = [uniform(row.sampling.seed, row.generated + step) for row in self._rows]
+        points = [uniform(row.sampling.seed, start + step) for row, start in zip(self._rows, self._starts, strict=True)]
         targets = torch.tensor(points, dtype=torch.float64, device=self._device)[:, None] * cumulative[:, -1:]
         return torch.searchsorted(cumulative, targets, right=True).squeeze(1)
+
+    def _seen_nothing(self, count: int) -> torch.Tensor:
+        return torch.zeros(count, self._vocab_size, dtype=torch.bool, device=self._device)
 
     def _column(self, values: Sequence[float]) -> torch.Tensor:
         return torch.tensor(values, device=self._device)[:, None]

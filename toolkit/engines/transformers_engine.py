@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 import transformers
+from transformers.cache_utils import Cache
 
 from toolkit.engines.batch import PaddedBatch
 from toolkit.engines.endings import SliceRecord, remaining
@@ -31,6 +32,8 @@ class TransformersEngine:
     Raises `EngineError` where the model or the device cannot be used, `InputError` where the recipe lacks something.
     """
 
+    name = "transformers"
+
     def __init__(self, spec: ModelSpec, engine: EngineSpec, hardware: HardwareSpec) -> None:
         if engine.threads is not None:
             torch.set_num_threads(engine.threads)
@@ -51,7 +54,7 @@ class TransformersEngine:
         limited = self._device.type == "cpu" or engine.kv_cache_memory_mib is not None
         self.ledger = ByteLedger(budget if limited else None)
         self.facts = EngineFacts(
-            engine="transformers",
+            engine=self.name,
             engine_version=transformers.__version__,
             model_type=config.model_type,
             parameters=sum(weight.numel() for weight in self._model.parameters()),
@@ -85,7 +88,7 @@ class TransformersEngine:
         steps = min(steps, max(remaining(row) for row in rows))
         record = SliceRecord(rows, self._eos_ids)
         with self.ledger.reserve(self.slice_bytes(len(rows), width, steps)):
-            batch = self._batch([row.tokens for row in rows], width + steps)
+            batch = self._padded([row.tokens for row in rows], width + steps)
             sampler = Sampler(rows, self._eos_ids, self._shape.vocab, self._device)
             logits = self._prefill(batch)
             for step in range(steps):
@@ -102,7 +105,7 @@ class TransformersEngine:
         with self.ledger.reserve(self.slice_bytes(batch_size, input_length, 1)):
             self._synchronize()
             start = clock()
-            batch = self._batch(rows, input_length + 1)
+            batch = self._padded(rows, input_length + 1)
             self._prefill(batch).argmax(dim=-1).tolist()
             return clock() - start
 
@@ -111,7 +114,7 @@ class TransformersEngine:
         rows = self._timed_rows(batch_size, cached_length)
         held = batch_size * (cached_length + 1) * self._kv_bytes_per_token + self._shape.prefill_bytes(batch_size, 1)
         with self.ledger.reserve(held):
-            batch = self._batch(rows, cached_length + 1)
+            batch = self._padded(rows, cached_length + 1)
             like = torch.empty(0, dtype=self._dtype, device=self._device)
             batch.cache.fill(self._kv_shapes, batch_size, cached_length, like)
             tokens = batch.input_ids[:, -1].clone()
@@ -137,29 +140,33 @@ class TransformersEngine:
                     f"a row has at least one, and at most {longest} in all"
                 )
 
-    def _batch(self, rows: Sequence[Sequence[int]], columns: int) -> PaddedBatch:
+    def _padded(self, rows: Sequence[Sequence[int]], columns: int) -> PaddedBatch:
         return PaddedBatch(rows, columns, self._last_position, SlabCache(self._layers, columns), self._device)
 
     def _prefill(self, batch: PaddedBatch) -> torch.Tensor:
         """Logits [N, V] of the first new token."""
-        logits: torch.Tensor = self._model(
-            input_ids=batch.input_ids,
-            attention_mask=batch.mask[:, : batch.width],
-            position_ids=batch.positions[:, : batch.width],
-            past_key_values=batch.cache,
-            use_cache=True,
-            logits_to_keep=1,
-        ).logits
-        return logits[:, -1]
+        return self._prefill_columns(batch, 0, batch.width)
+
+    def _prefill_columns(self, batch: PaddedBatch, start: int, end: int) -> torch.Tensor:
+        """Logits [N, V] of the token after column `end`, once the columns from `start` on are cached."""
+        columns = slice(start, end)
+        return self._forward(batch.input_ids[:, columns], batch.mask[:, :end], batch.positions[:, columns], batch.cache)
 
     def _decode(self, batch: PaddedBatch, tokens: torch.Tensor) -> torch.Tensor:
         """Logits [N, V] after one more token per row, [N]."""
         column = batch.cache.get_seq_length()
+        mask = batch.mask_up_to(column + 1, as_4d=self._bool_masks)
+        return self._forward(tokens[:, None], mask, batch.positions[:, column : column + 1], batch.cache)
+
+    def _forward(
+        self, input_ids: torch.Tensor, mask: torch.Tensor | None, positions: torch.Tensor, cache: Cache
+    ) -> torch.Tensor:
+        """Logits [N, V] of the last of the columns [N, L], which are added to the cache."""
         logits: torch.Tensor = self._model(
-            input_ids=tokens[:, None],
-            attention_mask=batch.mask_up_to(column + 1, as_4d=self._bool_masks),
-            position_ids=batch.positions[:, column : column + 1],
-            past_key_values=batch.cache,
+            input_ids=input_ids,
+            attention_mask=mask,
+            position_ids=positions,
+            past_key_values=cache,
             use_cache=True,
             logits_to_keep=1,
         ).logits
@@ -168,7 +175,7 @@ class TransformersEngine:
     @torch.inference_mode()
     def _probe_kv_shapes(self) -> list[KVShape]:
         """What each layer really caches, from a pass over one token: configs name it in too many ways for a formula."""
-        batch = self._batch([[0]], 1)
+        batch = self._padded([[0]], 1)
         self._prefill(batch)
         return batch.cache.kv_shapes()
 

@@ -65,12 +65,24 @@ class HardwareSpec(Strict):
 class EngineSpec(Strict):
     """What runs the model."""
 
-    name: Literal["transformers", "fake"] = "transformers"
+    name: Literal["transformers", "rebatch", "fake"] = "transformers"
     threads: Positive | None = Field(default=None, description="CPU threads of one worker; None: all")
     kv_cache_memory_mib: Annotated[float, Field(gt=0)] | None = Field(
         default=None, description="KV budget of one worker; None on a GPU: from gpu_memory_utilization"
     )
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
+    chunk_tokens: Positive | None = Field(
+        default=None,
+        description="rebatch: long prompts are prefilled in passes of so many tokens, with a decode step between; "
+        "None: whole",
+    )
+    joining: Literal["embed", "shape"] = Field(
+        default="embed",
+        description="rebatch: newcomers are prefilled apart and embedded, or (for comparison) within the running batch",
+    )
+    swap_memory_mib: Annotated[float, Field(gt=0)] | None = Field(
+        default=None, description="rebatch: host memory of one worker for swapped caches; None: without a limit"
+    )
     flush_s: Annotated[float, Field(ge=0)] = Field(
         default=0.05,
         description="a worker reports tokens at most this often, but for first ones; longer where cores are scarce",

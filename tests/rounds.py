@@ -1,0 +1,142 @@
+"""Drives an engine through rounds, and keeps what each request got."""
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import tiny
+import torch
+
+from toolkit.engines.loading import load_model
+from toolkit.engines.protocol import Round, RoundOutput, Row, SamplingParams, StepOutput
+from toolkit.engines.rebatch_engine import RebatchEngine
+
+GREEDY = SamplingParams()
+FREE = SamplingParams(ignore_eos=True)
+WAITS, RUNS, PAUSED, SWAPPED, DONE = "waits", "runs", "paused", "swapped", "done"
+
+
+def rebatch_engine(
+    kind: str = "llama", *, budget_mib: float = 16.0, dtype: str = "float32", **changes: Any
+) -> RebatchEngine:
+    spec = tiny.model_spec(kind, dtype=dtype)
+    return RebatchEngine(spec, tiny.engine_spec("rebatch", budget_mib=budget_mib, **changes), tiny.CPU)
+
+
+def free_row(length: int, new: int, *, first: int = 0) -> Row:
+    """A row that gets exactly `new` tokens."""
+    return Row(f"{length}+{new}", tuple((first + index) % 256 for index in range(length)), 0, new, FREE)
+
+
+def random_rows(seed: int, count: int, sampling: SamplingParams = GREEDY) -> list[Row]:
+    """Prompts of 1 to 60 tokens that may get 1 to 30 more."""
+    rng = random.Random(seed)
+    return [
+        Row(
+            f"r{index}",
+            tuple(rng.randrange(256) for _ in range(rng.randint(1, 60))),
+            0,
+            rng.randint(1, 30),
+            msgspec.structs.replace(sampling, seed=index),
+        )
+        for index in range(count)
+    ]
+
+
+def generated_alone(kind: str, rows: Sequence[Row]) -> list[tuple[int, ...]]:
+    """What transformers' own greedy `generate` gives each row, one request at a time."""
+    model = load_model(tiny.model_spec(kind), tiny.CPU)
+    texts = []
+    for row in rows:
+        prompt = torch.tensor([row.tokens])
+        with torch.inference_mode():
+            tokens = model.generate(
+                prompt,
+                attention_mask=torch.ones_like(prompt),
+                max_new_tokens=row.max_new_tokens,
+                do_sample=False,
+                pad_token_id=258,
+            )
+        texts.append(tuple(tokens[0, len(row.tokens) :].tolist()))
+    return texts
+
+
+class Desk:
+    """Requests on their way through an engine's rounds; a request's number is its index.
+
+    `run` makes a round of what it is told to do and checks that what comes back agrees with it.
+    """
+
+    def __init__(self, engine: RebatchEngine, rows: Sequence[Row], *, whole: bool = True) -> None:
+        self.engine = engine
+        self.rows = list(rows)
+        self.got: list[list[int]] = [[] for _ in rows]
+        self.state = [WAITS for _ in rows]
+        self.steps: list[StepOutput] = []  # of the last round
+        self.whole = whole  # prefills are not cut into chunks
+        self.stop_after: int | None = None
+
+    def having(self, *states: str) -> list[int]:
+        return [number for number, state in enumerate(self.state) if state in states]
+
+    def run(self, steps: int = 5, *, enter: Sequence[int] = (), **moves: Any) -> RoundOutput:
+        plan = Round(steps=steps, enter=tuple(map(self.as_row, enter)), numbers=tuple(enter), **moves)
+        self._set(plan.evict, WAITS)
+        self._set(plan.pause, PAUSED)
+        self._set(plan.swap_out, SWAPPED)
+        self._set(plan.swap_in, PAUSED)
+        self._set((*plan.resume, *enter), RUNS)
+        self.steps = []
+        output = self.engine.run_round(plan, self._on_step)
+        assert output.steps <= steps
+        if self.whole:
+            held = sum(len(self.as_row(number).tokens) - 1 for number in self.having(RUNS, PAUSED))
+            assert output.tokens == held <= output.padded_tokens
+        return output
+
+    def finish(self) -> list[tuple[int, ...]]:
+        """Run all to their ends; what each got."""
+        for _ in range(1000):
+            if not self.having(WAITS, RUNS, PAUSED, SWAPPED):
+                break
+            swapped = self.having(SWAPPED)
+            self.run(7, enter=self.having(WAITS), swap_in=tuple(swapped), resume=(*self.having(PAUSED), *swapped))
+        return [tuple(tokens) for tokens in self.got]
+
+    def at_random(self, rng: random.Random) -> None:
+        """A round of random moves."""
+        running = self._some(rng, self.having(RUNS), 0.25)
+        evict, pause, swap_out = (tuple(running[index::3]) for index in range(3))
+        paused, swapped = self._some(rng, self.having(PAUSED), 0.6), self._some(rng, self.having(SWAPPED), 0.4)
+        swap_out += tuple(paused[1::2])
+        resume = (*paused[::2], *swapped[::2])
+        self.run(
+            rng.randint(1, 8),
+            enter=self._some(rng, self.having(WAITS), 0.3),
+            evict=evict,
+            pause=pause,
+            swap_out=swap_out,
+            swap_in=tuple(swapped),
+            resume=resume,
+            overlap=rng.random() < 0.5,
+        )
+
+    def as_row(self, number: int) -> Row:
+        row, got = self.rows[number], self.got[number]
+        return msgspec.structs.replace(row, tokens=(*row.tokens, *got), generated=len(got))
+
+    def _some(self, rng: random.Random, numbers: list[int], share: float) -> list[int]:
+        return [number for number in numbers if rng.random() < share]
+
+    def _set(self, numbers: Sequence[int], state: str) -> None:
+        for number in numbers:
+            self.state[number] = state
+
+    def _on_step(self, step: StepOutput) -> bool:
+        self.steps.append(step)
+        for number, token in zip(step.rows, step.tokens, strict=True):
+            assert self.state[number] == RUNS
+            self.got[number].append(token)
+        self._set([number for number, _ in step.ended], DONE)
+        return self.stop_after is None or len(self.steps) < self.stop_after

@@ -1,0 +1,295 @@
+"""Continuous re-batching: rows that come and go get the tokens that they get alone."""
+
+import functools
+import random
+
+import pytest
+import tiny
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
+from rounds import PAUSED, RUNS, SWAPPED, WAITS, Desk, free_row, generated_alone, random_rows, rebatch_engine
+
+from toolkit.engines.protocol import OutOfMemory, SamplingParams
+from toolkit.engines.rebatch_engine import RebatchEngine
+from toolkit.errors import EngineError
+
+ARCHITECTURES = ["llama", "qwen2", "qwen3", "mistral", "gpt2", "opt", "gpt_neox"]
+ROWS = random_rows(0, 24)
+
+
+@functools.cache
+def alone(kind: str) -> list[tuple[int, ...]]:
+    return generated_alone(kind, ROWS)
+
+
+@pytest.mark.parametrize("kind", ARCHITECTURES)
+@pytest.mark.parametrize("changes", [{}, {"chunk_tokens": 9}, {"joining": "shape"}], ids=["whole", "chunks", "shaped"])
+def test_tokens_equal_those_of_each_request_alone(kind: str, changes: dict[str, object]) -> None:
+    desk = Desk(rebatch_engine(kind, **changes), ROWS, whole=not changes)
+    rng = random.Random(len(kind))
+    for _ in range(25):
+        desk.at_random(rng)
+    assert desk.finish() == alone(kind)
+    assert desk.engine.ledger.used_bytes == desk.engine.host_ledger.used_bytes == 0
+
+
+ENGINE = functools.cache(rebatch_engine)
+
+
+class Rounds(RuleBasedStateMachine):
+    """Any moves in any order; at the end everybody has got what it gets alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.desk = Desk(ENGINE(), ROWS)
+
+    def pick(self, data: st.DataObject, *states: str) -> tuple[int, ...]:
+        return (data.draw(st.sampled_from(self.desk.having(*states))),)
+
+    @rule(data=st.data(), steps=st.integers(1, 12))
+    @precondition(lambda self: self.desk.having(WAITS))
+    def enter(self, data: st.DataObject, steps: int) -> None:
+        count = data.draw(st.integers(1, 5))
+        self.desk.run(steps, enter=data.draw(st.permutations(self.desk.having(WAITS)))[:count])
+
+    @rule(data=st.data(), steps=st.integers(1, 12))
+    @precondition(lambda self: self.desk.having(RUNS, PAUSED, SWAPPED))
+    def evict(self, data: st.DataObject, steps: int) -> None:
+        self.desk.run(steps, evict=self.pick(data, RUNS, PAUSED, SWAPPED))
+
+    @rule(data=st.data(), steps=st.integers(1, 12))
+    @precondition(lambda self: self.desk.having(RUNS))
+    def pause(self, data: st.DataObject, steps: int) -> None:
+        self.desk.run(steps, pause=self.pick(data, RUNS))
+
+    @rule(data=st.data(), steps=st.integers(1, 12))
+    @precondition(lambda self: self.desk.having(RUNS, PAUSED))
+    def swap_out(self, data: st.DataObject, steps: int) -> None:
+        self.desk.run(steps, swap_out=self.pick(data, RUNS, PAUSED))
+
+    @rule(data=st.data(), steps=st.integers(1, 12), at_once=st.booleans())
+    @precondition(lambda self: self.desk.having(SWAPPED))
+    def swap_in(self, data: st.DataObject, steps: int, at_once: bool) -> None:
+        rows = self.pick(data, SWAPPED)
+        self.desk.run(steps, swap_in=rows, resume=rows if at_once else ())
+
+    @rule(data=st.data(), steps=st.integers(1, 12))
+    @precondition(lambda self: self.desk.having(PAUSED))
+    def resume(self, data: st.DataObject, steps: int) -> None:
+        self.desk.run(steps, resume=self.pick(data, PAUSED))
+
+    def teardown(self) -> None:
+        assert self.desk.finish() == alone("llama")
+
+
+TestRounds = Rounds.TestCase
+TestRounds.settings = settings(
+    max_examples=8, stateful_step_count=20, deadline=None, suppress_health_check=list(HealthCheck)
+)
+
+
+@pytest.mark.parametrize("changes", [{}, {"joining": "shape"}], ids=["embedded", "shaped"])
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        SamplingParams(temperature=0.9, top_p=0.9),
+        SamplingParams(temperature=1.2, top_k=20, repetition_penalty=1.3),
+        SamplingParams(temperature=0.7, min_p=0.05, min_tokens=6),
+        SamplingParams(repetition_penalty=1.5, stop_token_ids=tuple(range(40))),
+    ],
+)
+def test_sampled_tokens_equal_those_of_static_batches(sampling: SamplingParams, changes: dict[str, object]) -> None:
+    engine = rebatch_engine(**changes)
+    rows = random_rows(3, 12, sampling)
+    rows[::4] = random_rows(4, 12)[::4]  # greedy ones among them
+    static = [engine.run_slice([row], 1000, lambda step: True).tokens[0] for row in rows]
+    desk = Desk(engine, rows, whole=not changes)
+    rng = random.Random(9)
+    for _ in range(25):
+        desk.at_random(rng)
+    assert desk.finish() == static
+
+
+def test_a_round_ends_when_any_row_does() -> None:
+    desk = Desk(rebatch_engine(), [free_row(5, 9), free_row(30, 4), free_row(8, 4)])
+    output = desk.run(100, enter=(0, 1, 2))
+    assert (output.steps, set(output.ended), output.joined) == (3, {1, 2}, ((1, 0), (2, 0), (0, 0)))
+    assert desk.run(100).ended == (0,)
+    assert [len(tokens) for tokens in desk.got] == [9, 4, 4]
+
+
+def test_a_row_that_ends_with_its_first_token_ends_the_round_before_a_step() -> None:
+    desk = Desk(rebatch_engine(), [free_row(5, 9), free_row(6, 1)])
+    output = desk.run(100, enter=(0, 1))
+    assert (output.steps, output.ended) == (0, (1,))
+    assert desk.having(RUNS) == [0]
+
+
+def test_a_round_stops_where_it_may_when_it_is_told_to() -> None:
+    desk = Desk(rebatch_engine(), [free_row(5, 40)])
+    assert desk.run(2, enter=(0,)).steps == 2
+    desk.stop_after = 1
+    assert desk.run(30, stop_every=8).steps == 6  # two steps were made before
+    assert desk.run(30).steps == 1
+
+
+def test_an_idle_round_does_nothing() -> None:
+    desk = Desk(rebatch_engine(), [free_row(5, 5)])
+    assert desk.run(5, evict=(0,)).steps == 0
+    assert desk.steps == []
+
+
+def test_with_chunks_those_who_run_get_tokens_while_a_long_prompt_is_prefilled() -> None:
+    desk = Desk(rebatch_engine(chunk_tokens=10), [free_row(4, 60), free_row(60, 20)], whole=False)
+    desk.run(3, enter=(0,))
+    output = desk.run(30, enter=(1,))
+    assert output.joined == ((1, 5),)  # six passes of ten tokens, and a step between each two
+    assert output.ended == (1,)
+    assert output.steps == 5 + 19
+
+
+def test_a_round_ends_though_a_prefill_is_not_done_and_the_next_goes_on_with_it() -> None:
+    desk = Desk(rebatch_engine(chunk_tokens=10), [free_row(4, 6), free_row(60, 20), free_row(3, 50)], whole=False)
+    desk.run(3, enter=(0, 2))
+    output = desk.run(30, enter=(1,))
+    assert (output.ended, output.joined, output.steps) == ((0,), (), 2)
+    assert desk.run(30).joined == ((1, 3),)
+
+
+def test_a_pass_is_no_larger_than_a_chunk_where_others_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = rebatch_engine(chunk_tokens=40)
+    passes: list[int] = []
+    forward = RebatchEngine._forward
+    monkeypatch.setattr(
+        RebatchEngine, "_forward", lambda self, ids, *rest: passes.append(ids.numel()) or forward(self, ids, *rest)
+    )
+    engine = rebatch_engine(chunk_tokens=40)
+    passes.clear()
+    desk = Desk(
+        engine, [free_row(4, 80), *[free_row(length, 50) for length in (3, 17, 18, 19, 20, 45, 46)]], whole=False
+    )
+    desk.run(1, enter=(0,))
+    desk.run(30, enter=range(1, 8))
+    assert max(passes) <= 40
+    assert len(desk.steps[-1].rows) == 8
+
+
+def test_newcomers_of_like_length_are_prefilled_together() -> None:
+    desk = Desk(rebatch_engine(), [free_row(length, 9) for length in (5, 80, 9, 30, 78)])
+    output = desk.run(1, enter=range(5))
+    assert [set(step.rows) for step in desk.steps[:2]] == [{0, 2, 3}, {1, 4}]
+    assert len(output.joined) == 5
+
+
+def test_memory_is_given_back_as_rows_leave() -> None:
+    engine = rebatch_engine()
+    long, short = [free_row(80, 10, first=k) for k in range(12)], [free_row(4, 90)]
+    desk = Desk(engine, [*short, *long])
+    desk.run(1, enter=range(13))
+    full = engine.ledger.used_bytes
+    desk.run(1, evict=tuple(range(1, 13)))
+    assert 0 < engine.ledger.used_bytes < full / 4
+    desk.finish()
+    assert engine.ledger.used_bytes == 0
+
+
+def test_what_is_swapped_is_charged_to_the_host_and_not_to_the_device() -> None:
+    engine = rebatch_engine()
+    desk = Desk(engine, [free_row(50, 30)])
+    desk.run(4, enter=(0,))
+    output = desk.run(4, swap_out=(0,))
+    assert (output.tokens, engine.ledger.used_bytes) == (0, 0)
+    assert engine.host_ledger.used_bytes == (50 + 4) * engine.facts.kv_bytes_per_token
+    assert desk.run(4, swap_in=(0,)).tokens == 54  # on the device, paused
+    assert engine.host_ledger.used_bytes == 0
+    assert desk.run(4, resume=(0,)).steps == 4
+
+
+def test_a_row_comes_back_from_host_memory_without_a_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
+    desk = Desk(rebatch_engine(), [free_row(50, 30), free_row(5, 30)])
+    desk.run(4, enter=(0, 1))
+    desk.run(4, swap_out=(0,))
+    monkeypatch.setattr(RebatchEngine, "_prefill_columns", None)
+    desk.run(4, swap_in=(0,), resume=(0,))
+    assert [len(tokens) for tokens in desk.got] == [9, 13]
+
+
+def test_running_out_of_memory_drops_the_rows_on_the_device_and_no_others() -> None:
+    engine = rebatch_engine(budget_mib=0.25)  # 1024 tokens
+    rows = [free_row(60, 30, first=k) for k in range(40)]
+    expected = Desk(rebatch_engine(), rows[:2]).finish()
+    desk = Desk(engine, rows)
+    desk.run(3, enter=(0, 1))
+    desk.run(3, swap_out=(0,))
+    with pytest.raises(OutOfMemory):
+        desk.run(3, enter=range(2, 40))
+    assert engine.ledger.used_bytes == 0
+    desk.state[1:] = ["lost"] * 39
+    desk.run(3, swap_in=(0,), resume=(0,))
+    desk.state[1] = WAITS
+    assert desk.finish()[:2] == expected
+
+
+def test_the_ledger_stays_within_its_budget() -> None:
+    engine = rebatch_engine(budget_mib=0.5)
+    desk = Desk(engine, ROWS)
+    rng = random.Random(2)
+    for _ in range(40):
+        if desk.having(WAITS) and len(desk.having(RUNS, PAUSED)) < 8:
+            desk.run(3, enter=desk.having(WAITS)[:3])
+        running = desk.having(RUNS)
+        desk.run(3, pause=tuple(running[:1])) if rng.random() < 0.3 else desk.run(3, resume=tuple(desk.having(PAUSED)))
+    assert desk.finish() == alone("llama")
+    assert 0 < engine.ledger.peak_bytes <= engine.facts.kv_budget_bytes
+
+
+def test_host_memory_has_a_budget_of_its_own() -> None:
+    desk = Desk(rebatch_engine(swap_memory_mib=0.001), [free_row(50, 30)])
+    desk.run(4, enter=(0,))
+    with pytest.raises(OutOfMemory):
+        desk.run(4, swap_out=(0,))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_rounds_run_in_half_precision(dtype: str) -> None:
+    desk = Desk(rebatch_engine(dtype=dtype), [free_row(length, 12) for length in (3, 50, 20)])
+    rng = random.Random(4)
+    for _ in range(10):
+        desk.at_random(rng)
+    assert [len(tokens) for tokens in desk.finish()] == [12, 12, 12]
+
+
+@pytest.mark.parametrize(
+    ("moves", "line"),
+    [
+        ({"pause": (7,)}, "row 7 is not here"),
+        ({"resume": (1,)}, "in host memory"),
+        ({"numbers": (0,)}, "row 0 is here"),
+    ],
+)
+def test_moves_that_cannot_be_are_bugs_and_not_guesses(moves: dict[str, tuple[int, ...]], line: str) -> None:
+    desk = Desk(rebatch_engine(), [free_row(5, 30)] * 8)
+    desk.run(2, enter=(0, 1))
+    desk.run(2, swap_out=(1,))
+    with pytest.raises(ValueError, match=line):
+        desk.run(2, enter=moves.pop("numbers", ()), **moves)
+
+
+SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 300}
+
+
+@pytest.mark.parametrize(
+    ("config", "line"),
+    [
+        ({"model_type": "mamba", "hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 300}, "'mamba'"),
+        ({"model_type": "mistral", "sliding_window": 50, "head_dim": 8, **SMALL}, "'mistral' slides a window of 50"),
+        ({"model_type": "jamba", **SMALL}, "'jamba'"),
+        ({"model_type": "t5", "vocab_size": 300}, "'t5' is not a causal language model"),
+    ],
+)
+def test_models_whose_caches_do_not_fit_are_refused_by_name(config: dict[str, object], line: str) -> None:
+    with pytest.raises(EngineError) as raised:
+        RebatchEngine(tiny.model_spec(config=config), tiny.engine_spec("rebatch"), tiny.CPU)
+    assert line in raised.value.message
+    assert "\n" not in raised.value.message

@@ -1,0 +1,168 @@
+"""Prefilling newcomers apart from the running batch: together where lengths are alike, and in passes that are bounded.
+
+BATON, section 4.2: the caches of those who are done are then embedded into the batch. A pass is one forward call;
+between two passes the batch may decode, so that a long prompt does not hold up those who run.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from toolkit.engines.batch import PaddedBatch
+from toolkit.engines.endings import LiveRow
+from toolkit.engines.memory import ByteLedger, ModelShape
+from toolkit.engines.rebatch_cache import RebatchCache, RowKV
+
+# A row joins a group if the padding that it brings is less than this, or than this share of the longest: as much as a
+# forward call of its own would cost on top.
+PADDING_TOKENS = 32
+PADDING_SHARE = 0.25
+
+Newcomer = tuple[int, LiveRow]  # its number, and the row
+
+
+@dataclass(slots=True, eq=False)
+class Group:
+    """Newcomers of similar length, longest first, padded to one width; `done` columns of it are cached."""
+
+    newcomers: list[Newcomer]
+    batch: PaddedBatch
+    held_bytes: int
+    done: int = 0
+
+    def caches(self) -> list[RowKV]:
+        """Each newcomer's keys and values, without padding; views."""
+        layers, width = self.batch.cache.layers, self.batch.width
+        lengths = [len(live.row.tokens) for _, live in self.newcomers]
+        return [
+            [(layer.keys[index, :, width - n : width], layer.values[index, :, width - n : width]) for layer in layers]
+            for index, n in enumerate(lengths)
+        ]
+
+
+class Prefiller:
+    """Newcomers on their way into the batch, in the order of their arrival as far as groups allow.
+
+    Args:
+        forward: runs columns [from, to) of a padded batch and gives the last one's logits [N, V].
+        make_batch: rows and a width to a `PaddedBatch`.
+        shape, ledger: what a group and its passes are charged for, and where.
+        cache: where newcomers will be embedded; room has to be left for that.
+    """
+
+    def __init__(
+        self,
+        forward: Callable[[PaddedBatch, int, int], torch.Tensor],
+        make_batch: Callable[[Sequence[Sequence[int]], int], PaddedBatch],
+        shape: ModelShape,
+        ledger: ByteLedger,
+        cache: RebatchCache,
+    ) -> None:
+        self._forward = forward
+        self._make_batch = make_batch
+        self._shape = shape
+        self._ledger = ledger
+        self._cache = cache
+        self._waiting: deque[Newcomer] = deque()
+        self._group: Group | None = None
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._waiting) or self._group is not None
+
+    @property
+    def tokens(self) -> int:
+        """Of KV cache that the group in the works takes."""
+        return self._group.batch.width * len(self._group.newcomers) if self._group else 0
+
+    def add(self, newcomers: Iterable[Newcomer]) -> None:
+        self._waiting.extend(newcomers)
+
+    def remove(self, number: int) -> LiveRow | None:
+        """Take a newcomer out; what was prefilled of it is lost. None: it is not here."""
+        for index, (waiting, live) in enumerate(self._waiting):
+            if waiting == number:
+                del self._waiting[index]
+                return live
+        group = self._group
+        if group is None or number not in [one for one, _ in group.newcomers]:
+            return None
+        self.release(group)  # the others begin anew, which costs less code than to cut one out of a half-made cache
+        self._group = None
+        self._waiting.extendleft(one for one in reversed(group.newcomers) if one[0] != number)
+        return next(live for one, live in group.newcomers if one == number)
+
+    def take_waiting(self) -> list[Newcomer]:
+        """All who wait, for whoever prefills them otherwise."""
+        taken = list(self._waiting)
+        self._waiting.clear()
+        return taken
+
+    def advance(self, limit: int | None) -> tuple[Group, torch.Tensor] | None:
+        """One pass of about `limit` tokens at most; None: without a limit.
+
+        The group that is complete with it, with the logits of each row's next token; the caller embeds it and calls
+        `release`. `torch.OutOfMemoryError` where not even the first who waits fits.
+        """
+        group = self._group or self._form(limit)
+        self._group = group
+        rows, start, width = len(group.newcomers), group.done, group.batch.width
+        end = width if limit is None else min(width, start + max(limit // rows, 1))
+        with self._ledger.reserve(self._shape.prefill_bytes(rows, end - start, start)):
+            logits = self._forward(group.batch, start, end)
+        group.done = end
+        if end < width:
+            return None
+        self._group = None
+        return group, logits
+
+    def release(self, group: Group) -> None:
+        """The group's caches are not needed any more."""
+        self._ledger.take(-group.held_bytes)
+
+    def clear(self) -> None:
+        self._waiting.clear()
+        if self._group is not None:
+            self.release(self._group)
+            self._group = None
+
+    def _form(self, limit: int | None) -> Group:
+        """The first who waits, and those like it, as far as the limit and memory allow."""
+        members = self._alike(limit)
+        if self._bytes(members, limit) > self._ledger.free_bytes:
+            self._cache.fit()
+        while len(members) > 1 and self._bytes(members, limit) > self._ledger.free_bytes:
+            members = members[: (len(members) + 1) // 2]
+        width = max(len(live.row.tokens) for _, live in members)
+        held = len(members) * width * self._cache.bytes_per_token
+        self._ledger.take(held)
+        chosen = {number for number, _ in members}
+        self._waiting = deque(one for one in self._waiting if one[0] not in chosen)
+        members.sort(key=lambda one: -len(one[1].row.tokens))
+        return Group(members, self._make_batch([live.row.tokens for _, live in members], width), held)
+
+    def _alike(self, limit: int | None) -> list[Newcomer]:
+        """Who may share a pass with the first: rows whose lengths span little, nearest to the first one's."""
+        first = len(self._waiting[0][1].row.tokens)
+        nearest = sorted(self._waiting, key=lambda one: abs(len(one[1].row.tokens) - first))  # stable: oldest first
+        members: list[Newcomer] = []
+        low = high = first
+        for one in nearest:
+            length = len(one[1].row.tokens)
+            low, high = min(low, length), max(high, length)
+            too_wide = high - low > max(PADDING_TOKENS, PADDING_SHARE * high)
+            if too_wide or (members and limit is not None and high * (len(members) + 1) > limit):
+                break
+            members.append(one)
+        return members
+
+    def _bytes(self, members: Sequence[Newcomer], limit: int | None) -> int:
+        """What these take as a group: their caches, and beside them the largest pass or, later, their rows' places."""
+        rows, width = len(members), max(len(live.row.tokens) for _, live in members)
+        columns = width if limit is None else min(width, max(limit // rows, 1))
+        passing = self._shape.prefill_bytes(rows, columns, width - columns)
+        return rows * width * self._cache.bytes_per_token + max(passing, self._cache.growth_bytes(rows, width))

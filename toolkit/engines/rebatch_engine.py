@@ -1,0 +1,190 @@
+"""Continuous re-batching on an unmodified transformers model: rows join and leave a batch that goes on (BATON).
+
+Newcomers are prefilled apart, grouped by length and in bounded passes, and embedded into the running batch between two
+of its steps; or, for comparison, within it. Rows may be paused, swapped to host memory and back without a prefill, or
+evicted. Who does what when is the scheduler's to say: this engine offers the moves, and counts tokens and bytes.
+Slices (`run_slice`) and timings are the static engine's, beside the rows that are kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from toolkit.engines.endings import LiveRow
+from toolkit.engines.memory import MIB, ByteLedger, at_the_seam
+from toolkit.engines.parked import Parked, ParkedRows
+from toolkit.engines.prefill import Prefiller
+from toolkit.engines.protocol import OnStep, OutOfMemory, Round, RoundOutput, Row, StepOutput
+from toolkit.engines.rebatch_cache import RebatchCache
+from toolkit.engines.running import RunningBatch
+from toolkit.engines.sampling import Sampler
+from toolkit.engines.transformers_engine import TransformersEngine
+from toolkit.files.recipe import EngineSpec, HardwareSpec, ModelSpec
+
+
+class RebatchEngine(TransformersEngine):
+    """`toolkit.engines.protocol.RoundEngine` on any causal language model of transformers with full attention.
+
+    Raises `EngineError` where the model or the device cannot be used, `InputError` where the recipe lacks something.
+    """
+
+    name = "rebatch"
+
+    def __init__(self, spec: ModelSpec, engine: EngineSpec, hardware: HardwareSpec) -> None:
+        super().__init__(spec, engine, hardware)
+        self._chunk_tokens = engine.chunk_tokens
+        self._shapes_in = engine.joining == "shape"
+        swap = engine.swap_memory_mib
+        self.host_ledger = ByteLedger(None if swap is None else int(swap * MIB))
+        like = torch.empty(0, dtype=self._dtype, device=self._device)
+        cache = RebatchCache(self._kv_shapes, like, self.ledger)
+        self._batch = RunningBatch(self._forward, cache, self._sampler, masks_as_4d=self._bool_masks)
+        self._parked = ParkedRows(self._kv_shapes, like, self.ledger, self.host_ledger)
+        self._prefiller = Prefiller(self._prefill_columns, self._padded, self._shape, self.ledger, cache)
+        self._steps = 0  # decode steps since the start
+
+    def run_round(self, plan: Round, on_step: OnStep) -> RoundOutput:
+        """See `RoundEngine.run_round`."""
+        try:
+            return at_the_seam(lambda: self._run(plan, on_step))
+        except OutOfMemory:
+            self._batch.clear()
+            self._prefiller.clear()
+            self._parked.drop_all_on_device()
+            raise
+
+    @torch.inference_mode()
+    def _run(self, plan: Round, on_step: OnStep) -> RoundOutput:
+        self._check_rows(plan.enter)
+        self._move(plan)
+        progress = _Progress(plan, on_step)
+        while (self._batch or self._prefiller.busy) and not progress.is_over(self._steps):
+            self._admit(progress)
+            if self._batch and not progress.is_over(self._steps):
+                self._steps += 1
+                progress.stepped(self._batch.step())
+        self._parked.wait()
+        return RoundOutput(progress.steps, tuple(progress.joined), tuple(progress.ended), *self._usage())
+
+    def _move(self, plan: Round) -> None:
+        """What comes before the first step."""
+        for number in plan.evict:
+            self._evict(number)
+        for number in plan.pause:
+            row = self._take_out(number)
+            self._see_that_fits(row.size_bytes)
+            self._parked.pause(number, row)
+        for number in plan.swap_out:
+            self._parked.swap_out(number, self._take_out(number))
+        for number in plan.swap_in:
+            self._see_that_fits(self._parked.size_bytes(number))
+            self._parked.swap_in(number)
+        if not plan.overlap:
+            self._parked.wait()
+        self._resume(plan.resume)
+        for number in plan.numbers:
+            if number in self._batch or number in self._parked:
+                raise ValueError(f"row {number} is here already")
+        self._prefiller.add(
+            (number, LiveRow(row, self._eos_ids)) for number, row in zip(plan.numbers, plan.enter, strict=True)
+        )
+
+    def _see_that_fits(self, size_bytes: int) -> None:
+        """Where memory is short, the batch gives up what it has to spare."""
+        if size_bytes > self.ledger.free_bytes:
+            self._batch.cache.fit()
+
+    def _evict(self, number: int) -> None:
+        if number in self._batch:
+            self._batch.drop(number)
+        elif number in self._parked:
+            self._parked.drop(number)
+        else:
+            self._prefiller.remove(number)
+
+    def _take_out(self, number: int) -> Parked:
+        """A row that runs, is paused, or waits for its prefill; what was prefilled of the latter is lost."""
+        if number in self._batch:
+            row = self._parked.copy_of(*self._batch.peek(number))
+            self._batch.drop(number)
+            return row
+        if number in self._parked:
+            return self._parked.unpause(number)
+        live = self._prefiller.remove(number)
+        if live is None:
+            raise ValueError(f"row {number} is not here")
+        return self._parked.copy_of(live, None)
+
+    def _resume(self, numbers: Sequence[int]) -> None:
+        rows, caches = [], []
+        for number in numbers:
+            live, cached = self._parked.take(number)
+            if cached is None:
+                self._prefiller.add([(number, live)])
+            else:
+                rows.append((number, live))
+                caches.append(cached)
+        self._batch.join(rows, caches)
+
+    def _admit(self, progress: _Progress) -> None:
+        """Prefill newcomers: all of them, or, with chunks and a batch that waits for its step, one pass."""
+        while self._prefiller.busy:
+            if self._shapes_in and self._batch:
+                if progress.ended:
+                    return
+                newcomers = self._prefiller.take_waiting()
+                width = max(len(live.row.tokens) for _, live in newcomers)
+                rows = len(self._batch) + len(newcomers)
+                with self.ledger.reserve(self._shape.prefill_bytes(rows, width, self._batch.cache.width)):
+                    step = self._batch.step_with(newcomers)
+                self._steps += 1
+                progress.stepped(step)
+                progress.joined_now([number for number, _ in newcomers])
+                return
+            limit = self._chunk_tokens if self._batch else None
+            done = self._prefiller.advance(limit)
+            if done is not None:
+                group, logits = done
+                step = self._batch.welcome(group.newcomers, group.caches(), logits)
+                self._prefiller.release(group)
+                progress.joined_now(step.rows)
+                progress.saw(step)
+            if limit is not None:
+                return
+
+    def _usage(self) -> tuple[int, int]:
+        """Tokens of KV cache that are held on the device, and what these take with their padding."""
+        cache, apart = self._batch.cache, self._parked.device_tokens + self._prefiller.tokens
+        return cache.tokens + apart, cache.padded_tokens + apart
+
+    def _sampler(self, rows: Sequence[Row]) -> Sampler:
+        return Sampler(rows, self._eos_ids, self._shape.vocab, self._device)
+
+
+class _Progress:
+    """What a round has done so far, and whether it goes on."""
+
+    def __init__(self, plan: Round, on_step: OnStep) -> None:
+        self._plan = plan
+        self._on_step = on_step
+        self._is_wanted = True
+        self.steps = 0
+        self.joined: list[tuple[int, int]] = []
+        self.ended: list[int] = []
+
+    def is_over(self, steps_in_all: int) -> bool:
+        stopped = not self._is_wanted and steps_in_all % self._plan.stop_every == 0
+        return bool(self.ended) or self.steps >= self._plan.steps or stopped
+
+    def stepped(self, step: StepOutput) -> None:
+        self.steps += 1
+        self.saw(step)
+
+    def saw(self, step: StepOutput) -> None:
+        self.ended += [number for number, _ in step.ended]
+        self._is_wanted = self._on_step(step) and self._is_wanted
+
+    def joined_now(self, numbers: Sequence[int]) -> None:
+        self.joined += [(number, self.steps) for number in numbers]
