@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 from toolkit.estimators.laws import SegmentedLaw
 from toolkit.estimators.memory import ZetaMemory
 from toolkit.files.fit import Segment
+from toolkit.sched.history import History
 from toolkit.sched.policies import make_policy
+from toolkit.sched.protocols import LooksBack, Reschedules
 from toolkit.sim.api import World, simulate
 from toolkit.traces.types import Trace
 
@@ -117,14 +119,14 @@ workloads = st.lists(
 )
 
 
-def simulated(rows, policy, parameters, law, workers):
+def simulated(rows, policy, parameters, law, workers, wrap=lambda policy: policy):
     trace = Trace(
         np.array([row.arrival_s for row in rows]),
         np.array([row.prompt for row in rows]),
         np.array([row.output for row in rows]),
         np.array([row.limit for row in rows]),
     )
-    return simulate(trace, make_policy(policy, parameters), World(law, ZetaMemory(CAPACITY), workers, LIMIT))
+    return simulate(trace, wrap(make_policy(policy, parameters)), World(law, ZetaMemory(CAPACITY), workers, LIMIT))
 
 
 @settings(max_examples=300, deadline=None)
@@ -151,6 +153,61 @@ def test_leaping_equals_stepping(work, policy, interval, max_prefill, emits, pad
     gaps = [max(np.diff(row.times), default=0.0) for row in rows]
     assert served.max_gap_s.tolist() == equal(gaps)
     assert result.counters["evicted_percent"] == 100.0 * sum(row.evictions for row in rows) / len(rows)
+
+
+class Stepwise:
+    """Decides as another policy does, but is asked after every step."""
+
+    continuous = True
+
+    def __init__(self, policy):
+        self._policy, self.name = policy, policy.name
+
+    def first_history(self):
+        return self._policy.first_history() if isinstance(self._policy, LooksBack) else History(1000)
+
+    def release(self, view, now_s):
+        return self._policy.release(view, now_s) if isinstance(self._policy, Reschedules) else ()
+
+    def route(self, view, now_s):
+        return self._policy.route(view, now_s)
+
+    def plan(self, view, now_s):
+        decision = self._policy.plan(view, now_s)
+        for batch in decision.batches:
+            batch.steps = 1
+        return decision
+
+
+STEPWISE = {
+    "slices": ("slice-continuous", {"slice_tokens": 7}),
+    "slices that move": ("slice-continuous", {"slice_tokens": 5, "margin": 0.0}),
+    "slices, in turn": ("slice-continuous", {"slice_tokens": 9, "router": "round-robin", "reserve": 0.1}),
+    "past-future": ("past-future", {"reserve": 0.0, "window": 5}),
+}
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    work=workloads,
+    case=st.sampled_from(sorted(STEPWISE)),
+    interval=st.integers(1, 12),
+    max_prefill=st.sampled_from([1, 50, 1000]),
+    emits=st.booleans(),
+    workers=st.integers(1, 3),
+)
+def test_no_decision_falls_within_a_round(work, case, interval, max_prefill, emits, workers):
+    """Asked after every single step, a policy decides the same: its rounds end where it has something to decide."""
+    rows = [Row(at / 16, prompt, out, min(out + more, LIMIT)) for at, prompt, out, more in sorted(work)]
+    name, parameters = STEPWISE[case]
+    parameters = parameters | {"interval_steps": interval, "max_prefill_tokens": max_prefill}
+    one = law(emits, padded=True)
+    leaps, steps = (simulated(rows, name, parameters, one, workers, wrap) for wrap in (lambda policy: policy, Stepwise))
+    assert leaps.served.first_token_s.tolist() == steps.served.first_token_s.tolist()
+    assert leaps.served.finish_s.tolist() == steps.served.finish_s.tolist()
+    assert leaps.served.max_gap_s.tolist() == steps.served.max_gap_s.tolist()
+    for count in ("evicted_percent", "rerouted_percent", "decoding_steps", "consumed_memory_percent"):
+        assert leaps.counters[count] == steps.counters[count]
 
 
 def test_the_plain_loop_meets_evictions_and_interruptions():

@@ -12,7 +12,7 @@ from toolkit.estimators.swap import LinearSwap
 from toolkit.sched.eventlog import Recorder, from_lines, replay, to_line
 from toolkit.sched.history import History
 from toolkit.sched.policies import ORACLES, POLICIES, make_policy
-from toolkit.sched.protocols import LooksBack, Oracle
+from toolkit.sched.protocols import LooksBack, Oracle, Reschedules
 from toolkit.sched.scheduler import Scheduler
 from toolkit.sched.types import BatchResult, Moves, Request, Worker
 from toolkit.sim.api import World, requests_of, simulate, virtual_workers
@@ -34,6 +34,9 @@ CASES = {
     "aggressive, least-loaded": ("aggressive", {"router": "least-loaded"}),
     "past-future": ("past-future", {"reserve": 0.0, "interval_steps": 2}),
     "past-future, future-memory": ("past-future", {"router": "future-memory", "initial_count": 9, "initial_length": 5}),
+    "slice-continuous": ("slice-continuous", {"slice_tokens": 8, "interval_steps": 4}),
+    "slice-continuous, restless": ("slice-continuous", {"slice_tokens": 1, "interval_steps": 1, "margin": 0.0}),
+    "slice-continuous, in turn": ("slice-continuous", {"slice_tokens": 5, "router": "round-robin", "reserve": 0.2}),
     "fcfs": ("fcfs", {"max_batch_size": 3, "max_prefill_tokens": 100}),
     "past-future-oracle": ("past-future-oracle", {"interval_steps": 1}),
     "mlfq": ("mlfq", {"quantum_s": 0.01, "starvation_s": 0.2, "max_batch_size": 3, "interval_steps": 8}),
@@ -85,6 +88,17 @@ class Watch:
 
     def told(self, output_tokens):
         return Watch(self._policy.told(output_tokens)) if isinstance(self._policy, Oracle) else self
+
+    def release(self, view, now_s):
+        if not isinstance(self._policy, Reschedules):
+            return ()
+        leaving = self._policy.release(view, now_s)
+        assert len(set(leaving)) == len(leaving)
+        for job in leaving:
+            worker = view.workers[job.home]
+            assert worker.running is None
+            assert job in worker.residents.jobs, "a job leaves that is not there"
+        return leaving
 
     def route(self, view, now_s):
         return self._policy.route(view, now_s)

@@ -36,6 +36,7 @@ class Started(msgspec.Struct, frozen=True):
     estimated_s: float
     evicted_ids: tuple[str, ...] = ()
     moved: Moved | None = None
+    released_ids: tuple[str, ...] = ()
 
 
 class Header(msgspec.Struct, frozen=True, tag="header"):
@@ -152,6 +153,7 @@ def started(batch: Batch) -> Started:
         batch.estimated_s,
         _ids(batch.evict),
         _moved(batch.moves) if batch.moves else None,
+        _ids(batch.release),
     )
 
 

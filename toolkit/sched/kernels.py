@@ -100,6 +100,23 @@ def future_peak(used: NDArray[np.int64], remaining: NDArray[np.int64]) -> int:
 
 
 @njit
+def slices_left(joined: NDArray[np.int64], steps: int, first: int, period: int, interval: int) -> NDArray[np.int64]:
+    """Decode steps until each resident's slice is over; a whole period where it is over just now.
+
+    Args:
+        joined: [n], the steps at which the residents joined.
+        steps: the worker's steps so far.
+        first, period: steps of a resident's first slice, which is rounded up to end at a multiple of `interval`; and of
+            all others.
+    """
+    left = np.empty(len(joined), dtype=np.int64)
+    for i in range(len(joined)):
+        end = -(-(joined[i] + first) // interval) * interval
+        left[i] = end - steps if steps < end else period - (steps - end) % period
+    return left
+
+
+@njit
 def _uniform(state: NDArray[np.uint64]) -> float:
     """The next draw in [0, 1) of a splitmix64 stream."""
     state[0] += np.uint64(0x9E3779B97F4A7C15)

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from toolkit.sched.history import History
-from toolkit.sched.types import Decision, View
+from toolkit.sched.types import Decision, Job, View
 
 
 class LatencyLaw(Protocol):
@@ -94,6 +94,18 @@ class LooksBack(Protocol):
 
     def first_history(self) -> History:
         """The history before the first request ends."""
+        ...
+
+
+@runtime_checkable
+class Reschedules(Protocol):
+    """A policy whose jobs may leave their worker before they have ended, and run on elsewhere."""
+
+    def release(self, view: View, now_s: float) -> Sequence[Job]:
+        """Residents of workers that run nothing who leave now: their caches are dropped, their tokens are kept.
+
+        Asked at every tick before `route`, which gives each of them a worker, behind those who wait there.
+        """
         ...
 
 

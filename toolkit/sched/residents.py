@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 if TYPE_CHECKING:
     from toolkit.sched.types import Job
 
-LENGTH, GENERATED, LIMIT = range(3)  # the rows of `Residents.table`
+LENGTH, GENERATED, LIMIT, JOINED = range(4)  # the rows of `Residents.table`
 
 
 class Residents:
@@ -73,12 +73,12 @@ class Residents:
             self._erase(job)
 
     def table(self) -> NDArray[np.int64]:
-        """Rows LENGTH, GENERATED, LIMIT [3, n] in no order that means anything; add `steps` to the first two.
+        """Rows LENGTH, GENERATED, LIMIT, JOINED [4, n] in the order of `Job.slot`; add `steps` to the first two.
 
         A view that is valid until a job joins or leaves. Costs nothing until it is asked for the first time.
         """
         if self._table is None:
-            self._table = np.zeros((3, 64), dtype=np.int64)
+            self._table = np.zeros((4, 64), dtype=np.int64)
             for job in self.jobs:
                 self._write(job)
         return self._table[:, : len(self._slots)]
@@ -89,7 +89,8 @@ class Residents:
         self._slots.append(job)
         if slot == self._table.shape[1]:
             self._table = np.concatenate([self._table, np.zeros_like(self._table)], axis=1)
-        self._table[:, slot] = job.length - job.joined, job.generated - job.joined, job.request.max_new_tokens
+        joined = job.joined
+        self._table[:, slot] = job.length - joined, job.generated - joined, job.request.max_new_tokens, joined
 
     def _erase(self, job: Job) -> None:
         """The last slot moves to the place of the one that is free."""

@@ -18,7 +18,8 @@ import numpy as np
 
 from toolkit.sched import moves
 from toolkit.sched.history import History
-from toolkit.sched.protocols import LooksBack, MemoryLaw, Policy
+from toolkit.sched.inbox import Inbox
+from toolkit.sched.protocols import LooksBack, MemoryLaw, Policy, Reschedules
 from toolkit.sched.types import NO_LIMIT, Batch, BatchResult, Job, Refusal, Request, RoundResult, View, Worker
 
 MAX_STRIKES = 2  # a job that failed this often alone is given up
@@ -46,6 +47,8 @@ class Scheduler:
         self._batches = 0
         self._interrupts: list[int] = []
         self._cancelled: dict[int, list[Job]] = {}  # by worker: ended, and its cache still there
+        self._reschedules = policy if isinstance(policy, Reschedules) else None
+        self._released: dict[int, list[Job]] = {}  # by worker: left it, and its cache still there
         self._view = View(self._pool, self.workers, -math.inf, self._finished, np.random.default_rng(seed))
         longest = _usable if policy.continuous else _longest_alone
         self._longest = max(longest(worker.memory) for worker in self.workers)
@@ -93,6 +96,8 @@ class Scheduler:
 
     def tick(self, now_s: float) -> list[Batch]:
         """The batches to start now, at most one per worker."""
+        if self._reschedules is not None:
+            self._release(self._reschedules.release(self._view, now_s), now_s)
         if self._pool:
             self._route(now_s)
         view = self._view
@@ -246,9 +251,10 @@ class Scheduler:
         self._view.workers_changed()
         for job in reversed([*worker.residents.jobs, *worker.held.jobs, *worker.swapped.jobs]):
             self._evict(worker, job, now_s)
+        self._released.pop(index, None)
         if not any(other.alive for other in self.workers):
             return  # what waits here, waits for this worker to come back
-        inbox, worker.inbox = worker.inbox, deque()
+        inbox, worker.inbox = worker.inbox, Inbox()
         self._to_pool(inbox)
         queue, worker.queue = worker.queue, deque()
         worker.load_s = 0.0
@@ -272,6 +278,16 @@ class Scheduler:
             job.home = -1
             self._tickets += 1
             self._pool.append(job)
+
+    def _release(self, jobs: Sequence[Job], now_s: float) -> None:
+        """They leave their workers, whose next round tells the engine, and wait in the pool behind all others."""
+        for job in jobs:
+            worker = self.workers[job.home]
+            worker.residents.leave(job)
+            job.reroutes += 1
+            job.waiting_since_s = now_s
+            self._released.setdefault(worker.index, []).append(job)
+        self._to_pool(jobs)
 
     def _route(self, now_s: float) -> None:
         homes = self.policy.route(self._view, now_s)
@@ -349,6 +365,8 @@ class Scheduler:
             job.slices += 1
         if worker.index in self._cancelled:
             batch.evict += tuple(self._cancelled.pop(worker.index))
+        if worker.index in self._released:
+            batch.release = tuple(self._released.pop(worker.index))
         batch.started_s = now_s
         worker.running = batch
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
+from toolkit.sched.inbox import Inbox
 from toolkit.sched.moves import Shelf
 from toolkit.sched.residents import Residents
 
@@ -56,6 +57,7 @@ class Job:
     home: int = -1  # the worker whose inbox holds it; -1: the pool
     cancelled: bool = False
     evictions: int = 0  # how often its cache was dropped to make room
+    reroutes: int = 0  # how often it left its worker after a slice, to be routed anew
     joined: int = 0  # the worker's decode steps when it became resident
     slot: int = -1  # its column in the residents' table
     promoted_at: int = -1  # tokens that it had generated when a policy promoted it last; -1: never
@@ -93,9 +95,9 @@ class Batch:
     """The one dial: these jobs, on this worker, for at most `steps` tokens each, until any or all of them finish.
 
     Sequence-level scheduling: steps = max_new_tokens, until all. Slice-level: steps = slice length, until all, cache
-    dropped. Continuous: a round, until any, cache kept: `evict` leave first and lose their cache, `jobs` enter and are
-    prefilled, and all who are resident then decode at most `steps` times, until one of them ends. A round that is
-    interrupted stops at the first step where the worker's count of steps is a multiple of `stop_every`.
+    dropped. Continuous: a round, until any, cache kept: `evict` and `release` leave first and lose their cache, `jobs`
+    enter and are prefilled, and all who are resident then decode at most `steps` times, until one of them ends. A round
+    that is interrupted stops at the first step where the worker's count of steps is a multiple of `stop_every`.
     """
 
     worker: int
@@ -108,6 +110,7 @@ class Batch:
     batch_id: int = -1  # numbered by the scheduler
     started_s: float = -1.0
     evict: tuple[Job, ...] = ()  # whose cache is dropped before the round: evicted or cancelled ones
+    release: tuple[Job, ...] = ()  # whose cache is dropped too: they have left, and were routed anew
     stop_every: int = 1
     interrupted: bool = False  # it was told to stop early
     moves: Moves | None = None  # of a policy that preempts
@@ -161,7 +164,7 @@ class Worker:
     alive: bool = True
     running: Batch | None = None
     queue: deque[Batch] = field(default_factory=deque)
-    inbox: deque[Job] = field(default_factory=deque)  # jobs routed here and not batched yet
+    inbox: Inbox = field(default_factory=Inbox)  # jobs routed here and not batched yet
     load_s: float = 0.0
     assigned: int = 0  # batches it was given so far, the tie-break that keeps every worker fed
     oom_events: int = 0

@@ -184,6 +184,7 @@ def counters(ledger: Ledger, refused: int, usable_tokens: int) -> dict[str, floa
         found["swapped_tokens"] = float(ledger.swapped_tokens)
         found["swap_wait_s"] = ledger.swap_wait_s
         found["peak_host_tokens"] = float(ledger.peak_host_tokens)
+        found["rerouted_percent"] = 100.0 * ledger.reroutes / requests
     if ledger.attempts:
         future = ledger.future_token_attempts / ledger.attempts
         found["future_required_memory_percent"] = 100.0 * future / usable_tokens

@@ -75,7 +75,9 @@ class RoundWorker:
     def run(self, batch: Batch, now_s: float) -> float:
         """Start a round; when it will end, in seconds, if nobody interrupts it."""
         for job in batch.evict:
-            self._evict(job)
+            self._ledger.evictions += self._drop(job)
+        for job in batch.release:
+            self._ledger.reroutes += self._drop(job)
         self._batch, self._start_s, self._failure = batch, now_s, ""
         prefilled_s = now_s if batch.moves is None else self._move(batch.moves, now_s)
         if batch.jobs:
@@ -268,13 +270,12 @@ class RoundWorker:
                 ended.append(job.request.request_id)
         return tuple(ended)
 
-    def _evict(self, job: Job) -> None:
-        """Its cache is dropped; nothing to do for one that was cancelled and has gone."""
-        if job in self._resident:
-            self._leave(job)
-            self._ledger.evictions += 1
-        elif self._shelves.drop(job):
-            self._ledger.evictions += 1
+    def _drop(self, job: Job) -> bool:
+        """Its cache is dropped; false for one that was cancelled and has gone."""
+        if job not in self._resident:
+            return self._shelves.drop(job)
+        self._leave(job)
+        return True
 
     def _leave(self, job: Job) -> int:
         """The job is resident no more; its number. Its tokens so far, and their gaps, are in the ledger."""

@@ -36,6 +36,7 @@ class Ledger:
     attempts: int = 0  # static batches, or attempts to admit for which the peak to come was asked for
     future_token_attempts: int = 0  # that peak, by the true lengths, summed over them
     evictions: int = 0
+    reroutes: int = 0  # residents who left their worker after a slice
     rounds: int = 0  # of continuous workers, as are those below
     row_steps: int = 0  # residents, summed over decode steps
     swaps_out: int = 0

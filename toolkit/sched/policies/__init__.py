@@ -14,6 +14,7 @@ from toolkit.sched.policies.past_future import PastFuturePolicy
 from toolkit.sched.policies.past_future_oracle import PastFutureOracle
 from toolkit.sched.policies.sequence import SequencePolicy
 from toolkit.sched.policies.slice import SlicePolicy
+from toolkit.sched.policies.slice_continuous import SliceContinuousPolicy
 from toolkit.sched.policies.srpt_oracle import SrptOracle
 from toolkit.sched.protocols import Policy
 
@@ -22,6 +23,7 @@ POLICIES: dict[str, type[Policy]] = {
     for policy in (
         SequencePolicy,
         SlicePolicy,
+        SliceContinuousPolicy,
         ConservativePolicy,
         AggressivePolicy,
         PastFuturePolicy,

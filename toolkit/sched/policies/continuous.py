@@ -14,7 +14,7 @@ from typing import ClassVar
 
 from toolkit.sched.policies.parameters import choice, knob, validate
 from toolkit.sched.policies.routers import ROUTERS
-from toolkit.sched.types import Batch, Decision, Job, View, Worker
+from toolkit.sched.types import NO_LIMIT, Batch, Decision, Job, View, Worker
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +56,13 @@ class ContinuousPolicy:
         `False` must be certain: nobody asks again until one ends, which is what lets a round be long.
         """
         raise NotImplementedError
+
+    def longest_round(self, worker: Worker, entering: int) -> int:
+        """The most decode steps until the policy wants to decide something that no end of a job brings about.
+
+        `entering`: how many enter with the round.
+        """
+        return NO_LIMIT
 
     def rows(self, worker: Worker) -> int:
         """The most residents that the worker may have."""
@@ -103,7 +110,7 @@ class ContinuousPolicy:
                 rows += 1
                 if job.length > longest:
                     longest = job.length
-        steps = max((capacity - used) // rows, 1)
+        steps = max(min((capacity - used) // rows, self.longest_round(worker, len(entering))), 1)
         if evicted or len(inbox) > len(entering):
             first = evicted[-1] if evicted else inbox[len(entering)]
             if self._may_enter(worker, first, rows, used, committed):

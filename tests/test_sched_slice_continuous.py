@@ -1,0 +1,136 @@
+"""SCLS on continuous batching: what is promised, who enters, and who stays, moves or gives way after a slice."""
+
+import pytest
+
+from toolkit.estimators.laws import unit_step
+from toolkit.estimators.memory import ZetaMemory
+from toolkit.sched.policies import make_policy
+from toolkit.sched.scheduler import Scheduler
+from toolkit.sched.types import Batch, Request, RoundResult, Worker
+
+
+def make(workers: int = 1, capacity: int = 1000, **parameters) -> Scheduler:
+    every = [Worker(k, unit_step(), ZetaMemory(capacity)) for k in range(workers)]
+    settings = {"slice_tokens": 20, "interval_steps": 10} | parameters
+    return Scheduler(make_policy("slice-continuous", settings), every)
+
+
+def submit(scheduler: Scheduler, name: str, prompt: int, limit: int = 100, now_s: float = 0.0) -> None:
+    scheduler.submit(Request(name, now_s, prompt, limit), now_s)
+
+
+def done(scheduler: Scheduler, batch: Batch, now_s: float, *ended: str) -> None:
+    scheduler.complete(RoundResult(batch.batch_id, batch.worker, batch.steps, ended), now_s)
+
+
+def residents(scheduler: Scheduler) -> list[list[str]]:
+    return [[job.request_id for job in worker.residents.jobs] for worker in scheduler.workers]
+
+
+def test_admission_counts_a_slice_and_not_the_clients_limit():
+    """Three of 30 + 20 are the capacity of 150; conservatively, one of 30 + 100 would be."""
+    scheduler = make(capacity=150)
+    for name in "abcd":
+        submit(scheduler, name, prompt=30)
+    (batch,) = scheduler.tick(0.0)
+    assert [job.request_id for job in batch.jobs] == ["a", "b", "c"]
+
+
+def test_reserve_is_kept_free():
+    scheduler = make(capacity=150, reserve=0.01)
+    for name in "abc":
+        submit(scheduler, name, prompt=30)
+    (batch,) = scheduler.tick(0.0)
+    assert len(batch.jobs) == 2
+
+
+def test_those_who_end_before_a_newcomers_slice_leave_their_room_to_it():
+    """a holds 50 and has 10 steps left, b enters with 60: the peak is 60 + 70 = 130, not 60 + 80."""
+    scheduler = make(capacity=130)
+    submit(scheduler, "a", prompt=40, limit=60)
+    (first,) = scheduler.tick(0.0)
+    submit(scheduler, "b", prompt=60, limit=60)
+    assert scheduler.tick(5.0) == []
+    assert scheduler.take_interrupts() == [0]
+    scheduler.complete(RoundResult(first.batch_id, 0, 10), 10.0)
+    (second,) = scheduler.tick(10.0)
+    assert [job.request_id for job in second.jobs] == ["b"]
+    assert second.steps == 10  # a's slice is over then
+
+
+def test_a_slice_ends_at_the_attempt_that_follows_its_last_token():
+    scheduler = make(slice_tokens=13)
+    submit(scheduler, "a", prompt=10)
+    (batch,) = scheduler.tick(0.0)
+    assert batch.steps == 20
+
+
+def test_it_stays_with_its_cache_where_nobody_waits():
+    scheduler = make(workers=2)
+    submit(scheduler, "a", prompt=10)
+    (first,) = scheduler.tick(0.0)
+    done(scheduler, first, 20.0)
+    (second,) = scheduler.tick(20.0)
+    assert (second.worker, second.jobs, second.release, second.steps) == (0, (), (), 20)
+
+
+def test_requests_go_where_the_least_is_promised_the_longest_first():
+    scheduler = make(workers=2)
+    for name, prompt in (("short", 10), ("long", 500), ("middle", 100)):
+        submit(scheduler, name, prompt)
+    scheduler.tick(0.0)
+    assert residents(scheduler) == [["long"], ["short", "middle"]]
+
+
+def crowded(workers: int, margin: float = 0.1) -> Scheduler:
+    """On worker 0 the slices of a and b are over, and c waits; worker 1, if there is one, came back later."""
+    scheduler = make(workers, capacity=200, margin=margin)
+    if workers == 2:
+        scheduler.worker_lost(1, 0.0)
+    submit(scheduler, "a", prompt=80)
+    submit(scheduler, "b", prompt=80)
+    (batch,) = scheduler.tick(0.0)
+    submit(scheduler, "c", prompt=50)
+    scheduler.tick(1.0)
+    if workers == 2:
+        scheduler.worker_ready(1, 2.0)
+    done(scheduler, batch, 20.0)
+    return scheduler
+
+
+def test_where_requests_queue_up_it_goes_to_the_worker_with_more_free_memory():
+    scheduler = crowded(workers=2)
+    rounds = scheduler.tick(20.0)
+    assert residents(scheduler) == [["b", "c"], ["a"]]
+    assert [[job.request_id for job in batch.release] for batch in rounds] == [["a"], []]
+    assert [batch.input_length for batch in rounds] == [50, 100]  # what it generated is prefilled with its prompt
+    (moved,) = scheduler.workers[1].residents.jobs
+    assert (moved.reroutes, moved.evictions, moved.generated) == (1, 0, 20)
+
+
+def test_it_gives_way_where_no_worker_has_more_room():
+    """a has room for another slice, to 120 of 200; b has not with it, and waits behind c."""
+    scheduler = crowded(workers=1)
+    (batch,) = scheduler.tick(20.0)
+    assert residents(scheduler) == [["a", "c"]]
+    assert [job.request_id for job in batch.release] == ["b"]
+    assert [job.request_id for job in scheduler.workers[0].inbox] == ["b"]
+
+
+@pytest.mark.parametrize(("margin", "moved"), [(0.95, "a"), (0.96, "b")])
+def test_margin_is_what_clearly_more_means(margin, moved):
+    """With a, worker 1 would have 200 - 120 free; worker 0 has 200 - 2 * 120 - 70: 0.95 of the capacity apart.
+
+    Where a stays, b has no room beside it, gives way, and is dealt anew.
+    """
+    scheduler = crowded(workers=2, margin=margin)
+    scheduler.tick(20.0)
+    assert residents(scheduler)[1] == [moved]
+
+
+def test_the_cache_of_one_who_left_is_dropped_by_its_workers_next_round_only():
+    scheduler = crowded(workers=2)
+    first, _ = scheduler.tick(20.0)
+    scheduler.complete(RoundResult(first.batch_id, 0, 5, ("c",)), 25.0)
+    (again,) = scheduler.tick(25.0)
+    assert (again.worker, again.release) == (0, ())

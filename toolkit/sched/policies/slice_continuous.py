@@ -1,0 +1,148 @@
+"""Slice-level scheduling on continuous batching: the SCLS paper's section 7, which its authors left to be built.
+
+A request generates at most one slice per schedule, so the memory that residents will need is known up to the slice's
+end; that is what newcomers are admitted against. Where its slice is over and requests queue up behind it, a request
+goes to a worker with clearly more free memory, or gives way to those who wait; else it stays, and its cache with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from toolkit.sched.kernels import admit_knowing, future_peak, slices_left
+from toolkit.sched.policies.continuous import ContinuousPolicy
+from toolkit.sched.policies.parameters import choice, knob
+from toolkit.sched.policies.routers import ROUTERS
+from toolkit.sched.residents import GENERATED, JOINED, LENGTH, LIMIT
+from toolkit.sched.types import Job, View, Worker
+
+SLICES = "slices"
+
+
+@dataclass(frozen=True, slots=True)
+class SliceContinuousPolicy(ContinuousPolicy):
+    """SCLS with caches that stay. Slices end at attempts to admit, so they are rounded up to `interval_steps`.
+
+    What a worker has promised is the sum of L + S over residents and those who wait (Eq. 5, in tokens); requests are
+    routed to the least promised, the longest first (Eq. 11 with memory as the load).
+    """
+
+    name: ClassVar[str] = "slice-continuous"
+
+    slice_tokens: int = knob(128, low=1, search=(16, 1024), log=True, doc="S: tokens per slice")
+    reserve: float = knob(0.0, high=0.99, search=(0.0, 0.3), doc="share of the capacity that slices must leave free")
+    margin: float = knob(
+        0.1, high=1, search=(0.02, 0.5), log=True, doc="share of the capacity that is clearly more free memory"
+    )
+    router: str = choice(SLICES, (SLICES, *ROUTERS), doc="how requests are dealt to workers: least promised, or others")
+
+    def release(self, view: View, now_s: float) -> Sequence[Job]:
+        """Residents whose slice is over and who are better off, or better for others, elsewhere."""
+        leaving: list[Job] = []
+        free: dict[int, int] = {}
+        for worker in view.workers:
+            if worker.running is None and worker.alive and worker.residents.steps % self.interval_steps == 0:
+                over = [job for job in worker.residents.jobs if self._is_over(worker, job)]
+                if over:
+                    free = free or {other.index: self._free(other) for other in view.alive()}
+                    leaving += self._leaving(worker, over, free)
+        return leaving
+
+    def route(self, view: View, now_s: float) -> Sequence[int] | None:
+        alive = view.alive()
+        if self.router != SLICES or not alive:
+            return ContinuousPolicy.route(self, view, now_s)
+        free = {worker.index: self._free(worker) for worker in alive}
+        homes = [-1] * len(view.pool)
+        for k in sorted(range(len(homes)), key=lambda k: -view.pool[k].length):
+            homes[k] = most = max(free, key=lambda index: (free[index], -index))
+            free[most] -= view.pool[k].length + self._period()
+        return homes
+
+    def admit(self, view: View, worker: Worker, candidates: Sequence[Job]) -> int:
+        used, left = self._outlook(worker)
+        emits = worker.latency.prefill_emits_token
+        first = self._first_end(worker, worker.residents.steps) - worker.residents.steps
+        waiting = np.array([(job.length + emits, min(first, job.remaining_limit - emits)) for job in candidates]).T
+        return int(admit_knowing(used, left, waiting, self._limit(worker) + 1.0))
+
+    def hopeful(self, worker: Worker, job: Job, used: int, committed: int) -> bool:
+        return used + job.length < self._limit(worker)
+
+    def longest_round(self, worker: Worker, entering: int) -> int:
+        residents = worker.residents
+        first = self._first_end(worker, residents.steps) - residents.steps
+        if not residents.jobs:
+            return first
+        nearest = int(self._left(worker).min())
+        return min(nearest, first) if entering else nearest
+
+    def _leaving(self, worker: Worker, over: Sequence[Job], free: dict[int, int]) -> list[Job]:
+        """Who of those whose slice is over leaves, in the order of admission. Takes what moves off `free`."""
+        used, left = self._outlook(worker)
+        staying = np.ones(len(used), dtype=np.bool_)
+        staying[[job.slot for job in over]] = False
+        here, crowded, limit = worker.index, bool(worker.inbox), self._limit(worker)
+        target = max((index for index in free if index != here), key=lambda index: (free[index], -index), default=here)
+        margin = self.margin * worker.capacity_tokens
+        leaving = []
+        for job in over:
+            staying[job.slot] = True
+            room = future_peak(used[staying], left[staying]) <= limit
+            if not crowded and (room or staying.sum() == 1):
+                continue
+            needs = int(used[job.slot]) + self._period()
+            moves = target != here and free[target] - needs - margin >= free[here]
+            if not moves and (room or not crowded):
+                continue
+            leaving.append(job)
+            staying[job.slot] = False
+            free[here] += needs
+            if moves:
+                free[target] -= needs
+        return leaving
+
+    def _limit(self, worker: Worker) -> int:
+        return int((1.0 - self.reserve) * worker.capacity_tokens)
+
+    def _period(self) -> int:
+        """Steps of a slice that begins with an attempt to admit."""
+        return -(-self.slice_tokens // self.interval_steps) * self.interval_steps
+
+    def _first_steps(self, worker: Worker) -> int:
+        """Steps until one who enters has `slice_tokens`."""
+        return max(self.slice_tokens - worker.latency.prefill_emits_token, 1)
+
+    def _first_end(self, worker: Worker, joined: int) -> int:
+        """The worker's step where the first slice of one who joined at the step `joined` is over."""
+        return -(-(joined + self._first_steps(worker)) // self.interval_steps) * self.interval_steps
+
+    def _is_over(self, worker: Worker, job: Job) -> bool:
+        beyond = worker.residents.steps - self._first_end(worker, job.joined)
+        return beyond >= 0 and beyond % self._period() == 0
+
+    def _left(self, worker: Worker) -> NDArray[np.int64]:
+        """Steps that each resident has until its slice is over; a whole slice where it just was. In slots' order."""
+        residents = worker.residents
+        return slices_left(
+            residents.table()[JOINED], residents.steps, self._first_steps(worker), self._period(), self.interval_steps
+        )
+
+    def _outlook(self, worker: Worker) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Tokens that each resident holds, and will add at most until its slice is over. In slots' order."""
+        table, steps = worker.residents.table(), worker.residents.steps
+        return table[LENGTH] + steps, np.minimum(self._left(worker), table[LIMIT] - table[GENERATED] - steps)
+
+    def _free(self, worker: Worker) -> int:
+        """Capacity less what was promised; it does not depend on how far the running round has come."""
+        promised = worker.inbox.tokens + len(worker.inbox) * self._period()
+        if worker.residents.jobs:
+            promised += worker.residents.used + int(self._left(worker).sum())
+            if worker.running:  # prefill's tokens, which are not in the books before the round is over
+                promised += len(worker.running.jobs) * worker.latency.prefill_emits_token
+        return worker.capacity_tokens - promised
