@@ -13,7 +13,12 @@ from toolkit.sched.types import Decision, Job, View
 
 
 class LatencyLaw(Protocol):
-    """How long a worker takes (SCLS paper, Eq. 1-4). N is the batch size, L the batch's padded input length."""
+    """How long a worker takes (SCLS paper, Eq. 1-4). N is the batch size, L the batch's padded input length.
+
+    Laws are values: equal ones answer alike, and what was derived from one may be kept by it.
+    """
+
+    def __hash__(self) -> int: ...
 
     @property
     def prefill_emits_token(self) -> bool:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import ClassVar
 
 from toolkit.sched.policies.parameters import knob
-from toolkit.sched.policies.placement import Place, Rank, Row
+from toolkit.sched.policies.placement import Order, Place, Rank, Row
 from toolkit.sched.policies.preemptive import PreemptivePolicy
-from toolkit.sched.protocols import LatencyLaw
+from toolkit.sched.policies.queues import Queues, queues_of
 from toolkit.sched.types import Job, Worker
 
 
@@ -19,11 +19,8 @@ class MlfqPolicy(PreemptivePolicy):
     """Skip-join multi-level feedback queues; with `skip_join` false the naive ones.
 
     A job joins the first queue whose quantum covers its prefill, leaves a queue for the next when it has used up the
-    quantum, and goes to the first when it has waited longer than `starvation_s`. Of the queues, the first comes first;
-    within one, who arrived first. The last queue has no quantum.
-
-    Service is counted in seconds of the fitted law as if the job ran alone: T_prefill(1, L), and its decode steps'. So
-    a queue is a function of the job's own counters, and no job is demoted for the company that it was batched with.
+    quantum, and goes to the first when it has waited for `starvation_s`: it then runs before all who have not, and has
+    that queue's quantum anew. Of the queues, the first comes first; within one, who arrived first. See `Queues`.
     """
 
     name: ClassVar[str] = "mlfq"
@@ -34,74 +31,43 @@ class MlfqPolicy(PreemptivePolicy):
     starvation_s: float = knob(30.0, low=1e-9, high=1e9, search=(1, 120), log=True, doc="longest wait before promotion")
     skip_join: bool = knob(True, doc="false: every job joins the first queue (naive MLFQ)")
 
-    def rank(self, worker: Worker, job: Job, generated: int, waits_s: float) -> Rank:
-        if waits_s >= self.starvation_s:
-            return -1.0, -waits_s, job.ticket
-        return float(self._queue(worker.latency, job, generated)[0]), 0.0, job.ticket
+    def order(self, worker: Worker) -> Order:
+        find, starvation_s = self._queues(worker).find, self.starvation_s
 
-    def next_runs(self, rows: Sequence[Row]) -> Sequence[float]:
+        def rank(job: Job, generated: int, waits_s: float) -> Rank:
+            if waits_s >= starvation_s:
+                return -1.0, -waits_s, job.ticket
+            return find(job.request.prompt_tokens, generated, job.promoted_at)[0], 0.0, job.ticket
+
+        return rank
+
+    def next_runs(self, worker: Worker, rows: Sequence[Row]) -> Sequence[float]:
         """ENST, in seconds: until the row's promotion, or the quanta of all who run before it, whichever is less."""
-        quanta = _quanta(self.quantum_s, self.growth, self.queues)
+        quanta_s, starvation_s = self._queues(worker).quanta_s, self.starvation_s
         found, before_s = [], 0.0
         for row in rows:
-            found.append(min(before_s, self.starvation_s - max(row.waits_s, 0.0)))
-            before_s += quanta[max(int(row.rank[0]), 0)]
+            promotion_s = starvation_s - row.waits_s if row.waits_s > 0.0 else starvation_s
+            found.append(before_s if before_s < promotion_s else promotion_s)
+            before_s += quanta_s[max(int(row.rank[0]), 0)]
         return found
 
     def horizon(self, worker: Worker, running: Sequence[Row], steps: int) -> int:
         """Until the first of `running` has used up its quantum."""
-        law = worker.latency
+        find, emits = self._queues(worker).find, worker.latency.prefill_emits_token
         for row in running:
-            promoted = self.starves(row)
-            _, limit_s = self._queue(law, row.job, row.generated, promoted=promoted)
-            done = row.generated + (law.prefill_emits_token if row.place is Place.INBOX else 0)
-            if _service_s(law, row.job.request.prompt_tokens, done + steps) >= limit_s:
-                low = 1
-                while low < steps:
-                    middle = (low + steps) // 2
-                    if _service_s(law, row.job.request.prompt_tokens, done + middle) >= limit_s:
-                        steps = middle
-                    else:
-                        low = middle + 1
+            generated = row.generated + (emits and row.place is Place.INBOX)
+            promoted_at = row.generated if self.starves(row) else row.job.promoted_at
+            _, leaves = find(row.job.request.prompt_tokens, generated, promoted_at)
+            if leaves - generated < steps:
+                steps = leaves - generated
         return steps
 
     def starves(self, row: Row) -> bool:
         return row.waits_s >= self.starvation_s
 
     def starving_in_s(self, rows: Sequence[Row]) -> float:
-        waits = [max(row.waits_s, 0.0) for row in rows if row.waits_s < self.starvation_s]
-        return self.starvation_s - max(waits) if waits else float("inf")
+        waits_s = [row.waits_s for row in rows if row.waits_s < self.starvation_s]
+        return self.starvation_s - max(0.0, *waits_s) if waits_s else math.inf
 
-    def _queue(self, law: LatencyLaw, job: Job, generated: int, *, promoted: bool = False) -> tuple[int, float]:
-        """The queue, from 0, of a job that generated so much, and the service at which it leaves it for the next."""
-        prompt = job.request.prompt_tokens
-        quanta = _quanta(self.quantum_s, self.growth, self.queues)
-        last = len(quanta) - 1
-        promoted_at = generated if promoted else job.promoted_at
-        queue, limit_s = 0, 0.0
-        if promoted_at >= 0:
-            limit_s = _service_s(law, prompt, promoted_at)
-        elif self.skip_join:
-            prefill_s = law.prefill_s(1, prompt)
-            while queue < last and quanta[queue] < prefill_s:
-                queue += 1
-        limit_s += quanta[queue]
-        service_s = _service_s(law, prompt, generated)
-        while queue < last and service_s >= limit_s:
-            queue += 1
-            limit_s += quanta[queue]
-        return queue, limit_s if queue < last else float("inf")
-
-
-def _service_s(law: LatencyLaw, prompt_tokens: int, generated: int) -> float:
-    """Seconds of prefill and decode that gave a job so many tokens, had it run alone."""
-    if not generated:
-        return 0.0
-    decoded = generated - law.prefill_emits_token
-    return law.prefill_s(1, prompt_tokens) + (law.decode_s(1, prompt_tokens, decoded) if decoded else 0.0)
-
-
-@lru_cache(maxsize=64)
-def _quanta(first_s: float, growth: float, queues: int) -> tuple[float, ...]:
-    """The queues' quanta in seconds."""
-    return tuple([first_s * growth**k for k in range(queues)])
+    def _queues(self, worker: Worker) -> Queues:
+        return queues_of(worker.latency, self.quantum_s, self.growth, self.queues, self.skip_join)

@@ -9,7 +9,8 @@ from enum import Enum
 from toolkit.sched.protocols import LatencyLaw
 from toolkit.sched.types import Job, Moves, Worker
 
-Rank = tuple[float, float, int]
+Rank = tuple[float, float, int]  # less is served first; the last is the ticket, so that no two are equal
+Order = Callable[[Job, int, float], Rank]  # from a job, what it generated, and how long it has waited or RUNS
 RUNS = -1.0  # `Row.waits_s` of one that runs
 
 
@@ -34,7 +35,7 @@ class Row:
     rank: Rank
 
 
-def rows_of(worker: Worker, now_s: float, rank: Callable[[Worker, Job, int, float], Rank]) -> list[Row]:
+def rows_of(worker: Worker, now_s: float, rank: Order) -> list[Row]:
     """All jobs of a worker between two rounds, ranked."""
     growth = 1 + worker.latency.prefill_emits_token
     since = worker.residents.steps
@@ -42,7 +43,7 @@ def rows_of(worker: Worker, now_s: float, rank: Callable[[Worker, Job, int, floa
     for job in worker.residents.jobs:
         ran = since - job.joined
         tokens, generated = job.length + ran, job.generated + ran
-        rows.append(Row(job, Place.DEVICE, tokens, generated, tokens + 1, RUNS, rank(worker, job, generated, RUNS)))
+        rows.append(Row(job, Place.DEVICE, tokens, generated, tokens + 1, RUNS, rank(job, generated, RUNS)))
     for place, jobs, grows in (
         (Place.DEVICE, worker.held.jobs, 1),
         (Place.HOST, worker.swapped.jobs, 1),
@@ -50,7 +51,7 @@ def rows_of(worker: Worker, now_s: float, rank: Callable[[Worker, Job, int, floa
     ):
         for job in jobs:
             waits_s = now_s - job.waiting_since_s
-            ranked = rank(worker, job, job.generated, waits_s)
+            ranked = rank(job, job.generated, waits_s)
             rows.append(Row(job, place, job.length, job.generated, job.length + grows, waits_s, ranked))
     rows.sort(key=lambda row: row.rank)
     return rows

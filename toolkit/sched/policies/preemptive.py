@@ -21,14 +21,14 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from toolkit.sched.policies.parameters import choice, knob, validate
-from toolkit.sched.policies.placement import RUNS, Place, Placement, Rank, Row, rows_of, steps_until
+from toolkit.sched.policies.placement import RUNS, Order, Place, Placement, Row, rows_of, steps_until
 from toolkit.sched.policies.routers import ROUTERS
-from toolkit.sched.types import Batch, Decision, Job, Moves, View, Worker
+from toolkit.sched.types import Batch, Decision, Moves, View, Worker
 
 
 @dataclass(frozen=True, slots=True)
 class PreemptivePolicy:
-    """Base of the preemptive policies: subclasses say who goes first (`rank`), and until when (`horizon`)."""
+    """Base of the preemptive policies: subclasses say who goes first (`order`), and until when (`horizon`)."""
 
     name: ClassVar[str]
     continuous: ClassVar[bool] = True
@@ -49,14 +49,11 @@ class PreemptivePolicy:
     def __post_init__(self) -> None:
         validate(self)
 
-    def rank(self, worker: Worker, job: Job, generated: int, waits_s: float) -> Rank:
-        """Less is served first. `generated` is up to date; `waits_s` is how long the job has not run, -1 if it runs.
-
-        The last of a rank is the job's ticket, so that no two are equal.
-        """
+    def order(self, worker: Worker) -> Order:
+        """How the worker's jobs are ranked, now."""
         raise NotImplementedError
 
-    def next_runs(self, rows: Sequence[Row]) -> Sequence[float]:
+    def next_runs(self, worker: Worker, rows: Sequence[Row]) -> Sequence[float]:
         """When each of `rows`, which are ranked, will run next, in any unit: caches of the latest leave first."""
         return range(len(rows))
 
@@ -99,11 +96,9 @@ class PreemptivePolicy:
         running, residents, inbox = worker.running, worker.residents, worker.inbox
         if running is None or running.interrupted or not inbox:
             return False
-        came = [
-            self.rank(worker, inbox[-k], inbox[-k].generated, 0.0) for k in range(1, min(newcomers, len(inbox)) + 1)
-        ]
-        since = residents.steps
-        ranks = [self.rank(worker, job, job.generated + since - job.joined, -1.0) for job in residents.jobs]
+        rank, since = self.order(worker), residents.steps
+        came = [rank(job, job.generated, 0.0) for job in list(inbox)[-newcomers:]]
+        ranks = [rank(job, job.generated + since - job.joined, RUNS) for job in residents.jobs]
         if ranks and min(came) < max(ranks):
             return True
         if len(ranks) >= self._most(worker):
@@ -118,9 +113,9 @@ class PreemptivePolicy:
         return min(rows * self.interval_steps, worker.capacity_tokens // 16)
 
     def _round(self, worker: Worker, now_s: float) -> Batch:
-        rows = rows_of(worker, now_s, self.rank)
+        rows = rows_of(worker, now_s, self.order(worker))
         chosen = self._choose(worker, rows)
-        enst = dict(zip([row.job.ticket for row in rows], self.next_runs(rows), strict=True))
+        enst = dict(zip([row.job.ticket for row in rows], self.next_runs(worker, rows), strict=True))
         placed = None
         if self.swap == "proactive":
             placed = self._beside(worker, rows, chosen, enst)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from typing import ClassVar
 
 from toolkit.errors import InputError
-from toolkit.sched.policies.placement import Rank
+from toolkit.sched.policies.placement import Order, Rank
 from toolkit.sched.policies.preemptive import PreemptivePolicy
 from toolkit.sched.types import Job, Worker
 
@@ -22,7 +22,7 @@ class SrptOracle(PreemptivePolicy):
         """The same policy, with the true output length of each request id."""
         return _Told(self, output_tokens)
 
-    def rank(self, worker: Worker, job: Job, generated: int, waits_s: float) -> Rank:
+    def order(self, worker: Worker) -> Order:
         raise InputError(f"policy '{self.name}' needs the true output lengths", "it runs in simulations only")
 
 
@@ -36,10 +36,15 @@ class _Told(SrptOracle):
         super().__init__(*[getattr(policy, field.name) for field in fields(policy)])
         object.__setattr__(self, "_output_tokens", output_tokens)
 
-    def rank(self, worker: Worker, job: Job, generated: int, waits_s: float) -> Rank:
-        request, law = job.request, worker.latency
-        remaining = self._output_tokens[request.request_id] - generated
-        seconds = law.decode_s(1, request.prompt_tokens + generated, remaining)
-        if not generated:
-            seconds += law.prefill_s(1, request.prompt_tokens)
-        return seconds, 0.0, job.ticket
+    def order(self, worker: Worker) -> Order:
+        law, output_tokens = worker.latency, self._output_tokens
+
+        def rank(job: Job, generated: int, _: float) -> Rank:
+            request = job.request
+            remaining = output_tokens[request.request_id] - generated
+            seconds = law.decode_s(1, request.prompt_tokens + generated, remaining)
+            if not generated:
+                seconds += law.prefill_s(1, request.prompt_tokens)
+            return seconds, 0.0, job.ticket
+
+        return rank
