@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from results_file import put_section
 
 from toolkit.sched.policies.parameters import Value
 from toolkit.sim.api import simulate
@@ -165,18 +166,6 @@ def markdown(rows: Sequence[Row], seeds: int) -> str:
     return "\n".join(lines) + "\n"
 
 
-def put_section(path: Path, name: str, text: str) -> None:
-    """Replace what stands between the markers of `name` in a file, or append it with markers."""
-    begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->\n"
-    old = path.read_text(encoding="utf-8") if path.exists() else "# Results\n"
-    if begin in old:
-        before, _, rest = old.partition(begin)
-        new = before + begin + text + end + rest.partition(end)[2]
-    else:
-        new = f"{old.rstrip()}\n\n## Past-Future, Table 1\n\n{begin}{text}{end}"
-    path.write_text(new, encoding="utf-8")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=5)
@@ -187,7 +176,7 @@ def main() -> None:
     rows = table(options.seeds, options.processes)
     text = markdown(rows, options.seeds)
     if options.markdown:
-        put_section(options.markdown, "past_future_table1", text)
+        put_section(options.markdown, "past_future_table1", "Past-Future, Table 1", text)
     outside = [row for row in rows if row.outside]
     if options.json:
         print(json.dumps([vars(row) | {"outside": row.outside} for row in rows]))

@@ -1,28 +1,12 @@
 """One row of each kind of Past-Future's Table 1, with fewer requests: the whole table is a bench."""
 
-import importlib.util
-import sys
-from pathlib import Path
-
+import past_future_table1 as bench
 import pytest
 
 from toolkit.sim.api import simulate
 from toolkit.sim.worlds import make_world, policy_for
 from toolkit.traces.generate import backlog
 from toolkit.traces.lengths import Lengths
-
-BENCH = Path(__file__).parents[1] / "bench" / "past_future_table1.py"
-
-
-@pytest.fixture(scope="module")
-def bench():
-    spec = importlib.util.spec_from_file_location("past_future_table1", BENCH)
-    assert spec
-    assert spec.loader
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.mark.parametrize(
@@ -35,7 +19,7 @@ def bench():
         ("D3", "conservative, overcommit 150 %"),
     ],
 )
-def test_a_row_is_the_papers(bench, data, method):
+def test_a_row_is_the_papers(data, method):
     requests = 800
     (paper,) = [figures for d, m, figures in bench.cells() if (d, m) == (data, method)]
     ours = bench.simulated(data, method, seed=1, requests=requests)
