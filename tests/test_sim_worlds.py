@@ -123,7 +123,7 @@ def test_every_policy_has_every_metric(policy: str) -> None:
         "batch_size_mean", "slices_per_request", "completion_time_std_s", "utilisation_worker_1_percent", "refused",
         "extrapolated_batches_percent", "oom_percent", "peak_memory_percent",
     }  # fmt: skip
-    wanted |= {f"{name}_{stat}_s" for name in ("ttft", "tpot", "mtpot", "e2e") for stat in ("p50", "p99")}
+    wanted |= {f"{name}_{stat}_s" for name in ("ttft", "tpot", "itl", "mtpot", "e2e") for stat in ("p50", "p99")}
     assert wanted - metrics.keys() == set()
     assert 0 < metrics["consumed_memory_percent"] <= metrics["future_required_memory_percent"]
     assert metrics["consumed_memory_percent"] <= metrics["peak_memory_percent"]

@@ -17,6 +17,7 @@ from toolkit.sched.types import Refusal, Request, Worker
 from toolkit.sim.continuous import RoundWorker
 from toolkit.sim.ledger import Ledger, RunsOut
 from toolkit.sim.loop import VirtualWorker, run
+from toolkit.sim.token_gaps import TokenGaps
 from toolkit.sim.validity import CountingRoundWorker, CountingSimWorker, Validity
 from toolkit.sim.worker import SimWorker
 from toolkit.traces.types import Trace
@@ -28,7 +29,8 @@ class World:
 
     `runs_out` is the truth about the memory of static batches, which are reserved whole, and `round_runs_out` that of
     rounds, which hold what they use (None: the law is right); `max_new_tokens` is the limit of requests whose trace
-    names none; `seed` that of the policy's draws. `future_memory` asks for the true peak of memory to come;
+    names none; `seed` that of the policy's draws. `future_memory` asks for the true peak of memory to come,
+    `token_gaps` for the percentiles of all gaps between tokens (ITL);
     without `drain` the simulation stops when the last request has been admitted. Where limits do not hold, outputs may
     be longer than the limits that the policy sees, as they are in Past-Future's Table 1. `believed` is the latency law
     that the scheduler knows, where it is not the one that holds. `valid` is where the laws were measured; None: they
@@ -45,6 +47,7 @@ class World:
     flush_s: float = 0.0  # but workers report tokens at most this often
     seed: int = 0
     future_memory: bool = False
+    token_gaps: bool = False
     drain: bool = True
     limits_hold: bool = True
     believed: LatencyLaw | None = None
@@ -129,6 +132,8 @@ def simulate(trace: Trace, policy: Policy, world: World) -> SimResult:
     if isinstance(policy, Oracle):
         policy = policy.told({request.request_id: k for request, k in zip(requests, outputs, strict=True)})
     ledger = Ledger(trace.arrival_s.tolist(), outputs, world.workers)
+    if world.token_gaps:
+        ledger.token_gaps = TokenGaps()
     scheduler = Scheduler(policy, [world.worker(k) for k in range(world.workers)], seed=world.seed)
     refusals = run(scheduler, requests, virtual_workers(policy, world, ledger, requests), drain=world.drain)
     return SimResult(ledger.served(), counters(ledger, len(refusals), world.memory.usable_tokens), refusals)
@@ -188,6 +193,8 @@ def counters(ledger: Ledger, refused: int, usable_tokens: int) -> dict[str, floa
     if ledger.attempts:
         future = ledger.future_token_attempts / ledger.attempts
         found["future_required_memory_percent"] = 100.0 * future / usable_tokens
+    if ledger.token_gaps is not None:
+        found |= ledger.token_gaps.summary()
     return found | _of_workers(ledger)
 
 

@@ -7,6 +7,7 @@ keeps its own books, so that it can hold the scheduler to its capacity.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from heapq import heappop, heappush
 
@@ -18,6 +19,7 @@ from toolkit.sched.types import Batch, Failure, Job, Moves, RoundResult
 from toolkit.sim.gaps import Gaps
 from toolkit.sim.ledger import Ledger, RunsOut
 from toolkit.sim.shelves import Shelves
+from toolkit.sim.token_gaps import TokenGaps
 
 
 class RoundWorker:
@@ -242,12 +244,16 @@ class RoundWorker:
                 ledger.first_token_s[k] = at_s
             else:
                 ledger.max_gap_s[k] = max(ledger.max_gap_s[k], at_s - ledger.last_token_s[k])
+                if ledger.token_gaps is not None:
+                    ledger.token_gaps.add(1, at_s - ledger.last_token_s[k], at_s - ledger.last_token_s[k])
             ledger.last_token_s[k] = at_s
         jobs.clear()
 
     def _step_gaps(self, n: int, ran: int) -> None:
         """The first step ends the wait since everybody's last token; of the others the last takes longest."""
         length, decode_s, gaps = self._length(), self._decode_s, self._gaps
+        if self._ledger.token_gaps is not None:
+            self._count_gaps(n, ran, self._ledger.token_gaps)
         if self._tokenless or self._resumed or ran == 1 or gaps.waiting_since != self._prefilled_s:
             first_s = self._prefilled_s + decode_s(n, length, 1)
             gaps.end_waits(first_s)
@@ -258,6 +264,20 @@ class RoundWorker:
         if ran > 1:
             gaps.push(self._stepped_s - (self._prefilled_s + decode_s(n, length, ran - 1)))
         gaps.wait_from(self._stepped_s)
+
+    def _count_gaps(self, n: int, ran: int, into: TokenGaps) -> None:
+        """Every gap of a round's steps; those of who has just come back are counted when they get their token."""
+        length, decode_s, begin_s = self._length(), self._decode_s, self._prefilled_s
+        first_s = begin_s + decode_s(n, length, 1)
+        fresh = {*self._tokenless, *self._resumed}
+        joined = Counter(mark for job, (_, _, mark) in self._resident.items() if job not in fresh)
+        for mark, count in joined.items():
+            waited_s = first_s - self._gaps.since(mark)
+            into.add(count, waited_s, waited_s)
+        if ran > 1:
+            second_s = begin_s + decode_s(n, length, 2) - first_s
+            last_s = self._stepped_s - (begin_s + decode_s(n, length, ran - 1))
+            into.add(n * (ran - 1), second_s, last_s)
 
     def _end_those_due(self) -> tuple[str, ...]:
         ends, steps, resident, ledger = self._ends, self._steps, self._resident, self._ledger

@@ -35,6 +35,10 @@ class Gaps:
         """Since when all residents wait for their next token; -1: not all since the same time."""
         return self._waits[0][1] if len(self._waits) == 1 else -1.0
 
+    def since(self, mark: int) -> float:
+        """Since when those with this mark wait for their next token."""
+        return next(since_s for upto, since_s in self._waits if mark <= upto)
+
     def joined(self, at_s: float) -> None:
         """Those who joined last got a token at `at_s`."""
         self._waits.append((self._mark, at_s))

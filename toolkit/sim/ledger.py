@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from toolkit.metrics import Served
+from toolkit.sim.token_gaps import TokenGaps
 
 RunsOut = Callable[[int, int, int, int], bool]  # batch id, N, L, S: does this batch run out of memory?
 
@@ -35,6 +36,7 @@ class Ledger:
     peak_tokens: int = 0  # the most tokens in one worker's cache
     attempts: int = 0  # static batches, or attempts to admit for which the peak to come was asked for
     future_token_attempts: int = 0  # that peak, by the true lengths, summed over them
+    token_gaps: TokenGaps | None = None  # where they are asked for
     evictions: int = 0
     reroutes: int = 0  # residents who left their worker after a slice
     rounds: int = 0  # of continuous workers, as are those below

@@ -122,6 +122,8 @@ class SimWorker:
         if not streams:
             first_s = done_s
         firsts, lasts, gaps = ledger.first_token_s, ledger.last_token_s, ledger.max_gap_s
+        if ledger.token_gaps is not None:
+            self._count_gaps(batch, numbers, generated, first_s)
         ran = max(generated)
         step_s = done_s - prefilled_s - decode_s(size, length, ran - emits - 1) if streams and ran > emits else 0.0
         for k, tokens, ended in zip(numbers, generated, finished, strict=True):
@@ -141,3 +143,18 @@ class SimWorker:
                 ledger.ok[k] = True
             else:
                 lasts[k] = done_s
+
+    def _count_gaps(self, batch: Batch, numbers: list[int], generated: list[int], first_s: float) -> None:
+        """Every gap of a slice, and those since the slice before; as the worker has them, however it reports them."""
+        gaps, firsts, lasts = self._ledger.token_gaps, self._ledger.first_token_s, self._ledger.last_token_s
+        assert gaps is not None
+        for k in numbers:
+            if firsts[k] >= 0.0:
+                gaps.add(1, first_s - lasts[k], first_s - lasts[k])
+        if not self._streams:
+            gaps.add_rows(generated, 0.0, 0.0)
+            return
+        size, length, step = len(batch.jobs), batch.input_length, 2 - self._emits
+        before_s, second_s, third_s = (self._latency.decode_s(size, length, step + k) for k in (-1, 0, 1))
+        second_s, third_s = second_s - before_s, third_s - second_s
+        gaps.add_rows(generated, second_s, third_s - second_s)

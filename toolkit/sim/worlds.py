@@ -92,7 +92,7 @@ def make_world(
         fit = _with_capacity(fit, settings.capacity_tokens)
     limit = max_new_tokens or USUAL_LIMIT
     world = world_from_fit(fit, workers=workers or fit.workers, max_new_tokens=limit, seed=seed)
-    return replace(world, future_memory=True, drain=settings.drain, limits_hold=settings.limits_hold)
+    return replace(world, future_memory=True, token_gaps=True, drain=settings.drain, limits_hold=settings.limits_hold)
 
 
 def _unit_step_world(given: Mapping[str, Value], workers: int, max_new_tokens: int, seed: int) -> World:
@@ -104,6 +104,7 @@ def _unit_step_world(given: Mapping[str, Value], workers: int, max_new_tokens: i
         max_new_tokens,
         seed=seed,
         future_memory=True,
+        token_gaps=True,
         drain=settings.drain,
         limits_hold=settings.limits_hold,
     )
