@@ -6,16 +6,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from toolkit.engines.protocol import FinishReason, Row, SamplingParams, StepOutput
-from toolkit.workers.child import RunningSlice
+from toolkit.engines.protocol import FinishReason, Round, Row, SamplingParams, StepOutput
+from toolkit.workers.child import Outbox, RunningRound, RunningSlice
 from toolkit.workers.frames import (
     MAX_FRAME_BYTES,
     Cancel,
     Done,
+    Interrupt,
     Progress,
     Ready,
     Refused,
     Run,
+    RunRound,
     Start,
     Stop,
     ToWorker,
@@ -90,7 +92,9 @@ class Slice:
         self.now_s = 100.0
         self.channel = FakeChannel()
         run = Run(3, (Row("a", (1,), 0, 9), Row("b", (2,), 0, 9)), 9)
-        self.running = RunningSlice(run, self.channel, 0.05, lambda: self.now_s)  # type: ignore[arg-type]
+        self.outbox = Outbox(self.channel, 0.05, lambda: self.now_s)  # type: ignore[arg-type]
+        self.outbox.begin(3, at_once=True)
+        self.running = RunningSlice(run, self.channel, self.outbox)  # type: ignore[arg-type]
 
     def step(self, at_s: float, ended: Sequence[tuple[int, FinishReason]] = ()) -> bool:
         self.now_s = at_s
@@ -106,7 +110,7 @@ def test_the_first_step_goes_out_at_once_and_others_in_company() -> None:
     for at_s in (100.0, 100.01, 100.02, 100.06, 100.07, 100.08):
         assert one.step(at_s)
     assert one.sent_steps == [1, 3]
-    assert len(one.running.take_unsent()) == 2
+    assert len(one.outbox.take()) == 2
 
 
 def test_the_end_of_a_row_waits_for_company_too() -> None:
@@ -143,3 +147,32 @@ def test_a_record_is_what_was_reported() -> None:
     record.add([StepOutput((0, 1, 2), (5, 6, 7)), StepOutput((0, 2), (8, 9), ((2, "stop"),))])
     assert record.output().tokens == ((5, 8), (6,), (7, 9))
     assert record.output().finish == ("", "", "stop")
+
+
+def running_round(channel: FakeChannel) -> tuple[RunningRound, Outbox]:
+    outbox = Outbox(channel, 0.05, lambda: 100.0)  # type: ignore[arg-type]
+    return RunningRound(RunRound(3, Round(9)), channel, outbox), outbox  # type: ignore[arg-type]
+
+
+def test_a_round_goes_on_until_it_is_interrupted() -> None:
+    channel = FakeChannel()
+    running, _ = running_round(channel)
+    assert running.on_step(StepOutput((7,), (5,)))
+    channel.inbox = [Interrupt(2), Interrupt(3)]
+    assert not running.on_step(StepOutput((7,), (6,)))
+
+
+def test_tokens_of_a_round_without_newcomers_wait_for_those_of_the_round_before() -> None:
+    channel = FakeChannel()
+    running, outbox = running_round(channel)
+    for at_once in (True, False, True):
+        outbox.begin(3, at_once=at_once)
+        assert running.on_step(StepOutput((7,), (5,)))
+    assert [len(frame.steps) for frame in channel.sent] == [1, 2]
+
+
+def test_stop_ends_a_round_and_is_found_again() -> None:
+    channel = FakeChannel()
+    channel.inbox = [Stop()]
+    assert not running_round(channel)[0].on_step(StepOutput((), ()))
+    assert channel.inbox == [Stop()]

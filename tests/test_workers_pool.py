@@ -14,11 +14,11 @@ import tiny
 import uvloop
 
 from toolkit.engines.factory import make_engine
-from toolkit.engines.protocol import Row, SamplingParams, SliceOutput
+from toolkit.engines.protocol import Round, Row, SamplingParams, SliceOutput
 from toolkit.errors import EngineError
 from toolkit.files.recipe import ModelSpec
 from toolkit.workers.pool import ProcessWorkers
-from toolkit.workers.protocol import BatchDone, BatchProgress, WorkerEvent, WorkerLost, WorkerReady
+from toolkit.workers.protocol import BatchDone, BatchProgress, RoundDone, WorkerEvent, WorkerLost, WorkerReady
 
 CRASH, HANG = 200, 201
 LONG = SamplingParams(ignore_eos=True)
@@ -301,3 +301,55 @@ def test_a_real_model_in_a_process() -> None:
         assert done.engine_s > 0
 
     with_workers(scenario, ProcessWorkers(tiny.model_spec(), tiny.engine_spec(), tiny.CPU, 1))
+
+
+def round_tokens(events: Events) -> dict[int, list[int]]:
+    """What the progress of all rounds adds up to, by row number."""
+    tokens: dict[int, list[int]] = {}
+    for event in events.seen:
+        if isinstance(event, BatchProgress):
+            for step in event.steps:
+                for number, token in zip(step.rows, step.tokens, strict=True):
+                    tokens.setdefault(number, []).append(token)
+    return tokens
+
+
+def test_rows_keep_their_places_between_rounds() -> None:
+    async def scenario(workers: ProcessWorkers, events: Events) -> None:
+        alone = expected(ROWS, 40).tokens
+        workers.run_round(0, 1, Round(4, (ROWS[0],), (7,)))
+        (first,) = await events.until(RoundDone)
+        assert (first.failure, first.output.steps, first.output.joined, first.output.ended) == ("", 4, ((7, 0),), ())
+        workers.run_round(0, 2, Round(40, (ROWS[1],), (9,)))
+        second = (await events.until(RoundDone, 2))[1]
+        assert second.output.ended == (9,)
+        got = round_tokens(events)
+        assert tuple(got[9]) == alone[1]
+        assert tuple(got[7]) == alone[0][: 1 + 4 + second.output.steps]
+
+    with_workers(scenario)
+
+
+def test_a_round_ends_soon_after_it_is_interrupted() -> None:
+    async def scenario(workers: ProcessWorkers, events: Events) -> None:
+        workers.run_round(0, 1, Round(10**6, (ENDLESS[0],), (0,)))
+        await events.until(BatchProgress, 2)
+        workers.interrupt(0, 1)
+        (done,) = await events.until(RoundDone)
+        assert 0 < done.output.steps < 10**6
+        assert len(round_tokens(events)[0]) == 1 + done.output.steps
+
+    with_workers(scenario, slow_workers())
+
+
+def test_a_round_that_runs_out_of_memory_or_dies_leaves_nothing() -> None:
+    async def scenario(workers: ProcessWorkers, events: Events) -> None:
+        workers.run_round(0, 1, Round(5, (ROWS[0], Row("huge", (1,) * 2000, 0, 40)), (0, 1)))
+        (done,) = await events.until(RoundDone)
+        assert (done.failure, done.output) == ("oom", None)
+        workers.run_round(0, 2, Round(5, (Row("poison", (CRASH,), 0, 4),), (2,)))
+        crashed = (await events.until(RoundDone, 2))[1]
+        assert (crashed.batch_id, crashed.failure, crashed.output) == (2, "crashed", None)
+        await events.until(WorkerLost)
+
+    with_workers(scenario)

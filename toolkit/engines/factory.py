@@ -9,9 +9,9 @@ from toolkit.files.recipe import EngineSpec, HardwareSpec, ModelSpec
 def make_engine(model: ModelSpec, engine: EngineSpec, hardware: HardwareSpec) -> Engine:
     """Load the engine. `EngineError` or `InputError` where that is not possible."""
     if engine.name == "fake":
-        from toolkit.engines.fake import FakeEngine
+        from toolkit.engines.fake_rounds import FakeRoundEngine
 
-        return FakeEngine.from_specs(model, engine)
+        return FakeRoundEngine.from_specs(model, engine)
     if engine.name == "rebatch":
         from toolkit.engines.rebatch_engine import RebatchEngine
 

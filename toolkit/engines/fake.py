@@ -108,10 +108,9 @@ class FakeEngine:
         width = max(len(row.tokens) for row in rows)
         steps = min(steps, max(remaining(row) for row in rows))
         self._check_memory(len(rows), width + steps)
-        if any(config.crash_token in row.tokens for row in rows):
-            raise RuntimeError(f"a prompt holds the token {config.crash_token} that crashes this engine")
+        self._check_rows(rows)
         record = SliceRecord(rows, (config.eos_token_id,))
-        texts = [_Text(row, config) for row in rows]
+        texts = [Text(row, config) for row in rows]
         for step in range(steps):
             self._wait(self._decode_s(len(rows), width + step) if step else self._prefill_s(len(rows), width))
             wanted = on_step(record.advance([text.next() for text in texts]))
@@ -135,6 +134,10 @@ class FakeEngine:
         self._wait(latency(batch_size, length))
         return clock() - start
 
+    def _check_rows(self, rows: Sequence[Row]) -> None:
+        if any(self._config.crash_token in row.tokens for row in rows):
+            raise RuntimeError(f"a prompt holds the token {self._config.crash_token} that crashes this engine")
+
     def _check_memory(self, batch_size: int, columns: int) -> None:
         needed, capacity = batch_size * columns, self.facts.capacity_tokens
         if needed > capacity:
@@ -145,7 +148,7 @@ class FakeEngine:
             self._sleep(seconds)
 
 
-class _Text:
+class Text:
     """One row's tokens: a checksum of all so far, which can be carried on from any point."""
 
     def __init__(self, row: Row, config: FakeConfig) -> None:

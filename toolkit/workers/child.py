@@ -1,4 +1,6 @@
-"""A worker's process: `python -m toolkit.workers.child FD` loads an engine and serves slices over the socket FD.
+"""A worker's process: `python -m toolkit.workers.child FD` loads an engine and serves slices and rounds over FD.
+
+FD is a socket.
 
 One thread does it all: between two steps it looks whether the front wants something, so a cancelled batch stops, and a
 worker whose front is gone ends by itself. An unexpected error ends the process too: after it, nothing is known of the
@@ -7,6 +9,7 @@ engine's state, and the front knows how to start another.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import signal
 import socket
@@ -15,19 +18,23 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import cast
 
 from toolkit.engines.factory import make_engine
-from toolkit.engines.protocol import Engine, OutOfMemory, Row, StepOutput
+from toolkit.engines.protocol import Engine, OutOfMemory, RoundEngine, Row, StepOutput
 from toolkit.errors import LlmctlError
 from toolkit.files.recipe import EngineSpec, HardwareSpec, ModelSpec
 from toolkit.workers.frames import (
     Cancel,
     Done,
+    DoneRound,
     FromWorker,
+    Interrupt,
     Progress,
     Ready,
     Refused,
     Run,
+    RunRound,
     Start,
     Stop,
     ToWorker,
@@ -88,37 +95,56 @@ class Channel:
         self._waiting.extend(self._reader.feed(data))
 
 
-class RunningSlice:
-    """What happens between two steps of a batch: progress goes out, cancellations come in.
+class Outbox:
+    """Tokens on their way to the front.
 
-    The slice's first tokens go out at once; later ones wait up to `flush_s` for company, a row's last one too, so that
-    the front handles a few frames per second and worker, and not one per token or per end of a row.
+    A batch's first ones go out at once; later ones wait up to `flush_s` for company, a row's last one too, so that the
+    front handles a few frames per second and worker, and not one per token or per end of a row.
     """
 
-    def __init__(self, run: Run, channel: Channel, flush_s: float, clock: Callable[[], float]) -> None:
-        self._run = run
+    def __init__(self, channel: Channel, flush_s: float, clock: Callable[[], float]) -> None:
         self._channel = channel
         self._flush_s = flush_s
         self._clock = clock
+        self._batch_id = -1
         self._unsent: list[StepOutput] = []
         self._sent_s = -1.0
+
+    def begin(self, batch_id: int, *, at_once: bool) -> None:
+        """A batch starts, whose first tokens are urgent or not."""
+        self._batch_id = batch_id
+        if at_once:
+            self._sent_s = -1.0
+
+    def put(self, step: StepOutput) -> None:
+        self._unsent.append(step)
+        now_s = self._clock()
+        if self._sent_s < 0 or now_s - self._sent_s >= self._flush_s:
+            self._channel.send(Progress(self._batch_id, self.take()))
+            self._sent_s = now_s
+
+    def take(self) -> tuple[StepOutput, ...]:
+        """What has not gone out."""
+        steps = tuple(self._unsent)
+        self._unsent.clear()
+        return steps
+
+
+class RunningSlice:
+    """What happens between two steps of a slice: tokens go out, cancellations come in."""
+
+    def __init__(self, run: Run, channel: Channel, outbox: Outbox) -> None:
+        self._run = run
+        self._channel = channel
+        self._outbox = outbox
         self._wanted = {row.request_id for row in run.rows}
 
     def on_step(self, step: StepOutput) -> bool:
         """False where nobody wants the batch any more."""
-        self._unsent.append(step)
-        now_s = self._clock()
-        if self._sent_s < 0 or now_s - self._sent_s >= self._flush_s:
-            self._channel.send(Progress(self._run.batch_id, self.take_unsent()))
-            self._sent_s = now_s
+        self._outbox.put(step)
         for index, _ in step.ended:
             self._wanted.discard(self._run.rows[index].request_id)
         return self._look() and bool(self._wanted)
-
-    def take_unsent(self) -> tuple[StepOutput, ...]:
-        steps = tuple(self._unsent)
-        self._unsent.clear()
-        return steps
 
     def _look(self) -> bool:
         """Take what the front sent. False: end the slice."""
@@ -126,6 +152,26 @@ class RunningSlice:
             if isinstance(frame, Cancel) and frame.batch_id == self._run.batch_id:
                 self._wanted.difference_update(frame.request_ids)
             elif isinstance(frame, Stop):
+                self._channel.put_back(frame)
+                return False
+        return True
+
+
+class RunningRound:
+    """The same of a round, which the front may interrupt."""
+
+    def __init__(self, run: RunRound, channel: Channel, outbox: Outbox) -> None:
+        self._run = run
+        self._channel = channel
+        self._outbox = outbox
+
+    def on_step(self, step: StepOutput) -> bool:
+        """False where the round should end."""
+        self._outbox.put(step)
+        for frame in self._channel.poll():
+            if isinstance(frame, Interrupt) and frame.batch_id == self._run.batch_id:
+                return False
+            if isinstance(frame, Stop):
                 self._channel.put_back(frame)
                 return False
         return True
@@ -142,12 +188,15 @@ def serve(channel: Channel, clock: Callable[[], float] = time.perf_counter) -> i
         channel.send(Refused(error.message, error.hint))
         return error.exit_code
     channel.send(Ready(engine.facts.model_dump_json()))
+    outbox = Outbox(channel, start.flush_s, clock)
     while True:
         frame = channel.receive()
         if isinstance(frame, Stop):
             return 0
         if isinstance(frame, Run):
-            channel.send(_run(engine, frame, RunningSlice(frame, channel, start.flush_s, clock), clock))
+            channel.send(_run(engine, frame, channel, outbox, clock))
+        elif isinstance(frame, RunRound):
+            channel.send(_run_round(cast(RoundEngine, engine), frame, channel, outbox, clock))
 
 
 def _load(start: Start) -> Engine:
@@ -162,13 +211,25 @@ def _load(start: Start) -> Engine:
     return engine
 
 
-def _run(engine: Engine, run: Run, progress: RunningSlice, clock: Callable[[], float]) -> Done:
+def _run(engine: Engine, run: Run, channel: Channel, outbox: Outbox, clock: Callable[[], float]) -> Done:
     start_s = clock()
+    outbox.begin(run.batch_id, at_once=True)
     try:
-        engine.run_slice(run.rows, run.steps, progress.on_step)
+        engine.run_slice(run.rows, run.steps, RunningSlice(run, channel, outbox).on_step)
     except OutOfMemory:
-        return Done(run.batch_id, progress.take_unsent(), clock() - start_s, out_of_memory=True)
-    return Done(run.batch_id, progress.take_unsent(), clock() - start_s)
+        return Done(run.batch_id, outbox.take(), clock() - start_s, out_of_memory=True)
+    return Done(run.batch_id, outbox.take(), clock() - start_s)
+
+
+def _run_round(
+    engine: RoundEngine, run: RunRound, channel: Channel, outbox: Outbox, clock: Callable[[], float]
+) -> DoneRound:
+    start_s = clock()
+    outbox.begin(run.batch_id, at_once=bool(run.plan.enter))
+    output = None
+    with contextlib.suppress(OutOfMemory):
+        output = engine.run_round(run.plan, RunningRound(run, channel, outbox).on_step)
+    return DoneRound(run.batch_id, outbox.take(), clock() - start_s, output)
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -10,7 +10,7 @@ from typing import Generic, TypeVar
 
 import msgspec
 
-from toolkit.engines.protocol import Row, StepOutput
+from toolkit.engines.protocol import Round, RoundOutput, Row, StepOutput
 
 MAX_FRAME_BYTES = 1 << 28
 _HEAD_BYTES = 4
@@ -31,6 +31,19 @@ class Run(msgspec.Struct, frozen=True, tag="run"):
     batch_id: int
     rows: tuple[Row, ...]
     steps: int
+
+
+class RunRound(msgspec.Struct, frozen=True, tag="run-round"):
+    """Run a round, on an engine that keeps its rows."""
+
+    batch_id: int
+    plan: Round
+
+
+class Interrupt(msgspec.Struct, frozen=True, tag="interrupt"):
+    """The running round should end at the next step where it may."""
+
+    batch_id: int
 
 
 class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
@@ -73,8 +86,17 @@ class Done(msgspec.Struct, frozen=True, tag="done"):
     out_of_memory: bool = False
 
 
-ToWorker = Start | Run | Cancel | Stop
-FromWorker = Ready | Refused | Progress | Done
+class DoneRound(msgspec.Struct, frozen=True, tag="done-round"):
+    """The round is over. `output` None: it ran out of memory, and the rows on the device are gone."""
+
+    batch_id: int
+    steps: tuple[StepOutput, ...]
+    engine_s: float
+    output: RoundOutput | None
+
+
+ToWorker = Start | Run | RunRound | Interrupt | Cancel | Stop
+FromWorker = Ready | Refused | Progress | Done | DoneRound
 Frame = TypeVar("Frame")
 
 _ENCODER = msgspec.msgpack.Encoder()

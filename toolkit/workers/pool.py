@@ -7,14 +7,28 @@ import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from toolkit.engines.protocol import Row
+from toolkit.engines.protocol import Round, RoundOutput, Row
 from toolkit.errors import EngineError
 from toolkit.files.profile import EngineFacts
 from toolkit.files.recipe import EngineSpec, HardwareSpec, ModelSpec
 from toolkit.sched.types import Failure
-from toolkit.workers.frames import Cancel, Done, FromWorker, Progress, Ready, Refused, Run, Start, Stop
+from toolkit.workers.frames import (
+    Cancel,
+    Done,
+    DoneRound,
+    FromWorker,
+    Interrupt,
+    Progress,
+    Ready,
+    Refused,
+    Run,
+    RunRound,
+    Start,
+    Stop,
+    ToWorker,
+)
 from toolkit.workers.process import Exit, WorkerProcess
-from toolkit.workers.protocol import BatchDone, BatchProgress, OnEvent, WorkerEvent, WorkerLost, WorkerReady
+from toolkit.workers.protocol import BatchDone, BatchProgress, OnEvent, RoundDone, WorkerEvent, WorkerLost, WorkerReady
 from toolkit.workers.record import BatchRecord
 
 MAX_BACKOFF_S = 30.0
@@ -32,7 +46,7 @@ class _Slot:
     process: WorkerProcess | None = None
     facts: EngineFacts | None = None  # None: not ready
     refusal: Refused | None = None
-    batch: BatchRecord | None = None
+    batch: BatchRecord | int | None = None  # of a round its number alone: it keeps no tokens here
     started: bool = False  # it was ready once
     deaths: int = 0  # in a row, without a batch served between them
     first_ready: asyncio.Future[None] = field(default_factory=_future)
@@ -84,14 +98,27 @@ class ProcessWorkers:
 
     def run(self, worker: int, batch_id: int, rows: Sequence[Row], steps: int) -> None:
         """Send a slice. A worker that is gone answers, too: the batch has crashed."""
+        self._send(worker, BatchRecord(batch_id, len(rows)), Run(batch_id, tuple(rows), steps))
+
+    def run_round(self, worker: int, batch_id: int, plan: Round) -> None:
+        """Send a round; the same holds."""
+        self._send(worker, batch_id, RunRound(batch_id, plan))
+
+    def _send(self, worker: int, batch: BatchRecord | int, frame: ToWorker) -> None:
         slot = self._slots[worker]
         if slot.batch is not None:
-            raise ValueError(f"worker {worker} runs batch {slot.batch.batch_id}; one at a time")
-        slot.batch = BatchRecord(batch_id, len(rows))
+            raise ValueError(f"worker {worker} runs batch {_batch_id(slot.batch)}; one at a time")
+        slot.batch = batch
         if slot.facts is not None and slot.process is not None:
-            slot.process.send(Run(batch_id, tuple(rows), steps))
+            slot.process.send(frame)
         else:
             asyncio.get_running_loop().call_soon(self._end_batch, slot, 0.0, "crashed")
+
+    def interrupt(self, worker: int, batch_id: int) -> None:
+        """Tell the worker; for a round that is over, nothing happens."""
+        process = self._slots[worker].process
+        if process is not None:
+            process.send(Interrupt(batch_id))
 
     def cancel(self, worker: int, batch_id: int, request_ids: Sequence[str]) -> None:
         """Tell the worker; for a batch that is over, nothing happens."""
@@ -157,21 +184,27 @@ class ProcessWorkers:
             self._tell(WorkerReady(slot.index, slot.facts))
         elif isinstance(frame, Refused):
             slot.refusal = frame
-        elif slot.batch is not None and frame.batch_id == slot.batch.batch_id:
+        elif slot.batch is not None and frame.batch_id == _batch_id(slot.batch):
             self._hear_of_batch(slot, slot.batch, frame)
 
-    def _hear_of_batch(self, slot: _Slot, batch: BatchRecord, frame: Progress | Done) -> None:
-        batch.add(frame.steps)
+    def _hear_of_batch(self, slot: _Slot, batch: BatchRecord | int, frame: Progress | Done | DoneRound) -> None:
+        if isinstance(batch, BatchRecord):
+            batch.add(frame.steps)
         if frame.steps:
-            self._tell(BatchProgress(slot.index, batch.batch_id, frame.steps))
+            self._tell(BatchProgress(slot.index, frame.batch_id, frame.steps))
         if isinstance(frame, Done):
             slot.deaths = 0
             self._end_batch(slot, frame.engine_s, "oom" if frame.out_of_memory else "")
+        elif isinstance(frame, DoneRound):
+            slot.deaths = 0
+            self._end_batch(slot, frame.engine_s, "" if frame.output else "oom", frame.output)
 
-    def _end_batch(self, slot: _Slot, engine_s: float, failure: Failure) -> None:
+    def _end_batch(self, slot: _Slot, engine_s: float, failure: Failure, output: RoundOutput | None = None) -> None:
         batch, slot.batch = slot.batch, None
-        if batch is not None:
+        if isinstance(batch, BatchRecord):
             self._tell(BatchDone(slot.index, batch.batch_id, batch.output(), engine_s, failure))
+        elif batch is not None:
+            self._tell(RoundDone(slot.index, batch, output, engine_s, failure))
 
     def _lost(self, slot: _Slot, exited: Exit) -> None:
         was_ready, slot.facts = slot.facts is not None, None
@@ -193,6 +226,10 @@ class ProcessWorkers:
     def _tell(self, event: WorkerEvent) -> None:
         if self._on_event is not None:
             self._on_event(event)
+
+
+def _batch_id(batch: BatchRecord | int) -> int:
+    return batch if isinstance(batch, int) else batch.batch_id
 
 
 def _cannot_start(slot: _Slot, exited: Exit) -> EngineError:

@@ -1,4 +1,4 @@
-"""The seam between whoever schedules and the workers: send a slice, hear what became of it."""
+"""The seam between whoever schedules and the workers: send a slice or a round, hear what became of it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from toolkit.engines.protocol import Row, SliceOutput, StepOutput
+from toolkit.engines.protocol import Round, RoundOutput, Row, SliceOutput, StepOutput
 from toolkit.files.profile import EngineFacts
 from toolkit.sched.types import Failure
 
@@ -29,7 +29,7 @@ class WorkerLost:
 
 @dataclass(slots=True, frozen=True)
 class BatchProgress:
-    """Tokens of a running batch, one or more steps at once."""
+    """Tokens of a running batch, one or more steps at once; in a round, rows go by their numbers."""
 
     worker: int
     batch_id: int
@@ -47,12 +47,26 @@ class BatchDone:
     failure: Failure = ""
 
 
-WorkerEvent = WorkerReady | WorkerLost | BatchProgress | BatchDone
+@dataclass(slots=True, frozen=True)
+class RoundDone:
+    """A round is over; all its tokens came as progress. With a `failure` there is no `output`, and no cache is left.
+
+    What was in host memory survives "oom", and nothing survives "crashed".
+    """
+
+    worker: int
+    batch_id: int
+    output: RoundOutput | None
+    engine_s: float  # wall seconds inside the engine
+    failure: Failure = ""
+
+
+WorkerEvent = WorkerReady | WorkerLost | BatchProgress | BatchDone | RoundDone
 OnEvent = Callable[[WorkerEvent], None]
 
 
 class Workers(Protocol):
-    """N workers, one slice at a time each. Everything runs on one asyncio loop; events arrive through `on_event`."""
+    """N workers, one slice or round at a time each, on one asyncio loop; events arrive through `on_event`."""
 
     size: int
 
@@ -64,8 +78,16 @@ class Workers(Protocol):
         """Send a slice. Exactly one `BatchDone` follows, whatever happens to the process."""
         ...
 
+    def run_round(self, worker: int, batch_id: int, plan: Round) -> None:
+        """Send a round, to engines that re-batch. Exactly one `RoundDone` follows, whatever happens to the process."""
+        ...
+
+    def interrupt(self, worker: int, batch_id: int) -> None:
+        """A running round should end at the next step where it may (`Round.stop_every`)."""
+        ...
+
     def cancel(self, worker: int, batch_id: int, request_ids: Sequence[str]) -> None:
-        """These rows are not wanted any more; the batch may stop early when none is."""
+        """These rows of a slice are not wanted any more; it may stop early when none is."""
         ...
 
     async def stop(self) -> None:
