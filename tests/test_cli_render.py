@@ -11,7 +11,7 @@ from toolkit.files.fit import Fit
 from toolkit.files.io import head, read_file, write_file
 from toolkit.files.plan import Plan
 from toolkit.files.profile import Profile
-from toolkit.files.tuning import Outcome, Trial, Tuning, Window
+from toolkit.files.tuning import Outcome, PolicyResult, Trial, Tuning, Window
 
 RECIPE = """\
 name: test
@@ -186,6 +186,28 @@ def test_a_policy_that_the_engine_cannot_run_is_not_planned(files: Path, capsys:
     message = "policy 'past-future' needs an engine that re-batches; 'transformers' runs static batches"
     assert capsys.readouterr().err.startswith(f"error: {message}\n")
     assert not Path("plan.json").exists()
+
+
+def test_the_refusal_names_the_best_that_the_engine_runs(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    best = Outcome(policy="past-future", parameters={}, metrics={"goodput_rps": 5.0})
+    policies = [
+        PolicyResult(
+            policy=one.policy,
+            trials=1,
+            best_trial=0,
+            held_out=one,
+            feasible=True,
+            importance={},
+            refusal=refusal,
+        )
+        for one, refusal in ((outcome(66), None), (best, "not here"))
+    ]
+    found = tuning({"recipe": Path("recipe.yaml"), "fit": Path("fit.json")}, best_held_out=best, policies=policies)
+    write_file(found, "tuning.json")
+    assert render() == 2
+    hint = "--policy slice --set slice_tokens=66 --set min_interval_s=0.5"
+    assert capsys.readouterr().err.splitlines()[1] == f"hint: the best of the tuning that it runs: {hint}"
+    assert render(*hint.split(), tuned=False) == 0
 
 
 def test_what_is_printed_fits_80_columns(files: Path, capsys: pytest.CaptureFixture[str]) -> None:

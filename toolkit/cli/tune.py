@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from toolkit.files.profile import Profile
     from toolkit.files.recipe import Recipe
 
+AUTO = "auto"
 ESTIMATE_AFTER = 10  # evaluations that are timed for the estimate
 WORTH_SAYING_S = 10.0
 PoliciesOption = Annotated[
@@ -25,6 +26,10 @@ PoliciesOption = Annotated[
     ),
 ]
 JobsOption = Annotated[int | None, typer.Option("--jobs", min=1, help="Processes that simulate; default: all cores.")]
+WorkersOption = Annotated[
+    str | None,
+    typer.Option("--workers", metavar="N|auto", help="Workers; 'auto': the fewest that keep all limits."),
+]
 DrawsOption = Annotated[
     int | None, typer.Option("--draws", min=0, help="Draws of the fitted laws for the verdict's interval; 0: none.")
 ]
@@ -39,6 +44,7 @@ def command(
     trials: Annotated[int | None, typer.Option(min=1, help="Trials; default: the recipe's.")] = None,
     seed: Annotated[int | None, typer.Option(help="Seed; default: the recipe's. Same seed, same bytes.")] = None,
     rate: Annotated[float | None, typer.Option(help="Scale arrivals to this many requests per second.")] = None,
+    workers: WorkersOption = None,
     draws: DrawsOption = None,
     jobs: JobsOption = None,
     as_json: JsonOption = False,
@@ -56,25 +62,30 @@ def command(
     from toolkit.traces.shipped import trace_path
     from toolkit.tuning.crew import Alone, Crew, cores
     from toolkit.tuning.memo import Remembering
-    from toolkit.tuning.tune import Inputs, evaluations, settings_of, tune
+    from toolkit.tuning.tune import Inputs, evaluations, settings_of, tune, tune_to_size
     from toolkit.tuning.workload import make_workload
 
-    spec = _with_options(open_recipe(recipe), policies, trials, seed, rate, draws)
+    given = {"policies": _names(policies), "trials": trials, "seed": seed, "request_rate_rps": rate, "draws": draws}
+    spec = _with_options(open_recipe(recipe), given)
     settings = settings_of(spec)
+    count = _count(workers)
     fitted = read_file(Fit, fit, {"recipe": recipe})
     profile = _profile_of(fitted, fit)
     workload = make_workload(spec, fitted, read_trace(trace_path(trace))[0])
+    if count:
+        spec = spec.model_copy(update={"workers": count})
     for line in workload.trace.notes:
         note(f"trace: {line}")
     made_from = head({"recipe": recipe, "fit": fit, "trace": trace_path(trace)})
     digests = "".join(source.sha256 for source in made_from["inputs"].values())
     fingerprint = f"{digests} {profile is not None} {made_from['tool_version']} {spec.model_dump_json()}"
+    search = tune_to_size if workers == AUTO else tune
     jobs = jobs or cores()
     total = evaluations(settings, spec.tune.draws)
     with Crew(jobs) as crew, progress("tuning", total) as advance:
         memo = Remembering(crew if jobs > 1 else Alone(), Path(f"{out}.partial"), fingerprint)
         watch = Watch(advance, total, memo.remembered, jobs)
-        result = tune(Inputs(spec, fitted, workload, profile), memo, made_from, watch)
+        result = search(Inputs(spec, fitted, workload, profile), memo, made_from, watch)
     write_file(result, out)
     memo.forget()
     emit(as_json, result, lambda: show(result))
@@ -103,18 +114,24 @@ class Watch:
                 note(f"about {seconds(left_s)} for {self._total - self._done} more simulations, {self._jobs} at a time")
 
 
-def _with_options(
-    recipe: Recipe, policies: str | None, trials: int | None, seed: int | None, rate: float | None, draws: int | None
-) -> Recipe:
-    given = {
-        "policies": None if policies is None else [name.strip() for name in policies.split(",") if name.strip()],
-        "trials": trials,
-        "seed": seed,
-        "request_rate_rps": rate,
-        "draws": draws,
-    }
+def _with_options(recipe: Recipe, given: Mapping[str, object]) -> Recipe:
     changed = {key: value for key, value in given.items() if value is not None}
     return recipe.model_copy(update={"tune": recipe.tune.model_copy(update=changed)})
+
+
+def _names(policies: str | None) -> list[str] | None:
+    return None if policies is None else [name.strip() for name in policies.split(",") if name.strip()]
+
+
+def _count(workers: str | None) -> int | None:
+    """The number of workers that was asked for; None for the recipe's, and for 'auto'."""
+    from toolkit.errors import InputError
+
+    if workers is None or workers == AUTO:
+        return None
+    if not workers.isdecimal() or not int(workers):
+        raise InputError(f"--workers {workers}: it is a whole number from 1, or '{AUTO}'")
+    return int(workers)
 
 
 def _profile_of(fitted: Fit, path: Path) -> Profile | None:

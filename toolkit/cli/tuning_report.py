@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from textwrap import fill, wrap
+
 from toolkit.cli.chart import Point, scatter
-from toolkit.cli.output import number, percent, table
-from toolkit.files.tuning import Interval, Outcome, PolicyResult, Tuning, Value
+from toolkit.cli.output import WIDTH, number, percent, table
+from toolkit.files.tuning import Interval, Outcome, PolicyResult, Sizing, Tuning, Value
 
 METRICS = (
     "goodput_rps",
@@ -30,6 +32,8 @@ def show(result: Tuning) -> None:
     """Print a tuning, within 80 columns."""
     before, after = result.defaults_held_out, result.best_held_out
     same = before.policy == after.policy
+    if result.sizing:
+        _show_sizing(result.sizing)
     if len(result.policies) > 1:
         _show_policies(result)
     at = f"{len(result.trials)} trials at {number(result.request_rate_rps)} requests/s on {result.workers} workers"
@@ -54,7 +58,7 @@ def show(result: Tuning) -> None:
 
 def verdict(result: Tuning) -> list[str]:
     """The conclusion, a line each."""
-    lines = []
+    lines = _size_lines(result.sizing)
     if not any(trial.feasible for trial in result.trials):
         lines += _nothing_fits(result)
     elif result.binding_sla and result.binding_ratio is not None:
@@ -71,7 +75,7 @@ def verdict(result: Tuning) -> list[str]:
     lines += _how_sure(result)
     refused = next((one.refusal for one in result.policies if one.policy == result.best_held_out.policy), None)
     if refused and not result.keep_defaults:
-        lines.append(f"`serve` cannot start it: {refused}")
+        lines += wrap(f"`serve` cannot start it: {refused}", WIDTH, subsequent_indent="  ")
     return lines
 
 
@@ -115,10 +119,37 @@ def _show_policies(result: Tuning) -> None:
         for one in sorted(result.policies, key=_order)
     ]
     table(
-        ["policy at its best", ">trials", ">goodput_rps", f">{latency}", "in limits", "served here"],
+        ["policy", ">trials", ">goodput_rps", f">{latency}", "in limits", "engine runs it"],
         rows,
-        title=f"policies, best first, on {len(result.held_out_windows)} held-out windows",
+        title=f"each policy's best trial, on {len(result.held_out_windows)} held-out windows",
     )
+
+
+def _show_sizing(sizing: Sizing) -> None:
+    rows = [
+        (
+            one.settings,
+            one.workers,
+            one.feasible,
+            one.goodput_rps,
+            f"{one.attainment_percent:.1f} %",
+            f"{one.binding} at {one.binding_ratio:.0%}",
+        )
+        for one in sizing.rows
+    ]
+    columns = ["settings", ">workers", "in limits", ">goodput_rps", ">attainment", "what binds"]
+    table(columns, rows, title="workers that were tried, on all windows")
+
+
+def _size_lines(sizing: Sizing | None) -> list[str]:
+    if sizing is None:
+        return []
+    settings = "the recipe's settings" if sizing.settings == "recipe" else "the best settings"
+    lines = [f"workers needed: {sizing.workers}, with {settings}"]
+    if not sizing.one_more_keeps:
+        lines.append(f"  with {sizing.workers + 1} a limit is broken again: leave a margin")
+    lines.append(f"  to serve it: workers: {sizing.workers} in the recipe, then profile and fit again, since")
+    return [*lines, "  workers side by side slow each other; here as many as the fit was made with"]
 
 
 def _order(one: PolicyResult) -> tuple[bool, float]:
@@ -154,7 +185,7 @@ def _show_chart(result: Tuning) -> None:
     ]
     print("\n" + "\n".join(scatter([*points, *on_front, *ends], latency, "goodput_rps of the trials")))
     legend = ", ".join(f"{mark} {policy}" for policy, mark in marks.items())
-    print(f"{legend}; o on the front of goodput and latency, D defaults, B best\n")
+    print(fill(f"{legend}; o on the front of goodput and latency, D defaults, B best", WIDTH) + "\n")
 
 
 def _marks(policies: list[str]) -> dict[str, str]:

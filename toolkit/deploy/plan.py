@@ -16,8 +16,9 @@ from toolkit.files.io import head
 from toolkit.files.plan import Plan, PlannedPolicy
 from toolkit.files.recipe import Recipe
 from toolkit.files.tuning import Outcome, Tuning
-from toolkit.sched.policies import make_policy, refuse_unservable
-from toolkit.sched.policies.parameters import parameters
+from toolkit.sched.policies import POLICIES, make_policy, refuse_unservable
+from toolkit.sched.policies.parameters import Value, defaults, parameters
+from toolkit.sched.protocols import Policy
 
 
 def make_plan(
@@ -39,7 +40,7 @@ def make_plan(
     else:
         choice = _from_recipe(recipe) if tuning is None else _from_tuning(tuning)
     chosen = make_policy(choice.policy, choice.parameters)
-    refuse_unservable(chosen, recipe.engine.name)
+    _check_servable(chosen, recipe, tuning if given is None else None)
     policy = PlannedPolicy(name=choice.policy, parameters=parameters(chosen))
     return Plan(
         **head(inputs, fit.engine.device, fit.environment.device_memory_bytes),
@@ -50,6 +51,26 @@ def make_plan(
         predicted=choice.predicted,
         explained=explain(recipe, fit, policy, choice),
     )
+
+
+def _check_servable(policy: Policy, recipe: Recipe, tuning: Tuning | None) -> None:
+    """`InputError` where the engine cannot run `policy`; its hint is the best of the tuning's policies that it can."""
+    try:
+        refuse_unservable(policy, recipe.engine.name)
+    except InputError as error:
+        served = [one for one in tuning.policies if one.refusal is None] if tuning else []
+        if not served:
+            raise
+        best = max(served, key=lambda one: (one.feasible, one.held_out.metrics["goodput_rps"])).held_out
+        known = defaults(POLICIES[best.policy])
+        changed = [f"--set {name}={_setting(value)}" for name, value in best.parameters.items() if value != known[name]]
+        remedy = " ".join([f"--policy {best.policy}", *changed])
+        raise InputError(error.message, f"the best of the tuning that it runs: {remedy}") from None
+
+
+def _setting(value: Value) -> str:
+    """A parameter's value as `--set` reads it."""
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _check_same(recipe: Recipe, fit: Fit, tuning: Tuning | None) -> None:

@@ -72,6 +72,29 @@ class Uncertainty(Strict):
     better_percent: float = Field(description="share of the draws in which the best beats the defaults")
 
 
+class SizingRow(Strict):
+    """Settings with so many workers on all windows, and the limit that they come nearest to, or break most."""
+
+    settings: str = Field(description="'recipe', or 'tuned for N' by a search with N workers")
+    workers: int
+    feasible: bool
+    goodput_rps: float
+    attainment_percent: float
+    binding: str
+    binding_ratio: float
+
+
+class Sizing(Strict):
+    """How many workers this trace needs: the answer keeps all limits, and one worker less does not."""
+
+    workers: int
+    settings: str
+    one_more_keeps: bool = Field(
+        description="False: one worker more breaks a limit again, so the answer stands on a peak"
+    )
+    rows: list[SizingRow]
+
+
 class Window(Strict):
     """A stretch of the trace."""
 
@@ -111,3 +134,4 @@ class Tuning(Envelope):
         default=[], description="trials that none beats in both goodput and latency, by rising latency"
     )
     uncertainty: Uncertainty | None = None
+    sizing: Sizing | None = Field(default=None, description="where the number of workers was asked for")

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 from toolkit.errors import InputError
 from toolkit.files.fit import Fit
 from toolkit.files.io import Head
 from toolkit.files.profile import Profile
 from toolkit.files.recipe import Recipe
-from toolkit.files.tuning import PolicyResult, Tuning
+from toolkit.files.tuning import Outcome, PolicyResult, Tuning
 from toolkit.files.tuning import Window as WindowSpec
 from toolkit.sched.policies import make_policy, refuse_unservable
 from toolkit.sim.api import World
@@ -19,6 +20,7 @@ from toolkit.tuning.crew import Runner, collect
 from toolkit.tuning.evaluate import Bench, Evaluation, Limits, Task
 from toolkit.tuning.explain import LATENCY, front, importance, sensitivity, sweeps
 from toolkit.tuning.search import Found, Progress, Settings, search
+from toolkit.tuning.sizing import RECIPE, Sizes, answer, fewest, nothing_suffices
 from toolkit.tuning.space import make_spaces
 from toolkit.tuning.uncertainty import Laws, uncertainty
 from toolkit.tuning.workload import Workload, make_world
@@ -61,10 +63,51 @@ def tune(inputs: Inputs, runner: Runner, head: Head, progress: Progress) -> Tuni
         head: the envelope's fields of the result.
         progress: called after each evaluation.
     """
+    return _report(inputs, _search(inputs, runner, progress), runner, head, progress)
+
+
+def tune_to_size(inputs: Inputs, runner: Runner, head: Head, progress: Progress) -> Tuning:
+    """As `tune`, with as few workers as keep all limits: by the recipe's settings, then by what a search finds there.
+
+    Another search follows where fewer suffice. `InputError` where there is no latency target, or no number suffices.
+    """
+    if not inputs.recipe.sla:
+        raise InputError("--workers auto needs latency targets", "give some in the recipe's sla, like ttft_p99_s: 5")
+    settings = settings_of(inputs.recipe)
+    windows = [*inputs.workload.search, *inputs.workload.held_out]
+    bench = Bench(make_world(inputs.recipe, inputs.fit), [w.trace for w in windows], inputs.recipe.sla, "all windows")
+    sizes = Sizes(bench, runner, settings.limits, partial(progress, 0.0), [])
+    own = settings.spaces[0]
+    chosen, name = Outcome(policy=own.policy, parameters=dict(own.start), metrics={}), RECIPE
+    workers = fewest(partial(sizes.keeps, name, chosen))
+    if workers is None:
+        raise nothing_suffices(sizes)
+    while True:
+        inputs = replace(inputs, recipe=inputs.recipe.model_copy(update={"workers": workers}))
+        found = _search(inputs, runner, progress)
+        tuned, tuned_name = found.evaluations[_number(found)].outcome, f"tuned for {workers}"
+        if not sizes.keeps(tuned_name, tuned, workers):
+            break
+        chosen, name = tuned, tuned_name
+        fewer = fewest(partial(sizes.keeps, name, chosen), known=workers)
+        if fewer == workers or fewer is None:
+            break
+        workers = fewer
+    sizing = answer(sizes, name, chosen, workers)
+    return _report(inputs, found, runner, head, progress).model_copy(update={"sizing": sizing})
+
+
+def _search(inputs: Inputs, runner: Runner, progress: Progress) -> Found:
+    world = make_world(inputs.recipe, inputs.fit)
+    bench = _bench("search", inputs.workload.search, world, inputs.recipe)
+    return search(bench, runner, settings_of(inputs.recipe), progress)
+
+
+def _report(inputs: Inputs, found: Found, runner: Runner, head: Head, progress: Progress) -> Tuning:
+    """What is written: the verdict on the best of `found`, and what else its trials show."""
     recipe, workload = inputs.recipe, inputs.workload
     settings, world = settings_of(recipe), make_world(recipe, inputs.fit)
     bench = _bench("search", workload.search, world, recipe)
-    found = search(bench, runner, settings, progress)
     best = found.evaluations[_number(found)]
     verdict = _bench("held out", workload.held_out, world, recipe)
     default, *held_out = _judge(verdict, runner, found, settings, progress)

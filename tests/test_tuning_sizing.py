@@ -1,0 +1,84 @@
+"""How few workers suffice: the search for the count, its verification, and what is said where none does."""
+
+import pytest
+import samples
+from hypothesis import given
+from hypothesis import strategies as st
+from test_tuning import HEAD, trace
+
+from toolkit.errors import InputError
+from toolkit.files.tuning import Tuning
+from toolkit.tuning.crew import Alone, Crew, Runner
+from toolkit.tuning.sizing import WORKERS_MAX, fewest
+from toolkit.tuning.tune import Inputs, tune_to_size
+from toolkit.tuning.workload import make_workload
+
+TUNE = {"trials": 6, "window_s": 4, "draws": 0, "request_rate_rps": 60.0}
+
+
+def size(sla: dict[str, float], runner: Runner | None = None) -> Tuning:
+    recipe = samples.recipe(tune=TUNE, sla=sla)
+    inputs = Inputs(recipe, samples.fit(), make_workload(recipe, samples.fit(), trace()))
+    return tune_to_size(inputs, runner or Alone(), HEAD, lambda best: None)
+
+
+@pytest.fixture(scope="module")
+def sized() -> Tuning:
+    return size({"e2e_p95_s": 3.0})
+
+
+@given(st.integers(1, WORKERS_MAX))
+def test_where_more_is_better_the_fewest_are_found(needed: int) -> None:
+    asked: list[int] = []
+
+    def keeps(count: int) -> bool:
+        asked.append(count)
+        return count >= needed
+
+    assert fewest(keeps) == needed
+    assert len(asked) == len(set(asked)) <= 18
+
+
+@given(st.sets(st.integers(1, WORKERS_MAX)), st.integers(1, WORKERS_MAX))
+def test_wherever_it_is_not_the_answer_keeps_and_its_lower_neighbour_does_not(good: set[int], known: int) -> None:
+    found = fewest((good | {known}).__contains__, known)
+    assert found is not None
+    assert found in good | {known}
+    assert found - 1 not in good | {known}
+
+
+def test_none_where_no_count_suffices() -> None:
+    assert fewest(lambda count: False) is None
+
+
+def test_the_answer_and_its_neighbours_were_simulated(sized: Tuning) -> None:
+    sizing = sized.sizing
+    assert sizing is not None
+    rows = {row.workers: row.feasible for row in sizing.rows if row.settings == sizing.settings}
+    assert sizing.workers == sized.workers > 1
+    assert (rows[sizing.workers - 1], rows[sizing.workers]) == (False, True)
+    assert rows[sizing.workers + 1] == sizing.one_more_keeps
+
+
+def test_the_tuning_is_of_the_answer(sized: Tuning) -> None:
+    assert sized.sizing is not None
+    recipes = [row.workers for row in sized.sizing.rows if row.settings == "recipe" and row.feasible]
+    assert sized.workers <= min(recipes)
+
+
+def test_processes_change_no_byte(sized: Tuning) -> None:
+    with Crew(2) as crew:
+        assert size({"e2e_p95_s": 3.0}, crew).model_dump_json() == sized.model_dump_json()
+
+
+def test_what_no_number_of_workers_can_keep_is_named() -> None:
+    with pytest.raises(InputError) as caught:
+        size({"ttft_p50_s": 1e-3})
+    message = caught.value.message
+    assert message.startswith("no number of workers up to 256 keeps all limits: ttft_p50_s is at ")
+    assert message.endswith("of its limit even with 256")
+
+
+def test_without_targets_there_is_nothing_to_size_for() -> None:
+    with pytest.raises(InputError, match="needs latency targets"):
+        size({})
