@@ -1,9 +1,11 @@
-"""Plots of a few lines for the terminal: bars, and curves drawn with a letter each. Plain text, no escape codes."""
+"""Plots of a few lines for the terminal: bars, curves of a letter each, points. Plain text, no escape codes."""
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from string import ascii_lowercase
 
 from toolkit.cli.output import WIDTH, number
@@ -63,6 +65,33 @@ def chart(curves: Mapping[str, Curve], *, x_name: str, log_x: bool = False) -> l
     return [*_framed(canvas, top), _axis(low, high, x_name), *_legend(kept)]
 
 
+@dataclass(slots=True, frozen=True)
+class Point:
+    """Where, and the one character that marks it. Later points are drawn over earlier ones."""
+
+    x: float
+    y: float
+    mark: str
+
+
+def scatter(points: Sequence[Point], *, x_name: str) -> list[str]:
+    """Points, both axes from the least value to the greatest; that of x is logarithmic where all are positive."""
+    if not points:
+        return []
+    xs, ys = [point.x for point in points], [point.y for point in points]
+    along = math.log if min(xs) > 0 else float
+    canvas = [[" "] * COLUMNS for _ in range(ROWS)]
+    for point in points:
+        column = _place(along(point.x), along(min(xs)), along(max(xs)), COLUMNS)
+        canvas[ROWS - 1 - _place(point.y, min(ys), max(ys), ROWS)][column] = point.mark
+    return [*_framed(canvas, max(ys), number(min(ys))), _axis(min(xs), max(xs), x_name)]
+
+
+def _place(value: float, low: float, high: float, cells: int) -> int:
+    """The cell of `value` where `low` is the first and `high` the last."""
+    return round((value - low) / (high - low) * (cells - 1)) if high > low else 0
+
+
 def _above_zero(curve: Curve) -> Curve:
     pairs = [(x, y) for x, y in zip(*curve, strict=True) if x > 0]
     return [x for x, _ in pairs], [y for _, y in pairs]
@@ -72,8 +101,8 @@ def _letters(names: Mapping[str, Curve]) -> str:
     return (ascii_lowercase * (len(names) // len(ascii_lowercase) + 1))[: len(names)]
 
 
-def _framed(canvas: Sequence[Sequence[str]], top: float) -> list[str]:
-    labels = {0: number(top), len(canvas) - 1: "0"}
+def _framed(canvas: Sequence[Sequence[str]], top: float, bottom: str = "0") -> list[str]:
+    labels = {0: number(top), len(canvas) - 1: bottom}
     return [f"{labels.get(k, ''):>8} |{''.join(row)}".rstrip() for k, row in enumerate(canvas)] + [
         " " * 9 + "+" + "-" * COLUMNS
     ]

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from textwrap import fill, wrap
+from textwrap import fill
 
-from toolkit.cli.chart import Point, scatter
 from toolkit.cli.output import WIDTH, number, percent, table
+from toolkit.cli.plots import Point, scatter
 from toolkit.files.tuning import Interval, Outcome, PolicyResult, Sizing, Tuning, Value
 
 METRICS = (
@@ -53,7 +53,7 @@ def show(result: Tuning) -> None:
     _show_sensitivity(result)
     _show_chart(result)
     for line in verdict(result):
-        print(line)
+        print(fill(line, WIDTH, subsequent_indent="  "))
 
 
 def verdict(result: Tuning) -> list[str]:
@@ -75,7 +75,7 @@ def verdict(result: Tuning) -> list[str]:
     lines += _how_sure(result)
     refused = next((one.refusal for one in result.policies if one.policy == result.best_held_out.policy), None)
     if refused and not result.keep_defaults:
-        lines += wrap(f"`serve` cannot start it: {refused}", WIDTH, subsequent_indent="  ")
+        lines.append(f"`serve` cannot start it: {refused}")
     return lines
 
 
@@ -183,7 +183,8 @@ def _show_chart(result: Tuning) -> None:
     ends = [
         _point(t.outcome, latency, {}, m) for t in known for n, m in ((0, "D"), (number_of_best, "B")) if t.number == n
     ]
-    print("\n" + "\n".join(scatter([*points, *on_front, *ends], latency, "goodput_rps of the trials")))
+    print("\ngoodput_rps of the trials")
+    print("\n".join(scatter([*points, *on_front, *ends], x_name=latency)))
     legend = ", ".join(f"{mark} {policy}" for policy, mark in marks.items())
     print(fill(f"{legend}; o on the front of goodput and latency, D defaults, B best", WIDTH) + "\n")
 

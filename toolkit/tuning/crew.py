@@ -94,7 +94,7 @@ class Crew:
     def _receive(self, pipe: Connection) -> Evaluation:
         try:
             result = pipe.recv()
-        except EOFError:
+        except (EOFError, OSError):
             raise RuntimeError("a process of the search died") from None
         if isinstance(result, _Failure):
             raise result.kind(result.message, result.hint)

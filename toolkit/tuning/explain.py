@@ -46,7 +46,8 @@ def sensitivity(
 def importance(found: Found, policy: str) -> dict[str, float]:
     """Each searched parameter's share of what tells a policy's best tenth of trials from the others, most first.
 
-    PED-ANOVA (Watanabe et al. 2023) on the policy's own trials; empty for fewer than 10, or where nothing was searched.
+    PED-ANOVA (Watanabe et al. 2023) on the policy's own trials; empty for fewer than 10, or where nothing was searched,
+    or where so many are equally good that the best tenth is all of them.
     """
     trials = [
         optuna.trial.create_trial(
@@ -58,7 +59,8 @@ def importance(found: Found, policy: str) -> dict[str, float]:
         for trial, evaluation in zip(found.study.trials, found.evaluations, strict=True)
         if evaluation.outcome.policy == policy
     ]
-    if len(trials) < IMPORTANCE_TRIALS or not trials[0].params:
+    values = sorted((trial.value for trial in trials), reverse=True)
+    if len(trials) < IMPORTANCE_TRIALS or not trials[0].params or values[len(values) // 10] == values[-1]:
         return {}
     study = optuna.create_study(direction="maximize")
     study.add_trials(trials)

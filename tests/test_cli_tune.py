@@ -1,0 +1,156 @@
+"""`llmctl tune`: what it prints and writes, whatever the number of processes, and what it refuses."""
+
+import json
+from pathlib import Path
+
+import pytest
+import samples
+
+from toolkit.cli import main
+from toolkit.files.io import head, read_file, write_file
+from toolkit.files.plan import Plan
+from toolkit.files.profile import Profile
+from toolkit.files.tuning import Tuning
+
+RECIPE = """\
+name: test
+model: {source: org/model, max_model_len: 512, kv_bytes_per_token: 4096, dtype: float32}
+hardware: {device: cpu, name: any}
+engine: {name: fake}
+workers: 2
+profile: {batch_sizes: [1], input_lengths: [8], cached_lengths: [8], memory_lengths: [8]}
+sla: {ttft_p99_s: 2, e2e_p95_s: 8}
+policy: {name: sequence, parameters: {batch_size: 1}}
+tune: {trials: 6, window_s: 2, draws: 3}
+serve: {max_new_tokens: 128}
+"""
+
+
+@pytest.fixture
+def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory, with a recipe whose policy is a poor one, and a fit of it."""
+    monkeypatch.chdir(tmp_path)
+    Path("recipe.yaml").write_text(RECIPE)
+    profile = Profile(
+        **head({"recipe": Path("recipe.yaml")}),
+        recipe_name="test",
+        workers=2,
+        clock="wall",
+        engine=samples.fit().engine,
+        prefill=[],
+        decode=[],
+        slices=[],
+        memory=[],
+    )
+    write_file(profile, "profile.json")
+    write_file(samples.fit().model_copy(update=dict(head({"profile": "profile.json"}))), "fit.json")
+    Path("profile.json").unlink()  # so that the laws are scaled, not resampled
+    rows = [{"timestamp": 25 * k, "input_length": 40 + 7 * k % 90, "output_length": 8 + 5 * k % 60} for k in range(900)]
+    Path("trace.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return tmp_path
+
+
+def llmctl(*words: str) -> int:
+    with pytest.raises(SystemExit) as caught:
+        main.run(words)
+    assert isinstance(caught.value.code, int)
+    return caught.value.code
+
+
+def tune(*words: str) -> int:
+    return llmctl(
+        "tune", "recipe.yaml", "--trace", "trace.jsonl", *(words if "--jobs" in words else ("--jobs", "1", *words))
+    )
+
+
+def test_what_is_printed_fits_80_columns_and_says_what_matters(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert tune("--policies", "slice,past-future") == 0
+    out, err = capsys.readouterr()
+    assert max(map(len, out.splitlines())) <= 80
+    for said in (
+        "each policy's best trial",
+        "goodput_rps of the trials",
+        "the target that binds: ",
+        "gain over the defaults, held out: +",
+        "with the fit's error, in 90 % of 3 draws (no profile: laws scaled):",
+        "the best beats the defaults in 100 % of the draws",
+        "policy 'past-future' needs an engine that re-batches",
+    ):
+        assert said in out
+    assert "wrote tuning.json" in err
+    assert not Path("tuning.json.partial").exists()
+
+
+def test_processes_change_no_byte_of_the_file(files: Path) -> None:
+    assert tune("--out", "one.json") == tune("--jobs", "2", "--out", "two.json") == 0
+    assert Path("one.json").read_bytes() == Path("two.json").read_bytes()
+
+
+def test_another_policy_than_the_recipes_is_rendered(files: Path) -> None:
+    assert tune("--policies", "slice", "--draws", "0") == 0
+    assert read_file(Tuning, "tuning.json").best_held_out.policy == "slice"
+    assert llmctl("render", "recipe.yaml", "--fit", "fit.json", "--tuning", "tuning.json") == 0
+    plan = read_file(Plan, "plan.json")
+    assert plan.policy.name == "slice"
+    assert plan.policy.parameters == read_file(Tuning, "tuning.json").best_held_out.parameters
+    assert plan.explained["slice_tokens"].source.startswith("trial ")
+
+
+def test_a_best_that_the_engine_cannot_run_is_refused_with_what_it_can(
+    files: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert tune("--policies", "slice,past-future", "--draws", "0") == 0
+    capsys.readouterr()
+    assert llmctl("render", "recipe.yaml", "--fit", "fit.json", "--tuning", "tuning.json") == 2
+    message, hint = capsys.readouterr().err.splitlines()
+    assert message == "error: policy 'past-future' needs an engine that re-batches; 'fake' runs static batches"
+    words = hint.removeprefix("hint: the best of the tuning that it runs: ").split()
+    assert words[:2] == ["--policy", "slice"]
+    assert llmctl("render", "recipe.yaml", "--fit", "fit.json", *words) == 0
+
+
+def test_nothing_within_the_limits_is_said_with_what_binds_and_a_remedy(
+    files: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("recipe.yaml").write_text(RECIPE.replace("ttft_p99_s: 2", "ttft_p99_s: 0.001"))
+    assert tune("--draws", "0") == 0
+    lines = capsys.readouterr().out.splitlines()
+    at = next(k for k, line in enumerate(lines) if line.startswith("no trial keeps all limits; ttft_p99_s binds"))
+    assert any(line.startswith("remedy: fewer requests (--rate), more workers") for line in lines[at:])
+
+
+def test_the_fewest_workers_are_said_and_written(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert tune("--workers", "auto", "--policies", "slice", "--draws", "0") == 0
+    result = read_file(Tuning, "tuning.json")
+    assert result.sizing is not None
+    out = capsys.readouterr().out
+    assert f"workers needed: {result.sizing.workers}, with " in out
+    assert "workers that were tried, on all windows" in out
+    assert max(map(len, out.splitlines())) <= 80
+
+
+def test_json_is_the_file(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert tune("--json", "--draws", "0") == 0
+    assert json.loads(capsys.readouterr().out) == json.loads(Path("tuning.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("words", "message", "hint"),
+    [
+        (("--policies", "slic"), "tune.policies: there is no policy 'slic'", "did you mean 'slice'?"),
+        (
+            ("--policies", "past-future-oracle"),
+            "policy 'past-future-oracle' knows the true output lengths, so it exists in simulations only",
+            "choose another policy to serve with; see docs/policies.md",
+        ),
+        (("--workers", "0"), "--workers 0: it is a whole number from 1, or 'auto'", ""),
+        (("--workers", "many"), "--workers many: it is a whole number from 1, or 'auto'", ""),
+    ],
+)
+def test_what_cannot_be_searched_is_refused_before_anything_runs(
+    files: Path, words: tuple[str, ...], message: str, hint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert tune(*words) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert lines == [f"error: {message}", *([f"hint: {hint}"] if hint else [])]
+    assert not Path("tuning.json.partial").exists()
