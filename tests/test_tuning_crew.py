@@ -1,6 +1,7 @@
 """Processes that run tasks: what they compute, which errors come back, and that none is left behind."""
 
 import multiprocessing
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -51,6 +52,20 @@ def test_leaving_ends_the_processes_also_in_the_middle(bench: Bench):
     with Crew(1) as crew:
         next(crew.run([Task(bench, "slice"), Task(bench, "slice")]))
     assert set(multiprocessing.active_children()) - before == set()
+
+
+def test_windows_of_a_task_are_put_together_in_order(crew: Crew, bench: Bench):
+    several = replace(bench, windows=[trace(40, seed) for seed in range(3)])
+    tasks = [Task(several, "slice"), Task(several, "sequence")]
+    assert collect(crew, tasks) == collect(Alone(), tasks)
+
+
+def test_answers_of_tasks_that_were_left_are_not_taken_for_the_next_ones(bench: Bench):
+    with Crew(2) as crew:
+        left = crew.run([Task(bench, "sequence"), Task(bench, "sequence"), Task(bench, "sequence")])
+        next(left)
+        left.close()
+        assert collect(crew, [Task(bench, "slice")]) == collect(Alone(), [Task(bench, "slice")])
 
 
 def test_a_process_that_dies_is_an_error_and_no_wait_for_ever(bench: Bench):

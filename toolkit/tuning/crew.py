@@ -1,8 +1,8 @@
 """Who runs the tasks of a search: this process, or several that it starts.
 
-A process gets a task over its own pipe and sends the evaluation back; it ends when the pipe does, so none is left
-behind when this one is killed. The keyboard's interrupt is for the parent alone, which then ends its processes. Results
-are the same whoever computes them; only the order in which they come is not.
+A process gets one window of a task over its own pipe and sends back what it saw; it ends when the pipe does, so none is
+left behind when this one is killed. The keyboard's interrupt is for the parent alone, which then ends its processes.
+Results are the same whoever computes them; only the order in which they come is not.
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ import multiprocessing
 import os
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from types import TracebackType
 from typing import Protocol
 
 from toolkit.errors import LlmctlError
-from toolkit.tuning.evaluate import Evaluation, Task
+from toolkit.tuning.evaluate import Evaluation, Seen, Task
 
 
 class Runner(Protocol):
@@ -48,6 +49,15 @@ class Alone:
         return ((index, task.run()) for index, task in enumerate(tasks))
 
 
+@dataclass(slots=True, frozen=True)
+class Piece:
+    """One window of a task: tasks differ in length, and smaller pieces keep all processes busy to the end."""
+
+    index: int
+    window: int
+    task: Task  # on this window alone
+
+
 class Crew:
     """Runs tasks in `jobs` processes, started with the first tasks. Leave its `with` block to end them.
 
@@ -62,6 +72,9 @@ class Crew:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        self._end()
+
+    def _end(self) -> None:
         for process, pipe in self._members:
             pipe.close()
             process.terminate()
@@ -70,16 +83,26 @@ class Crew:
         self._members = []
 
     def run(self, tasks: Sequence[Task]) -> Iterator[tuple[int, Evaluation]]:
-        waiting = iter(enumerate(tasks))
-        running: dict[Connection, int] = {}
-        for _, pipe in self._start(len(tasks)):
-            _hand_out(pipe, waiting, running)
-        while running:
-            for pipe in _ready(running):
-                index = running.pop(pipe)
-                evaluation = self._receive(pipe)
+        pieces = [Piece(k, w, task.on(w)) for k, task in enumerate(tasks) for w in range(len(task.bench.windows))]
+        waiting = iter(pieces)
+        running: dict[Connection, Piece] = {}
+        seen: dict[int, dict[int, Seen]] = {k: {} for k in range(len(tasks))}
+        try:
+            for _, pipe in self._start(len(pieces)):
                 _hand_out(pipe, waiting, running)
-                yield index, evaluation
+            while running:
+                for pipe in _ready(running):
+                    piece = running.pop(pipe)
+                    windows = seen[piece.index]
+                    windows[piece.window] = _receive(pipe)
+                    _hand_out(pipe, waiting, running)
+                    task = tasks[piece.index]
+                    if len(windows) == len(task.bench.windows):
+                        yield piece.index, task.sum_up([windows[k] for k in range(len(windows))])
+                        del seen[piece.index]
+        finally:
+            if running:  # left in the middle: their answers must not be taken for the next tasks'
+                self._end()
 
     def _start(self, wanted: int) -> list[tuple[multiprocessing.process.BaseProcess, Connection]]:
         context = multiprocessing.get_context("spawn")  # a fork would copy locks that other threads hold
@@ -91,16 +114,6 @@ class Crew:
             self._members.append((process, ours))
         return self._members[:wanted]
 
-    def _receive(self, pipe: Connection) -> Evaluation:
-        try:
-            result = pipe.recv()
-        except (EOFError, OSError):
-            raise RuntimeError("a process of the search died") from None
-        if isinstance(result, _Failure):
-            raise result.kind(result.message, result.hint)
-        assert isinstance(result, Evaluation)
-        return result
-
 
 class _Failure:
     """A user's error on its way to the parent: exceptions lose their hint between processes."""
@@ -109,16 +122,27 @@ class _Failure:
         self.kind, self.message, self.hint = type(error), error.message, error.hint
 
 
-def _ready(running: Mapping[Connection, int]) -> list[Connection]:
+def _ready(running: Mapping[Connection, Piece]) -> list[Connection]:
     ready = set(wait(list(running)))
     return [pipe for pipe in running if pipe in ready]
 
 
-def _hand_out(pipe: Connection, waiting: Iterator[tuple[int, Task]], running: dict[Connection, int]) -> None:
-    for index, task in waiting:
-        pipe.send(task)
-        running[pipe] = index
+def _hand_out(pipe: Connection, waiting: Iterator[Piece], running: dict[Connection, Piece]) -> None:
+    for piece in waiting:
+        pipe.send(piece)
+        running[pipe] = piece
         return
+
+
+def _receive(pipe: Connection) -> Seen:
+    try:
+        result = pipe.recv()
+    except (EOFError, OSError):
+        raise RuntimeError("a process of the search died") from None
+    if isinstance(result, _Failure):
+        raise result.kind(result.message, result.hint)
+    assert isinstance(result, Seen)
+    return result
 
 
 def _work(pipe: Connection) -> None:
@@ -126,11 +150,11 @@ def _work(pipe: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     while True:
         try:
-            task = pipe.recv()
+            piece = pipe.recv()
         except (EOFError, OSError):
             return
         try:
-            result: Evaluation | _Failure = task.run()
+            result: Seen | _Failure = piece.task.simulate(0)
         except LlmctlError as error:
             result = _Failure(error)
         try:

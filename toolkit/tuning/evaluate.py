@@ -6,7 +6,7 @@ Every candidate meets the same windows and the same draws (common random numbers
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import fmean
 
 import numpy as np
@@ -83,28 +83,45 @@ class Bench:
     sla: Mapping[str, float]
     label: str = "search"
 
-    def evaluate(self, policy: str, given: Mapping[str, Value]) -> Evaluation:
-        """Simulate every window. Metrics are means over windows; targets are judged on all their requests together."""
-        candidate = make_policy(policy, given)
-        results = [simulate(window, candidate, self.world) for window in self.windows]
-        per_window = [result.metrics(self.sla) for result in results]
-        metrics = {key: fmean(m[key] for m in per_window) for key in per_window[0] if all(key in m for m in per_window)}
-        served = [result.served for result in results]
-        metrics[ATTAINMENT_LOWER] = lower_bound_percent([meets_sla(one, self.sla) for one in served])
-        outcome = Outcome(policy=policy, parameters=parameters(candidate), metrics=metrics)
-        return Evaluation(outcome, sla_ratios(_joined(served), self.sla))
+
+@dataclass(slots=True, frozen=True)
+class Seen:
+    """What one window showed."""
+
+    served: Served
+    metrics: dict[str, float]
 
 
 @dataclass(slots=True, frozen=True)
 class Task:
-    """A candidate to be tried on a bench."""
+    """A candidate to be tried on a bench: window by window, in whatever order, and then summed up."""
 
     bench: Bench
     policy: str
     parameters: Mapping[str, Value] = field(default_factory=dict)
 
+    def on(self, window: int) -> Task:
+        """The same candidate on one window of the bench."""
+        return replace(self, bench=replace(self.bench, windows=[self.bench.windows[window]]))
+
+    def simulate(self, window: int) -> Seen:
+        """One window of the bench."""
+        candidate = make_policy(self.policy, self.parameters)
+        result = simulate(self.bench.windows[window], candidate, self.bench.world)
+        return Seen(result.served, result.metrics(self.bench.sla))
+
+    def sum_up(self, seen: Sequence[Seen]) -> Evaluation:
+        """The evaluation: metrics are means over windows; targets are judged on all their requests together."""
+        sla, first = self.bench.sla, seen[0].metrics
+        metrics = {key: fmean(one.metrics[key] for one in seen) for key in first if all(key in o.metrics for o in seen)}
+        metrics[ATTAINMENT_LOWER] = lower_bound_percent([meets_sla(one.served, sla) for one in seen])
+        whole = parameters(make_policy(self.policy, self.parameters))
+        outcome = Outcome(policy=self.policy, parameters=whole, metrics=metrics)
+        return Evaluation(outcome, sla_ratios(_joined([one.served for one in seen]), sla))
+
     def run(self) -> Evaluation:
-        return self.bench.evaluate(self.policy, self.parameters)
+        """All windows, here and now."""
+        return self.sum_up([self.simulate(window) for window in range(len(self.bench.windows))])
 
 
 def _joined(served: Sequence[Served]) -> Served:
