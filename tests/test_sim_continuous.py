@@ -13,7 +13,7 @@ from toolkit.estimators.memory import ZetaMemory
 from toolkit.files.fit import Segment
 from toolkit.sched.history import History
 from toolkit.sched.policies import make_policy
-from toolkit.sched.protocols import LooksBack, Reschedules
+from toolkit.sched.protocols import LooksBack, Reorders, Reschedules
 from toolkit.sim.api import World, simulate
 from toolkit.traces.types import Trace
 
@@ -169,6 +169,9 @@ class Stepwise:
     def release(self, view, now_s):
         return self._policy.release(view, now_s) if isinstance(self._policy, Reschedules) else ()
 
+    def reorder(self, view, now_s):
+        return self._policy.reorder(view, now_s) if isinstance(self._policy, Reorders) else ((), ())
+
     def route(self, view, now_s):
         return self._policy.route(view, now_s)
 
@@ -184,6 +187,7 @@ STEPWISE = {
     "slices that move": ("slice-continuous", {"slice_tokens": 5, "margin": 0.0}),
     "slices, in turn": ("slice-continuous", {"slice_tokens": 9, "router": "round-robin", "reserve": 0.1}),
     "past-future": ("past-future", {"reserve": 0.0, "window": 5}),
+    "in time": ("past-future-sla", {"reserve": 0.0, "window": 5, "ttft_s": 0.5, "mtpot_s": 0.08}),
 }
 
 

@@ -12,7 +12,7 @@ from toolkit.estimators.swap import LinearSwap
 from toolkit.sched.eventlog import Recorder, from_lines, replay, to_line
 from toolkit.sched.history import History
 from toolkit.sched.policies import ORACLES, POLICIES, make_policy
-from toolkit.sched.protocols import LooksBack, Oracle, Reschedules
+from toolkit.sched.protocols import LooksBack, Oracle, Reorders, Reschedules
 from toolkit.sched.scheduler import Scheduler
 from toolkit.sched.types import BatchResult, Moves, Request, Worker
 from toolkit.sim.api import World, requests_of, simulate, virtual_workers
@@ -34,6 +34,8 @@ CASES = {
     "aggressive, least-loaded": ("aggressive", {"router": "least-loaded"}),
     "past-future": ("past-future", {"reserve": 0.0, "interval_steps": 2}),
     "past-future, future-memory": ("past-future", {"router": "future-memory", "initial_count": 9, "initial_length": 5}),
+    "past-future-sla": ("past-future-sla", {"interval_steps": 2, "ttft_s": 0.3, "mtpot_s": 0.01}),
+    "past-future-sla, all late": ("past-future-sla", {"ttft_s": 1e-6, "late_share": 0.5}),
     "slice-continuous": ("slice-continuous", {"slice_tokens": 8, "interval_steps": 4}),
     "slice-continuous, restless": ("slice-continuous", {"slice_tokens": 1, "interval_steps": 1, "margin": 0.0}),
     "slice-continuous, in turn": ("slice-continuous", {"slice_tokens": 5, "router": "round-robin", "reserve": 0.2}),
@@ -99,6 +101,9 @@ class Watch:
             assert worker.running is None
             assert job in worker.residents.jobs, "a job leaves that is not there"
         return leaving
+
+    def reorder(self, view, now_s):
+        return self._policy.reorder(view, now_s) if isinstance(self._policy, Reorders) else ((), ())
 
     def route(self, view, now_s):
         return self._policy.route(view, now_s)

@@ -115,6 +115,18 @@ class Reschedules(Protocol):
 
 
 @runtime_checkable
+class Reorders(Protocol):
+    """A policy whose jobs do not always wait in the order in which they came."""
+
+    def reorder(self, view: View, now_s: float) -> tuple[Sequence[Job], Sequence[Job]]:
+        """Who goes behind all others at his worker, and who of those behind comes before all others.
+
+        Asked at every tick before `plan`.
+        """
+        ...
+
+
+@runtime_checkable
 class Oracle(Protocol):
     """A policy that needs the future, which only a simulation can tell it."""
 

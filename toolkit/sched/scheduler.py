@@ -19,7 +19,7 @@ import numpy as np
 from toolkit.sched import moves
 from toolkit.sched.history import History
 from toolkit.sched.inbox import Inbox
-from toolkit.sched.protocols import LooksBack, MemoryLaw, Policy, Reschedules
+from toolkit.sched.protocols import LooksBack, MemoryLaw, Policy, Reorders, Reschedules
 from toolkit.sched.types import NO_LIMIT, Batch, BatchResult, Job, Refusal, Request, RoundResult, View, Worker
 
 MAX_STRIKES = 2  # a job that failed this often alone is given up
@@ -48,6 +48,7 @@ class Scheduler:
         self._interrupts: list[int] = []
         self._cancelled: dict[int, list[Job]] = {}  # by worker: ended, and its cache still there
         self._reschedules = policy if isinstance(policy, Reschedules) else None
+        self._reorders = policy if isinstance(policy, Reorders) else None
         self._released: dict[int, list[Job]] = {}  # by worker: left it, and its cache still there
         self._view = View(self._pool, self.workers, -math.inf, self._finished, np.random.default_rng(seed))
         longest = _usable if policy.continuous else _longest_alone
@@ -76,7 +77,7 @@ class Scheduler:
     def waiting_jobs(self) -> int:
         """Requests that wait to run: in the pool, at a worker, preempted, or in a batch in its queue."""
         queued = sum(batch.size for worker in self.workers for batch in worker.queue)
-        at_workers = sum(len(worker.inbox) + len(worker.held) + len(worker.swapped) for worker in self.workers)
+        at_workers = sum(worker.inbox.waiting + len(worker.held) + len(worker.swapped) for worker in self.workers)
         return len(self._pool) + queued + at_workers
 
     def submit(self, request: Request, now_s: float) -> Refusal | None:
@@ -101,6 +102,9 @@ class Scheduler:
         if self._pool:
             self._route(now_s)
         view = self._view
+        view.now_s = now_s
+        if self._reorders is not None:
+            self._reorder(*self._reorders.reorder(view, now_s))
         decision = self.policy.plan(view, now_s)
         if view.arrived:
             view.arrived.clear()
@@ -166,6 +170,8 @@ class Scheduler:
         if result.prefilled and batch.jobs and worker.latency.prefill_emits_token:
             residents.emitted(batch.jobs)
         residents.steps += result.steps
+        if result.steps:
+            worker.stepped_s = now_s
         for request_id in result.ended:
             job = self._jobs[request_id]
             residents.leave(job)
@@ -255,7 +261,7 @@ class Scheduler:
         if not any(other.alive for other in self.workers):
             return  # what waits here, waits for this worker to come back
         inbox, worker.inbox = worker.inbox, Inbox()
-        self._to_pool(inbox)
+        self._to_pool(inbox.everybody())
         queue, worker.queue = worker.queue, deque()
         worker.load_s = 0.0
         for batch in queue:
@@ -288,6 +294,12 @@ class Scheduler:
             job.waiting_since_s = now_s
             self._released.setdefault(worker.index, []).append(job)
         self._to_pool(jobs)
+
+    def _reorder(self, behind: Sequence[Job], first: Sequence[Job]) -> None:
+        for job in behind:
+            self.workers[job.home].inbox.defer(job)
+        for job in first:
+            self.workers[job.home].inbox.advance(job)
 
     def _route(self, now_s: float) -> None:
         homes = self.policy.route(self._view, now_s)

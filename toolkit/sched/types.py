@@ -170,6 +170,7 @@ class Worker:
     oom_events: int = 0
     residents: Residents = field(default_factory=Residents)
     row_limit: int = NO_LIMIT
+    stepped_s: float = 0.0  # when its last decode step ended, as far as it was reported
     swap: SwapLaw | None = None
     host_tokens: int = 0
     held: Shelf = field(default_factory=Shelf)
@@ -193,6 +194,7 @@ class View:
     due_s: float  # when the policy asked to be woken; -inf before its first plan
     finished: History  # output lengths of the last requests that ended
     rng: np.random.Generator  # the only randomness: a scheduler made with the same seed decides the same
+    now_s: float = 0.0
     arrived: list[int] = field(default_factory=list)  # workers that jobs were routed to since the last plan
     free: list[Worker] = field(init=False)  # alive and running nothing, by index: those that a plan can be for
     _alive: list[Worker] = field(init=False)

@@ -12,6 +12,7 @@ from toolkit.sched.policies.mlfq import MlfqPolicy
 from toolkit.sched.policies.parameters import Value, checked_names
 from toolkit.sched.policies.past_future import PastFuturePolicy
 from toolkit.sched.policies.past_future_oracle import PastFutureOracle
+from toolkit.sched.policies.past_future_sla import PastFutureSlaPolicy
 from toolkit.sched.policies.sequence import SequencePolicy
 from toolkit.sched.policies.slice import SlicePolicy
 from toolkit.sched.policies.slice_continuous import SliceContinuousPolicy
@@ -27,6 +28,7 @@ POLICIES: dict[str, type[Policy]] = {
         ConservativePolicy,
         AggressivePolicy,
         PastFuturePolicy,
+        PastFutureSlaPolicy,
         FcfsPolicy,
         PastFutureOracle,
         MlfqPolicy,

@@ -111,8 +111,8 @@ class ContinuousPolicy:
                 if job.length > longest:
                     longest = job.length
         steps = max(min((capacity - used) // rows, self.longest_round(worker, len(entering))), 1)
-        if evicted or len(inbox) > len(entering):
-            first = evicted[-1] if evicted else inbox[len(entering)]
+        if evicted or len(inbox) > len(entering) or inbox.behind:
+            first = evicted[-1] if evicted else inbox.after(len(entering))
             if self._may_enter(worker, first, rows, used, committed):
                 steps = min(steps, interval - residents.steps % interval)
         return Batch(

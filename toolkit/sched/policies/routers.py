@@ -80,7 +80,7 @@ def _peak(worker: Worker, newcomers: Sequence[Job], expected: int) -> int:
 
 
 def _waiting(worker: Worker) -> list[Job]:
-    return [*worker.inbox, *worker.held.jobs, *worker.swapped.jobs]
+    return [*worker.inbox.everybody(), *worker.held.jobs, *worker.swapped.jobs]
 
 
 ROUTERS: dict[str, Router] = {

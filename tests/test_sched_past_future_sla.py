@@ -1,0 +1,126 @@
+"""Admission that knows time: MTPOT of those who run, TTFT of those who wait, and nobody starves."""
+
+import pytest
+
+from toolkit.errors import InputError
+from toolkit.estimators.laws import bilinear_law
+from toolkit.estimators.memory import ZetaMemory
+from toolkit.sched.inbox import RECALLED, Inbox
+from toolkit.sched.policies import make_policy
+from toolkit.sched.scheduler import Scheduler
+from toolkit.sched.types import Job, Request, RoundResult, Worker
+
+LAW = bilinear_law(p=(0.001, 0.0, 0.0, 0.0), d=(0.0, 0.01, 0.0, 0.0))  # 1 ms per prompt token; a step: 10 ms per row
+
+
+def make(capacity: int = 100_000, **parameters) -> Scheduler:
+    policy = make_policy("past-future-sla", {"interval_steps": 1} | parameters)
+    return Scheduler(policy, [Worker(0, LAW, ZetaMemory(capacity))])
+
+
+def submit(scheduler: Scheduler, name: str, prompt: int = 10, arrival_s: float = 0.0, limit: int = 2000) -> None:
+    scheduler.submit(Request(name, arrival_s, prompt, limit), arrival_s)
+
+
+def entered(scheduler: Scheduler, now_s: float) -> list[str]:
+    (batch,) = scheduler.tick(now_s)
+    scheduler.complete(RoundResult(batch.batch_id, 0, 1), now_s)
+    return [job.request_id for job in batch.jobs]
+
+
+def test_so_many_enter_that_a_step_is_within_mtpot():
+    scheduler = make(mtpot_s=0.055)
+    for k in range(9):
+        submit(scheduler, str(k))
+    assert len(entered(scheduler, 0.0)) == 5  # 6 rows would take 60 ms
+
+
+def test_a_prefill_may_stall_those_who_run_for_no_longer_than_mtpot():
+    """A step of n rows takes n * 10 ms: with two of 100 tokens 200 + 30 ms, with three 300 + 40 ms."""
+    scheduler = make(mtpot_s=0.3)
+    submit(scheduler, "runs")
+    assert entered(scheduler, 0.0) == ["runs"]
+    for name in "abc":
+        submit(scheduler, name, prompt=100)
+    assert entered(scheduler, 0.0) == ["a", "b"]
+
+
+def test_what_passed_since_the_last_token_counts():
+    scheduler = make(mtpot_s=0.3)
+    submit(scheduler, "runs")
+    assert entered(scheduler, 0.0) == ["runs"]
+    for name in "abc":
+        submit(scheduler, name, prompt=100)
+    assert entered(scheduler, 0.1) == ["a"]
+
+
+def test_an_empty_worker_stalls_nobody():
+    scheduler = make(mtpot_s=0.3)
+    for name in "abc":
+        submit(scheduler, name, prompt=100)
+    assert entered(scheduler, 0.0) == ["a", "b", "c"]
+
+
+def test_a_newcomers_first_token_is_not_delayed_beyond_ttft_by_who_enters_with_it():
+    """Two are prefilled in 0.8 s and step in 20 ms; three would have their first tokens at 1.23 s."""
+    scheduler = make(ttft_s=1.0, mtpot_s=100.0)
+    for name in "abc":
+        submit(scheduler, name, prompt=400)
+    assert entered(scheduler, 0.0) == ["a", "b"]
+
+
+def late_and_in_time(now_s: float, **parameters) -> tuple[Scheduler, list[str]]:
+    """a and b wait since 0 and c since 5, with a TTFT of 3 s and room for one beside the one who runs."""
+    scheduler = make(ttft_s=3.0, mtpot_s=0.025, **parameters)
+    submit(scheduler, "runs")
+    assert entered(scheduler, 0.0) == ["runs"]
+    scheduler.workers[0].stepped_s = now_s
+    submit(scheduler, "a", prompt=1)
+    submit(scheduler, "b", prompt=1)
+    submit(scheduler, "c", prompt=1, arrival_s=5.0)
+    return scheduler, entered(scheduler, now_s)
+
+
+def test_who_is_late_waits_behind_who_is_not():
+    scheduler, first = late_and_in_time(6.0, late_share=0.01)
+    assert first == ["c"]
+    assert [job.request_id for job in scheduler.workers[0].inbox.everybody()] == ["a", "b"]
+
+
+def test_nobody_is_put_behind_in_the_share_of_those_who_are_late():
+    _, first = late_and_in_time(6.0, late_share=0.5)
+    assert first == ["a"]
+
+
+def test_who_is_late_is_served_where_nothing_better_waits():
+    scheduler = make(ttft_s=0.001)
+    for name in "ab":
+        submit(scheduler, name)
+    assert entered(scheduler, 9.0) == ["a", "b"]
+
+
+def test_a_lost_worker_and_a_cancelled_request_find_those_behind():
+    scheduler, _ = late_and_in_time(6.0, late_share=0.01)
+    assert scheduler.waiting_jobs == 2
+    scheduler.cancel("b", 7.0)
+    assert scheduler.waiting_jobs == 1
+
+
+def test_those_behind_come_forward_some_at_a_time_in_the_order_of_arrival():
+    inbox = Inbox()
+    jobs = [Job(Request(str(k), 0.0, 1, 1), k, 1) for k in range(RECALLED + 2)]
+    for job in jobs:
+        inbox.append(job)
+    for job in reversed(jobs[:-1]):
+        inbox.defer(job)
+    assert (list(inbox), inbox.waiting, inbox.tokens) == (jobs[-1:], RECALLED + 2, RECALLED + 2)
+    assert inbox.popleft() is jobs[-1]
+    assert list(inbox) == jobs[:RECALLED]
+    assert list(inbox.behind) == jobs[RECALLED:-1]
+    inbox.remove(jobs[RECALLED])
+    assert (inbox.waiting, inbox.tokens) == (RECALLED, RECALLED)
+
+
+def test_a_share_that_would_starve_is_refused():
+    with pytest.raises(InputError, match=r"late_share is 0; the limit is from 0\.01 to 0\.5"):
+        make_policy("past-future-sla", {"late_share": 0})

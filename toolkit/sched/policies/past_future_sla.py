@@ -1,0 +1,143 @@
+"""Past-Future that knows time as well as memory: nobody enters whom the fitted laws say to be too dear, or too late.
+
+An admission costs the residents a stall, the newcomers' prefill between two of their tokens, and a slower step from
+then on; both must stay within MTPOT. A newcomer whose first token is late already waits behind those whose is not.
+Eviction and its consequences for MTPOT are plain Past-Future's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice, takewhile
+from typing import ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from toolkit.sched.inbox import RECALLED
+from toolkit.sched.kernels import future_peak
+from toolkit.sched.policies.parameters import knob
+from toolkit.sched.policies.past_future import PastFuturePolicy
+from toolkit.sched.policies.routers import expected_output
+from toolkit.sched.residents import GENERATED, LENGTH, LIMIT
+from toolkit.sched.types import Job, View, Worker
+
+Tokens = NDArray[np.int64]
+CYCLE = 100  # attempts to admit, of which a share is in the order of arrival
+
+
+@dataclass(frozen=True, slots=True)
+class PastFutureSlaPolicy(PastFuturePolicy):
+    """Past-Future within limits of TTFT and MTPOT; the defaults are the paper's for 7B and 13B.
+
+    Late is who has no token yet and could not have one in time even alone, or whose prefill alone breaks MTPOT. In a
+    `late_share` of a worker's attempts the oldest who is late comes first, holds that place, and may break MTPOT: so
+    none starves.
+    """
+
+    name: ClassVar[str] = "past-future-sla"
+
+    ttft_s: float = knob(10.0, low=1e-6, doc="time to first token that counts as good, in seconds")
+    mtpot_s: float = knob(1.5, low=1e-6, doc="largest gap between a request's tokens that counts as good, in seconds")
+    late_share: float = knob(
+        0.1, low=0.01, high=0.5, search=(0.01, 0.3), log=True, doc="share of attempts in which late ones come first"
+    )
+
+    def reorder(self, view: View, now_s: float) -> tuple[Sequence[Job], Sequence[Job]]:
+        """Who goes behind the others at his worker, and who comes before them: at attempts to admit only."""
+        behind: list[Job] = []
+        first: list[Job] = []
+        for worker in view.free:
+            inbox, residents = worker.inbox, worker.residents
+            if not inbox or (residents.jobs and residents.steps % self.interval_steps):
+                continue
+            if self._in_turn(worker):
+                first += [job for job in islice(inbox.behind, 1) if job.ticket < inbox[0].ticket]
+                continue
+            evicted = sum(1 for _ in takewhile(_was_here, inbox))
+            late = list(takewhile(partial(self._is_late, worker, now_s=now_s), islice(inbox, evicted, None)))
+            in_order = not inbox.behind or inbox.behind[0].ticket > inbox[-1].ticket
+            if len(late) < len(inbox) or len(late) > RECALLED or not in_order:
+                behind += late
+        return behind, first
+
+    def admit(self, view: View, worker: Worker, candidates: Sequence[Job]) -> int:
+        fitting = PastFuturePolicy.admit(self, view, worker, candidates)
+        if not fitting:
+            return 0
+        used, remaining = self._outlook(view, worker, candidates[:fitting])
+        rows = len(used) - fitting
+        excused = self._in_turn(worker) and self._is_late(worker, candidates[0], view.now_s)
+        deadline_s = math.inf
+        for count, job in enumerate(candidates[:fitting], start=1):
+            n = rows + count
+            prefilled_s = view.now_s + _prefill_s(worker, used[rows:n])
+            stepped_s = prefilled_s + _step_s(worker, used[:n])
+            stalls = rows > 0 and stepped_s - worker.stepped_s > self.mtpot_s
+            slows = n > 1 and _slowest_step_s(worker, used[:n], remaining[:n]) > self.mtpot_s
+            if (stalls or slows) and not (excused and count == 1):
+                return count - 1
+            if not job.generated and not self._is_late(worker, job, view.now_s):
+                deadline_s = min(deadline_s, job.request.arrival_s + self.ttft_s)
+            first_s = prefilled_s if worker.latency.prefill_emits_token else stepped_s
+            if count > 1 and first_s > deadline_s:
+                return count - 1
+        return fitting
+
+    def _outlook(self, view: View, worker: Worker, newcomers: Sequence[Job]) -> tuple[Tokens, Tokens]:
+        """Tokens that residents and then `newcomers` hold, and are still expected to add: two arrays [n]."""
+        table, steps = worker.residents.table(), worker.residents.steps
+        waiting = np.array([(job.length, job.generated, job.request.max_new_tokens) for job in newcomers]).T
+        used = np.concatenate([table[LENGTH] + steps, waiting[0]])
+        generated = np.concatenate([table[GENERATED] + steps, waiting[1]])
+        outputs = np.minimum(np.concatenate([table[LIMIT], waiting[2]]), expected_output(view))
+        return used, np.maximum(outputs - generated, 1)
+
+    def _may_enter(self, worker: Worker, job: Job, rows: int, used: int, committed: int) -> bool:
+        """Whether anybody might: who comes first changes with time, and may be as short as one token."""
+        if not rows:
+            return True
+        limit = min((1.0 - self.reserve) * worker.capacity_tokens, worker.capacity_tokens - rows)
+        return rows < self.rows(worker) and used + 1 < limit
+
+    def _in_turn(self, worker: Worker) -> bool:
+        """Whether this attempt is one of those in which who has waited longest comes first."""
+        return worker.residents.steps // self.interval_steps % CYCLE < self.late_share * CYCLE
+
+    def _is_late(self, worker: Worker, job: Job, now_s: float) -> bool:
+        """Whether the first token cannot come in time any more, or its prefill alone breaks the others' MTPOT."""
+        if _was_here(job):
+            return False
+        law = worker.latency
+        prefill_s, step_s = law.prefill_s(1, job.length), law.decode_s(1, job.length, 1)
+        first_s = now_s + prefill_s + (0.0 if law.prefill_emits_token else step_s)
+        return first_s > job.request.arrival_s + self.ttft_s or prefill_s + step_s > self.mtpot_s
+
+
+def _was_here(job: Job) -> bool:
+    return job.generated > 0
+
+
+def _prefill_s(worker: Worker, inputs: Tokens) -> float:
+    """Seconds of the prefill of those who enter with `inputs` tokens."""
+    law = worker.latency
+    return law.prefill_s(len(inputs), float(inputs.max() if law.padded else inputs.mean()))
+
+
+def _step_s(worker: Worker, used: Tokens) -> float:
+    """Seconds of the next decode step of rows that hold `used` tokens."""
+    law = worker.latency
+    return law.decode_s(len(used), float(used.max() if law.padded else used.mean()), 1)
+
+
+def _slowest_step_s(worker: Worker, used: Tokens, remaining: Tokens) -> float:
+    """Seconds of a step of all rows at the memory's peak to come.
+
+    A padded engine pays for the longest row at its end, a paged one for the peak's tokens.
+    """
+    rows = len(used)
+    length = (used + remaining).max() if worker.latency.padded else future_peak(used, remaining) / rows
+    return worker.latency.decode_s(rows, float(length), 1)
