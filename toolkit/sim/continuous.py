@@ -56,7 +56,7 @@ class RoundWorker:
         self._steps = 0  # decode steps since the start
         self._ends: list[tuple[int, int, Job]] = []  # heap of (end step, admission, job); stale if the job has left
         self._admissions = 0
-        self._resident: dict[Job, tuple[int, int, int]] = {}  # to (admission, length - steps at entry, gap mark)
+        self._resident: dict[Job, tuple[int, int, int, int]] = {}  # (admission, length - steps at entry, gap mark, number)
         self._key_sum = 0  # of length - steps at entry, the prefill's token not counted
         self._longest_key = 0
         self._gaps = Gaps()
@@ -87,18 +87,26 @@ class RoundWorker:
             if self._failure:
                 self._ran, self._prefilled_s, self._done_s = 0, prefilled_s, prefilled_s
                 return prefilled_s
-        ends, resident = self._ends, self._resident
-        while True:  # the next end, past those who were evicted meanwhile
-            end, admission, job = ends[0]
-            if job in resident and resident[job][0] == admission:
-                break
-            heappop(ends)
-        ran = min(batch.steps, end - self._steps)
+        ends, n = self._ends, len(self._resident)
+        if len(ends) > n:
+            self._drop_stale_ends()
+        ran = ends[0][0] - self._steps
+        if ran > batch.steps:
+            ran = batch.steps
         self._ran, self._prefilled_s = ran, prefilled_s
-        stepped_s = prefilled_s + self._decode_s(len(resident), self._length(), ran) if ran else prefilled_s
+        stepped_s = prefilled_s + self._decode_s(n, self._length(), ran) if ran else prefilled_s
         self._stepped_s = stepped_s
-        self._done_s = stepped_s if stepped_s > self._moved_s else self._moved_s
-        return self._done_s
+        self._done_s = done_s = stepped_s if stepped_s > self._moved_s else self._moved_s
+        return done_s
+
+    def _drop_stale_ends(self) -> None:
+        """What is on top of the heap belongs to a resident, not to one who was evicted or paused meanwhile."""
+        ends, resident = self._ends, self._resident
+        while True:
+            _, admission, job = ends[0]
+            if job in resident and resident[job][0] == admission:
+                return
+            heappop(ends)
 
     def interrupt(self, now_s: float) -> float:
         """Stop at the first step from now on where that is allowed; when the round ends now."""
@@ -121,32 +129,35 @@ class RoundWorker:
 
     def finish(self) -> RoundResult:
         """The round has ended: write down what happened in it."""
-        batch, ledger, ran, done_s = self._batch, self._ledger, self._ran, self._done_s
+        batch, ledger, ran, done_s, index = self._batch, self._ledger, self._ran, self._done_s, self._index
         assert batch is not None
-        ledger.busy_s[self._index] += done_s - self._start_s
-        ledger.completed_s[self._index] = done_s
+        ledger.busy_s[index] += done_s - self._start_s
+        ledger.completed_s[index] = done_s
         if self._failure:
-            return RoundResult(batch.batch_id, self._index, 0, (), False, self._failure)
-        n = len(self._resident)
-        used = self.used
+            return RoundResult(batch.batch_id, index, 0, (), False, self._failure)
+        moves = batch.moves
         if self._future:
             self._count_future(batch)
         ledger.rounds += 1
-        if batch.jobs:
-            self._first_tokens_at_prefill()
+        if batch.jobs and self._emits:
+            self._give_tokens(self._tokenless, self._prefilled_s)
+            self._gaps.joined(self._prefilled_s)
         if ran:
+            n, used = len(self._resident), self.used
+            if moves is not None:
+                used += self._kept(moves)
+            row_steps = n * ran
             ledger.decoding_steps += ran
-            ledger.row_steps += n * ran
-            if batch.moves is not None:
-                used += self._kept(batch.moves)
-            ledger.peak_tokens = max(ledger.peak_tokens, used + n * ran)
+            ledger.row_steps += row_steps
+            if used + row_steps > ledger.peak_tokens:
+                ledger.peak_tokens = used + row_steps
             ledger.memory_token_steps += ran * used + n * (ran * (ran + 1) // 2)
             self._step_gaps(n, ran)
             self._steps += ran
-        if batch.moves is not None and batch.moves.overlap:
+        if moves is not None and moves.overlap:
             ledger.swap_wait_s += done_s - self._stepped_s
-            self._shelves.transfer(batch.moves)
-        return RoundResult(batch.batch_id, self._index, ran, self._end_those_due())
+            self._shelves.transfer(moves)
+        return RoundResult(batch.batch_id, index, ran, self._end_those_due() if self._ends[0][0] <= self._steps else ())
 
     def _move(self, moves: Moves, now_s: float) -> float:
         """Caches change places; when the round's own work begins."""
@@ -174,10 +185,10 @@ class RoundWorker:
             self._admissions = admission = self._admissions + 1
             if not resident or key > self._longest_key:
                 self._longest_key = key
-            resident[job] = (admission, key, mark)
+            k = number[job.request.request_id]
+            resident[job] = (admission, key, mark, k)
             self._key_sum += key
-            left = outputs[number[job.request.request_id]] - job.generated
-            heappush(self._ends, (self._steps + left, admission, job))
+            heappush(self._ends, (self._steps + outputs[k] - job.generated, admission, job))
         self._resumed += jobs
 
     def _kept(self, moves: Moves) -> int:
@@ -186,32 +197,35 @@ class RoundWorker:
 
     def _prefill(self, batch: Batch) -> float:
         """Seconds that it takes those who enter, who are resident from here on."""
-        jobs, resident, emits, steps = batch.jobs, self._resident, self._emits, self._steps
-        outputs, number = self._ledger.output_tokens, self._number
+        jobs, resident, ends, steps, ledger = batch.jobs, self._resident, self._ends, self._steps, self._ledger
+        outputs, number, admission = ledger.output_tokens, self._number, self._admissions
         mark = self._gaps.mark(alone=not resident)
+        longest = self._longest_key if resident else jobs[0].length - steps
+        decoded = steps - self._emits
         total = 0
         for job in jobs:
-            key = job.length - steps
-            total += job.length
-            self._admissions = admission = self._admissions + 1
-            resident[job] = (admission, key, mark)
-            self._key_sum += key
-            if len(resident) == 1 or key > self._longest_key:
-                self._longest_key = key
-            left = outputs[number[job.request.request_id]] - job.generated
-            heappush(self._ends, (steps + left - emits, admission, job))
+            length = job.length
+            total += length
+            key = length - steps
+            if key > longest:
+                longest = key
+            admission += 1
+            k = number[job.request.request_id]
+            resident[job] = (admission, key, mark, k)
+            heappush(ends, (decoded + outputs[k] - job.generated, admission, job))
+        self._key_sum += total - len(jobs) * steps
+        self._longest_key, self._admissions = longest, admission
         self._tokenless += jobs
-        ledger = self._ledger
         ledger.batches += 1
         ledger.rows += len(jobs)
         if self._padded:
             ledger.pad_tokens += len(jobs) * batch.input_length - total
-        length = batch.input_length if self._padded else total / len(jobs)
+        mean = batch.input_length if self._padded else total / len(jobs)
         if self._runs_out:
             n = len(resident)
             if self._runs_out(batch.batch_id, n, self.used // n, batch.steps):
                 self._fail("oom")
-        return self._latency.prefill_s(len(jobs), length)
+        return self._latency.prefill_s(len(jobs), mean)
 
     def _fail(self, failure: Failure) -> None:
         """All caches are lost."""
@@ -230,11 +244,6 @@ class RoundWorker:
             return self._longest_key + self._steps
         return self._key_sum / len(self._resident) + self._steps
 
-    def _first_tokens_at_prefill(self) -> None:
-        if self._emits:
-            self._give_tokens(self._tokenless, self._prefilled_s)
-            self._gaps.joined(self._prefilled_s)
-
     def _give_tokens(self, jobs: list[Job], at_s: float) -> None:
         """A token for each of `jobs`, the first since they entered or came back; they wait for it no more."""
         ledger, number = self._ledger, self._number
@@ -251,18 +260,18 @@ class RoundWorker:
 
     def _step_gaps(self, n: int, ran: int) -> None:
         """The first step ends the wait since everybody's last token; of the others the last takes longest."""
-        length, decode_s, gaps = self._length(), self._decode_s, self._gaps
+        length, decode_s, gaps, prefilled_s = self._length(), self._decode_s, self._gaps, self._prefilled_s
         if self._ledger.token_gaps is not None:
             self._count_gaps(n, ran, self._ledger.token_gaps)
-        if self._tokenless or self._resumed or ran == 1 or gaps.waiting_since != self._prefilled_s:
-            first_s = self._prefilled_s + decode_s(n, length, 1)
+        if self._tokenless or self._resumed or ran == 1 or gaps.waiting_since != prefilled_s:
+            first_s = prefilled_s + decode_s(n, length, 1)
             gaps.end_waits(first_s)
             if self._tokenless:
                 self._give_tokens(self._tokenless, first_s)
             if self._resumed:
                 self._give_tokens(self._resumed, first_s)
         if ran > 1:
-            gaps.push(self._stepped_s - (self._prefilled_s + decode_s(n, length, ran - 1)))
+            gaps.push(self._stepped_s - (prefilled_s + decode_s(n, length, ran - 1)))
         gaps.wait_from(self._stepped_s)
 
     def _count_gaps(self, n: int, ran: int, into: TokenGaps) -> None:
@@ -270,7 +279,7 @@ class RoundWorker:
         length, decode_s, begin_s = self._length(), self._decode_s, self._prefilled_s
         first_s = begin_s + decode_s(n, length, 1)
         fresh = {*self._tokenless, *self._resumed}
-        joined = Counter(mark for job, (_, _, mark) in self._resident.items() if job not in fresh)
+        joined = Counter(mark for job, (_, _, mark, _) in self._resident.items() if job not in fresh)
         for mark, count in joined.items():
             waited_s = first_s - self._gaps.since(mark)
             into.add(count, waited_s, waited_s)
@@ -285,8 +294,7 @@ class RoundWorker:
         while ends and ends[0][0] <= steps:
             _, admission, job = heappop(ends)
             if job in resident and resident[job][0] == admission:
-                k = self._leave(job)
-                ledger.ok[k] = True
+                ledger.ok[self._leave(job)] = True
                 ended.append(job.request.request_id)
         return tuple(ended)
 
@@ -299,25 +307,21 @@ class RoundWorker:
 
     def _leave(self, job: Job) -> int:
         """The job is resident no more; its number. Its tokens so far, and their gaps, are in the ledger."""
-        _, key, mark = self._resident.pop(job)
-        self._forget(key)
-        k = self._number[job.request.request_id]
-        ledger = self._ledger
+        _, key, mark, k = self._resident.pop(job)
+        self._key_sum -= key
+        if self._padded and key == self._longest_key and self._resident:
+            self._longest_key = max([entry[1] for entry in self._resident.values()])
+        ledger, last_s = self._ledger, self._gaps.last_s
         for waiting in (self._tokenless, self._resumed):
             if waiting and job in waiting:
                 waiting.remove(job)  # no token has come since it joined
                 return k
-        if self._gaps.last_s >= 0.0 and self._gaps.last_s > ledger.last_token_s[k]:
-            ledger.last_token_s[k] = self._gaps.last_s
+        if last_s > ledger.last_token_s[k]:
+            ledger.last_token_s[k] = last_s
         gap_s = self._gaps.largest(mark)
         if gap_s > ledger.max_gap_s[k]:
             ledger.max_gap_s[k] = gap_s
         return k
-
-    def _forget(self, key: int) -> None:
-        self._key_sum -= key
-        if self._padded and key == self._longest_key and self._resident:
-            self._longest_key = max([entry[1] for entry in self._resident.values()])
 
     def _count_future(self, batch: Batch) -> None:
         """The true peak to come, once for each attempt to admit in this round: it stays the same between two ends."""
@@ -325,7 +329,7 @@ class RoundWorker:
         if attempts:
             ends = {admission: end for end, admission, _ in self._ends}
             held = self._steps + self._emits
-            used = np.array([key + held for _, key, _ in self._resident.values()], dtype=np.int64)
-            remaining = np.array([ends[admission] - self._steps for admission, _, _ in self._resident.values()])
+            used = np.array([key + held for _, key, _, _ in self._resident.values()], dtype=np.int64)
+            remaining = np.array([ends[admission] - self._steps for admission, *_ in self._resident.values()])
             self._ledger.future_token_attempts += attempts * int(future_peak(used, remaining))
             self._ledger.attempts += attempts

@@ -5,9 +5,9 @@ The loop is the same as the live driver's: tell the scheduler what happened, tic
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections.abc import Sequence
+from heapq import heapify, heappop, heappush
 from typing import Protocol
 
 from toolkit.errors import LlmctlError
@@ -41,40 +41,36 @@ def run(
     Without `drain` it stops when the last request has been admitted. Raises `SimulationStalledError`, naming the state,
     where the scheduler leaves requests waiting for ever.
     """
-    ends: list[tuple[float, int, int]] = []  # a heap of (when, batch id, worker), stale where `due` says otherwise
-    due = [math.inf] * len(workers)
+    ends: list[tuple[float, int, int]] = []  # a heap of (when, batch id, worker): one for each worker that runs
     refused: list[Refusal] = []
     arrived, count, idle_wakes = 0, len(requests), 0
     next_arrival_s = requests[0].arrival_s if count else math.inf
     while True:
-        while ends and due[ends[0][2]] != ends[0][0]:
-            heapq.heappop(ends)
-        now_s = min(next_arrival_s, ends[0][0] if ends else math.inf, scheduler.wake_at_s)
-        if now_s == math.inf:
+        now_s = ends[0][0] if ends else math.inf
+        if next_arrival_s < now_s:
+            now_s = next_arrival_s
+        wake_s = scheduler.wake_at_s
+        if wake_s < now_s:
+            now_s = wake_s
+            idle_wakes += 1
+        elif now_s == math.inf:
             break
-        idle_wakes += 1
+        else:
+            idle_wakes = 0
         while ends and ends[0][0] <= now_s:
-            done_s, _, index = heapq.heappop(ends)
-            if due[index] == done_s:
-                due[index] = math.inf
-                scheduler.complete(workers[index].finish(), now_s)
-                idle_wakes = 0
+            scheduler.complete(workers[heappop(ends)[2]].finish(), now_s)
         while next_arrival_s <= now_s:
             refusal = scheduler.submit(requests[arrived], now_s)
             if refusal:
                 refused.append(refusal)
             arrived += 1
             next_arrival_s = requests[arrived].arrival_s if arrived < count else math.inf
-            idle_wakes = 0
         for batch in scheduler.tick(now_s):
-            due[batch.worker] = done_s = workers[batch.worker].run(batch, now_s)
-            heapq.heappush(ends, (done_s, batch.batch_id, batch.worker))
+            index = batch.worker
+            heappush(ends, (workers[index].run(batch, now_s), batch.batch_id, index))
             idle_wakes = 0
         for index in scheduler.take_interrupts():
-            done_s = workers[index].interrupt(now_s)
-            if done_s != due[index]:
-                due[index] = done_s
-                heapq.heappush(ends, (done_s, -1, index))
+            _end_at(ends, index, workers[index].interrupt(now_s))
         if not drain and arrived == count and not scheduler.waiting_jobs:
             return refused + scheduler.take_refusals()
         if idle_wakes > MAX_IDLE_WAKES:
@@ -94,3 +90,12 @@ def _stalled(scheduler: Scheduler, count: int, now_s: float) -> SimulationStalle
         f"{scheduler.waiting_jobs:,} wait and {running:,} run; a worker's memory holds {memory:,} tokens",
         f"policy '{scheduler.policy.name}' starts nothing; check its parameters against that memory",
     )
+
+
+def _end_at(ends: list[tuple[float, int, int]], worker: int, done_s: float) -> None:
+    """The worker's round was interrupted and ends then: before all that end at the same time, if that is earlier."""
+    for k, end in enumerate(ends):
+        if end[2] == worker and end[0] != done_s:
+            ends[k] = (done_s, -1, worker)
+            heapify(ends)
+            return
