@@ -1,24 +1,32 @@
-"""How many requests per second the simulator simulates, on one core, loop only (no reading, no metrics).
+"""How fast the simulator is, on one core, loop only (no reading, no metrics); and what the loop's time goes into.
 
-    python bench/simulator_speed.py TRACE [--workers 8] [--rounds 5]
+    python bench/simulator_speed.py TRACE [--workers 8] [--repeats 5] [--million]
 
-The world is the SCLS paper's: LLaMA2-13B's laws on transformers (Fig. 11), 33,792 KV tokens per worker. With the trace
-`azure-2023-conv.csv` of the Azure Public Dataset (19,366 requests) the aim for `slice` is 50,000 requests/s.
+The world is the SCLS paper's: LLaMA2-13B's laws on transformers (Fig. 11), 33,792 KV tokens per worker, outputs up to
+1,024 tokens. Times are processor time, since other processes may share the core. The aims are for `azure-2023-conv.csv`
+of the Azure Public Dataset (19,366 requests). `--million` also runs a million requests, the trace over and over.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
-import time
+import tracemalloc
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
+from time import process_time
+
+import numpy as np
 
 from toolkit.estimators.laws import bilinear_law
 from toolkit.estimators.memory import ZetaMemory
-from toolkit.sched.policies import POLICIES, make_policy
-from toolkit.sched.protocols import Oracle
+from toolkit.sched.history import History
+from toolkit.sched.kernels import split_by_serving_time
+from toolkit.sched.policies import ORACLES, POLICIES, make_policy
+from toolkit.sched.policies.past_future import PastFuturePolicy
 from toolkit.sched.scheduler import Scheduler
-from toolkit.sched.types import Worker
+from toolkit.sched.types import Job, Request, View, Worker
 from toolkit.sim.api import World, requests_of, virtual_workers
 from toolkit.sim.ledger import Ledger
 from toolkit.sim.loop import run
@@ -28,35 +36,116 @@ from toolkit.traces.types import Trace
 LAW = bilinear_law(p=(1.3e-4, 1e-3, 1e-5, 0.03), d=(3.5421e-6, 2e-4, 5e-7, 0.022956))
 MEMORY = ZetaMemory(33_792, zeta=0.9)
 MAX_NEW_TOKENS = 1024
+AIMS = {"conservative": 150_000, "fcfs": 150_000, "past-future": 50_000, "slice": 100_000}  # requests/s
 
 
-def once(trace: Trace, policy: str, workers: int) -> float:
-    """Seconds of one simulation of `trace`."""
-    requests, outputs = requests_of(trace, MAX_NEW_TOKENS)
-    ledger = Ledger(trace.arrival_s.tolist(), outputs, workers)
+@dataclass(slots=True, frozen=True)
+class Run:
+    """One simulation: what the loop took, and how much there was to do."""
+
+    seconds: float
+    batches_per_request: float  # rounds, of a continuous policy
+    peak_bytes: int  # of the loop; 0 where it was not traced
+
+
+def once(trace: Trace, policy: str, workers: int, *, longer: int = 1, traced: bool = False) -> Run:
+    """Simulate `trace`; outputs, their limit and the memory are `longer` times as large, and time has as much more."""
+    requests, outputs = requests_of(trace, MAX_NEW_TOKENS * longer)
+    outputs = [tokens * longer for tokens in outputs]
+    requests = [replace(request, arrival_s=request.arrival_s * longer) for request in requests]
+    memory = ZetaMemory(33_792 * longer, zeta=0.9)
+    world = World(LAW, memory, workers, MAX_NEW_TOKENS * longer)
+    ledger = Ledger([request.arrival_s for request in requests], outputs, workers)
     chosen = make_policy(policy, {})
-    if isinstance(chosen, Oracle):
-        chosen = chosen.told({request.request_id: k for request, k in zip(requests, outputs, strict=True)})
-    scheduler = Scheduler(chosen, [Worker(k, LAW, MEMORY) for k in range(workers)])
-    sim_workers = virtual_workers(chosen, World(LAW, MEMORY, workers, MAX_NEW_TOKENS), ledger, requests)
-    start = time.perf_counter()
+    scheduler = Scheduler(chosen, [Worker(k, LAW, memory) for k in range(workers)])
+    sim_workers = virtual_workers(chosen, world, ledger, requests)
+    if traced:
+        tracemalloc.start()
+    start_s = process_time()
     run(scheduler, requests, sim_workers)
-    return time.perf_counter() - start
+    seconds = process_time() - start_s
+    peak_bytes = tracemalloc.get_traced_memory()[1] if traced else 0
+    tracemalloc.stop()
+    return Run(seconds, (ledger.rounds or ledger.batches) / len(trace), peak_bytes)
+
+
+def repeated(trace: Trace, times: int) -> Trace:
+    """The trace, `times` over, one after the other."""
+    span_s = float(trace.arrival_s[-1]) + 1.0
+    arrival_s = np.concatenate([trace.arrival_s + k * span_s for k in range(times)])
+    columns = (trace.prompt_tokens, trace.output_tokens, trace.max_tokens)
+    return Trace(arrival_s, *(np.tile(column, times) for column in columns))
+
+
+def past_future_decision(rows: int) -> Callable[[], object]:
+    """One attempt of Past-Future to admit where `rows` are resident, one request having ended since the last."""
+    rng = np.random.default_rng(0)
+    worker = Worker(0, LAW, ZetaMemory(10_000 * rows))
+    for k in range(rows):
+        prompt, generated = int(rng.integers(10, 2000)), int(rng.integers(0, 200))
+        worker.residents.join(Job(Request(str(k), 0.0, prompt, MAX_NEW_TOKENS), k, prompt + generated, generated))
+    history = History(1000, rng.geometric(1 / 250, 1000).tolist())
+    view = View([], [worker], 0.0, history, rng)
+    policy, waiting = PastFuturePolicy(), [Job(Request("next", 0.0, 500, MAX_NEW_TOKENS), rows, 500)]
+
+    def decide() -> int:
+        history.add(200)
+        return policy.admit(view, worker, waiting)
+
+    return decide
+
+
+def algorithm_1(requests: int) -> Callable[[], object]:
+    """SCLS's dynamic programming over so many pooled requests, slices of 128 tokens."""
+    lengths = np.sort(np.random.default_rng(0).lognormal(6, 1, requests).astype(np.int64) + 1)
+    max_batch = np.maximum(MEMORY.max_batch(lengths, 128, 0.1), 1)
+    table = LAW.serve_table(int(max_batch.max()), 128)
+    return lambda: split_by_serving_time(lengths, max_batch, table)
+
+
+def microseconds(call: Callable[[], object], repeats: int = 2000) -> float:
+    """The median of `repeats` calls, each timed by itself; the first compiles."""
+    call()
+    seconds = []
+    for _ in range(repeats):
+        start_s = process_time()
+        call()
+        seconds.append(process_time() - start_s)
+    return 1e6 * statistics.median(seconds)
+
+
+def print_policies(trace: Trace, workers: int, repeats: int) -> None:
+    print("| policy | requests/s | best | aim | batches or rounds per request | peak memory of the loop | outputs x4 |")
+    print("|---|---|---|---|---|---|---|")
+    for policy in (name for name in POLICIES if name not in ORACLES):
+        once(trace, policy, workers)  # compiles and warms up
+        runs = [once(trace, policy, workers) for _ in range(repeats)]
+        rates = [len(trace) / one.seconds for one in runs]
+        short, long = (once(trace, policy, workers, longer=k, traced=True).peak_bytes / 1e6 for k in (1, 4))
+        aim = f"{AIMS[policy]:,}" if policy in AIMS else ""
+        print(
+            f"| {policy} | {statistics.median(rates):,.0f} | {max(rates):,.0f} | {aim} "
+            f"| {runs[0].batches_per_request:.2f} | {short:.1f} MB | {long:.1f} MB |",
+            flush=True,
+        )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("trace", type=Path)
     parser.add_argument("--workers", type=int, default=8)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--million", action="store_true")
     options = parser.parse_args()
     trace, _ = read_trace(options.trace)
-    print(f"{trace.source}: {len(trace):,} requests, {options.workers} workers")
-    for policy in POLICIES:
-        once(trace, policy, options.workers)  # compiles and warms up
-        seconds = [once(trace, policy, options.workers) for _ in range(options.rounds)]
-        median = len(trace) / statistics.median(seconds)
-        print(f"{policy:>18}: {median:>9,.0f} requests/s (best {len(trace) / min(seconds):,.0f})")
+    print(f"{trace.source}: {len(trace):,} requests, {options.workers} workers\n")
+    print_policies(trace, options.workers, options.repeats)
+    print(f"\nPast-Future, one decision at batch 256: {microseconds(past_future_decision(256)):.1f} us (aim 20)")
+    print(f"Algorithm 1 for 1,000 requests: {microseconds(algorithm_1(1000)) / 1000:.3f} ms (aim 0.5)")
+    if options.million:
+        long = repeated(trace, -(-1_000_000 // len(trace)))
+        one = once(long, "conservative", options.workers)
+        print(f"conservative, {len(long):,} requests in one run: {one.seconds:.1f} s, {len(long) / one.seconds:,.0f}/s")
 
 
 if __name__ == "__main__":

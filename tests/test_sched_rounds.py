@@ -3,7 +3,7 @@
 import pytest
 
 from toolkit.errors import InputError
-from toolkit.estimators.laws import unit_step
+from toolkit.estimators.laws import bilinear_law, unit_step
 from toolkit.estimators.memory import ZetaMemory
 from toolkit.sched.policies import make_policy, refuse_oracle
 from toolkit.sched.scheduler import Scheduler
@@ -47,6 +47,14 @@ def test_nobody_is_interrupted_for_one_who_cannot_enter():
     submit(scheduler, "b")
     scheduler.tick(0.5)
     assert scheduler.take_interrupts() == []
+
+
+def test_a_job_that_fills_the_memory_to_its_last_token_runs_alone():
+    law = bilinear_law((0.0, 0.0, 0.0, 1.0), (0.0, 0.0, 0.0, 1.0), prefill_emits_token=True)
+    scheduler = Scheduler(make_policy("conservative", {}), [Worker(0, law, ZetaMemory(10))])
+    submit(scheduler, "a", prompt=9, limit=1)
+    (batch,) = scheduler.tick(0.0)
+    assert (ids(batch.jobs), batch.steps) == (["a"], 1)
 
 
 def test_the_last_admitted_is_evicted_before_memory_is_passed_and_keeps_its_tokens():

@@ -22,6 +22,7 @@ class History:
     def __init__(self, window: int, start: Iterable[int] = ()) -> None:
         self.recent: deque[int] = deque(start, maxlen=window)
         self._sorted: NDArray[np.int64] | None = None
+        self._count = 0  # how many are in _sorted
         self._pending: list[tuple[int, int]] = []  # (length that left or -1, length that came), not yet in _sorted
 
     def add(self, length: int) -> None:
@@ -38,9 +39,9 @@ class History:
         """All remembered lengths, sorted: a view that is valid until the next `add`."""
         if self._sorted is None:
             self._sorted = np.zeros(self.recent.maxlen or 0, dtype=np.int64)
-            self._sorted[: len(self.recent)] = sorted(self.recent)
-        if self._pending:
-            before = len(self.recent) - sum(gone < 0 for gone, _ in self._pending)
-            replace_sorted(self._sorted, before, np.array(self._pending, dtype=np.int64))
+            self._count = len(self.recent)
+            self._sorted[: self._count] = sorted(self.recent)
+        elif self._pending:
+            self._count = replace_sorted(self._sorted, self._count, np.array(self._pending))
             self._pending.clear()
-        return self._sorted[: len(self.recent)]
+        return self._sorted[: self._count]

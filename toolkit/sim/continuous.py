@@ -56,7 +56,9 @@ class RoundWorker:
         self._steps = 0  # decode steps since the start
         self._ends: list[tuple[int, int, Job]] = []  # heap of (end step, admission, job); stale if the job has left
         self._admissions = 0
-        self._resident: dict[Job, tuple[int, int, int, int]] = {}  # (admission, length - steps at entry, gap mark, number)
+        self._resident: dict[
+            Job, tuple[int, int, int, int]
+        ] = {}  # (admission, length - steps at entry, gap mark, number)
         self._key_sum = 0  # of length - steps at entry, the prefill's token not counted
         self._longest_key = 0
         self._gaps = Gaps()

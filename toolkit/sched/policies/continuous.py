@@ -8,6 +8,7 @@ is passed, so capacity holds at every step.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -45,8 +46,8 @@ class ContinuousPolicy:
     def admit(self, view: View, worker: Worker, candidates: Sequence[Job]) -> int:
         """How many of `candidates`, in their order, may enter by the policy's own criterion.
 
-        They fit the memory as it is now. Where nobody is resident, the first is admitted whatever this says: what fits
-        alone is never left waiting.
+        They fit the memory as it is now, and each but the first is `hopeful` if those before it enter. Where nobody is
+        resident, the first is admitted whatever this says: what fits alone is never left waiting.
         """
         raise NotImplementedError
 
@@ -129,23 +130,27 @@ class ContinuousPolicy:
 
     def _entering(self, view: View, worker: Worker) -> list[Job]:
         residents, inbox = worker.residents, worker.inbox
-        used, rows, prefill = residents.used, len(residents.jobs), 0
-        if not self._may_enter(worker, inbox[0], rows, used, residents.committed):
+        resident, used, committed, prefill = len(residents.jobs), residents.used, residents.committed, 0
+        if not self._may_enter(worker, inbox[0], resident, used, committed):
             return []
-        capacity, most, growth = worker.capacity_tokens, self.rows(worker), 1 + worker.latency.prefill_emits_token
+        most, most_prefill = self.rows(worker) - resident, self.max_prefill_tokens
+        emits = worker.latency.prefill_emits_token
+        room = math.inf if self.overfill else worker.capacity_tokens - used - resident - 1 - emits
         candidates: list[Job] = []
         for job in inbox:
             length = job.length
-            if prefill >= self.max_prefill_tokens or rows >= most:
+            if prefill >= most_prefill or len(candidates) >= most or length > room:
                 break
-            if used + length + growth + rows > capacity and not self.overfill:
+            if candidates and not self.hopeful(worker, job, used + prefill, committed):
                 break
             candidates.append(job)
             prefill += length
-            used += length + growth - 1
-            rows += 1
-        admitted = self.admit(view, worker, candidates) if candidates else 0
-        return candidates[: admitted if residents.jobs else admitted or 1]
+            committed += limit_tokens(job)
+            room -= length + 1 + emits
+        if not candidates:
+            return [] if resident else [inbox[0]]  # alone it may fill the memory to its last token
+        admitted = self.admit(view, worker, candidates)
+        return candidates[: admitted if resident else admitted or 1]
 
     def _may_enter(self, worker: Worker, job: Job, rows: int, used: int, committed: int) -> bool:
         """Whether an attempt makes sense before one ends: both kinds of room only shrink until then."""
