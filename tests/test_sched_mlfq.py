@@ -1,0 +1,183 @@
+"""FastServe's queues: which queue a job is in, who preempts whom, when a round ends, and that nobody starves."""
+
+import importlib.util
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from toolkit.errors import InputError
+from toolkit.estimators.laws import bilinear_law
+from toolkit.estimators.memory import ZetaMemory
+from toolkit.estimators.swap import LinearSwap
+from toolkit.sched.policies import make_policy, refuse_oracle
+from toolkit.sched.policies.queues import NEVER, Queues
+from toolkit.sched.scheduler import Scheduler
+from toolkit.sched.types import Request, RoundResult, Worker
+from toolkit.sim.api import simulate
+from toolkit.traces.generate import Arrivals, generate
+
+LAW = bilinear_law(p=(0.0, 0.0, 0.01, 0.0), d=(0.0, 0.0, 0.0, 1.0))  # 10 ms per prompt token, 1 s per decode step
+BENCH = Path(__file__).parents[1] / "bench" / "fastserve_jct.py"
+
+
+@pytest.fixture(scope="module")
+def bench():
+    spec = importlib.util.spec_from_file_location("fastserve_jct", BENCH)
+    assert spec
+    assert spec.loader
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def queues(*, skip_join: bool = True) -> Queues:
+    return Queues(LAW, 2.0, 2.0, 3, skip_join)  # quanta of 2 s, 4 s, and none
+
+
+def test_a_job_joins_the_first_queue_whose_quantum_covers_its_prefill():
+    assert [queues().find(prompt, 0)[0] for prompt in (200, 201, 400, 401, 9000)] == [0, 1, 1, 2, 2]
+    assert [queues(skip_join=False).find(prompt, 0)[0] for prompt in (200, 9000)] == [0, 0]
+
+
+def test_a_job_leaves_a_queue_with_the_token_that_uses_up_its_quantum():
+    assert [queues().find(100, generated) for generated in range(7)] == [
+        (0, 1),
+        *[(1, 5)] * 4,
+        *[(2, NEVER)] * 2,
+    ]
+
+
+def test_a_naive_long_prompt_falls_past_the_queues_that_its_prefill_used_up():
+    assert queues(skip_join=False).find(650, 1) == (2, NEVER)
+
+
+def test_a_promoted_job_has_the_first_quantum_anew():
+    assert [queues().find(100, generated, 5) for generated in (5, 6, 7)] == [(0, 7), (0, 7), (1, 11)]
+
+
+def make(capacity: int = 2000, host: int = 2000, policy: str = "mlfq", **parameters) -> Scheduler:
+    link = LinearSwap(0.5, 1000.0, 1000.0)
+    defaults = {"quantum_s": 2.0, "queues": 3, "max_batch_size": 1} if policy == "mlfq" else {}
+    worker = Worker(0, LAW, ZetaMemory(capacity), swap=link, host_tokens=host)
+    return Scheduler(make_policy(policy, defaults | parameters), [worker])
+
+
+def submit(scheduler: Scheduler, name: str, now_s: float, prompt: int = 100) -> None:
+    scheduler.submit(Request(name, now_s, prompt, 100), now_s)
+
+
+def ids(jobs) -> list[str]:
+    return [job.request_id for job in jobs]
+
+
+def test_a_round_ends_where_a_quantum_does():
+    scheduler = make()
+    submit(scheduler, "a", 0.0)
+    (first,) = scheduler.tick(0.0)
+    scheduler.complete(RoundResult(first.batch_id, 0, 1), 2.0)
+    (second,) = scheduler.tick(2.0)
+    assert (first.steps, second.steps) == (1, 4)
+
+
+def test_a_newcomer_preempts_who_was_demoted_and_not_its_equal():
+    scheduler = make()
+    submit(scheduler, "a", 0.0)
+    (first,) = scheduler.tick(0.0)
+    submit(scheduler, "equal", 0.5)
+    assert (scheduler.tick(0.5), scheduler.take_interrupts()) == ([], [])
+    scheduler.complete(RoundResult(first.batch_id, 0, 1), 2.0)
+    (second,) = scheduler.tick(2.0)
+    assert (ids(second.jobs), ids(second.moves.pause)) == (["equal"], ["a"])
+    scheduler.complete(RoundResult(second.batch_id, 0, 1), 4.0)
+    (third,) = scheduler.tick(4.0)
+    assert (ids(third.moves.resume), ids(third.moves.pause)) == (["a"], ["equal"])
+    submit(scheduler, "newcomer", 4.5)
+    scheduler.tick(4.5)
+    assert scheduler.take_interrupts() == [0]
+
+
+def test_a_round_ends_where_one_who_waits_is_promoted_and_the_promoted_runs():
+    scheduler = make(starvation_s=7.0)
+    submit(scheduler, "long", 0.0, prompt=900)
+    (first,) = scheduler.tick(0.0)
+    scheduler.complete(RoundResult(first.batch_id, 0, 1), 10.0)
+    submit(scheduler, "short", 10.0)
+    (second,) = scheduler.tick(10.0)
+    scheduler.complete(RoundResult(second.batch_id, 0, 1), 12.0)
+    (third,) = scheduler.tick(12.0)
+    assert (second.steps, third.steps) == (1, 4)
+    scheduler.complete(RoundResult(third.batch_id, 0, 2), 14.0)
+    (fourth,) = scheduler.tick(14.0)
+    assert fourth.steps == 2  # at 16 s "short" leaves its queue; a second later "long" would have waited for 7 s
+    scheduler.complete(RoundResult(fourth.batch_id, 0, 2), 17.0)
+    (fifth,) = scheduler.tick(17.0)
+    assert (ids(fifth.moves.promote), fifth.steps) == (["long"], 2)
+
+
+def preempted(swap: str, host: int = 2000):
+    """Who runs and moves where a short job comes and memory is full of a long one."""
+    scheduler = make(capacity=1000, host=host, swap=swap, free_share=0.0, max_batch_size=2)
+    submit(scheduler, "long", 0.0, prompt=880)
+    (first,) = scheduler.tick(0.0)
+    scheduler.complete(RoundResult(first.batch_id, 0, 2), 11.0)
+    submit(scheduler, "short", 11.0, prompt=150)
+    (second,) = scheduler.tick(11.0)
+    return scheduler, second
+
+
+def test_a_cache_that_memory_has_no_room_for_goes_to_the_host():
+    scheduler, batch = preempted("reactive")
+    assert (ids(batch.jobs), ids(batch.moves.swap_out), batch.moves.overlap) == (["short"], ["long"], False)
+    scheduler.complete(RoundResult(batch.batch_id, 0, 1, ("short",)), 15.0)
+    (again,) = scheduler.tick(15.0)
+    assert (ids(again.moves.swap_in), ids(again.moves.resume), again.jobs) == (["long"], ["long"], ())
+
+
+def test_a_cache_that_the_host_has_no_room_for_is_computed_again():
+    scheduler, batch = preempted("reactive", host=100)
+    assert (ids(batch.jobs), ids(batch.evict), batch.moves) == (["short"], ["long"], None)
+    assert scheduler.workers[0].inbox[0].generated == 2
+
+
+def test_proactive_swapping_goes_on_beside_a_round_and_waits_where_there_is_nothing_to_compute():
+    _, batch = preempted("proactive")
+    assert not batch.moves.overlap
+    scheduler = make(capacity=1000, free_share=0.3, max_batch_size=1)
+    submit(scheduler, "long", 0.0, prompt=750)
+    (first,) = scheduler.tick(0.0)
+    scheduler.complete(RoundResult(first.batch_id, 0, 2), 10.0)
+    submit(scheduler, "short", 10.0, prompt=120)
+    (second,) = scheduler.tick(10.0)
+    assert (ids(second.jobs), ids(second.moves.swap_out), second.moves.overlap) == (["short"], ["long"], True)
+
+
+@pytest.mark.parametrize("parameters", [{"quantum_s": 0}, {"growth": 0.5}, {"starvation_s": 0}, {"free_share": 1}])
+def test_queues_that_cannot_work_are_refused(parameters):
+    (name,) = parameters
+    with pytest.raises(InputError, match=f"policy 'mlfq': {name} is .*; the limit is"):
+        make_policy("mlfq", parameters)
+
+
+def test_no_server_runs_the_oracle():
+    with pytest.raises(InputError, match="exists in simulations only"):
+        refuse_oracle("srpt-oracle")
+
+
+def test_the_order_of_the_paper_holds_on_heavy_tails_and_nobody_starves(bench):
+    """One of the seeds that the bench averages; of single seeds, one in eight has naive ahead of skip-join."""
+    rows = {method: bench.measured(method, 4.5, 150.0, 2) for method in bench.METHODS}
+    assert bench.broken(rows) == []
+    assert rows["skip-join MLFQ", "proactive"]["swap_wait_s"] < rows["skip-join MLFQ", "reactive"]["swap_wait_s"]
+
+
+@pytest.mark.parametrize("swap", ["reactive", "proactive"])
+@pytest.mark.parametrize("starvation_s", [1.0, 4.0])
+def test_nobody_waits_longer_than_the_limit_and_one_round(bench, swap, starvation_s):
+    parameters = {"starvation_s": starvation_s, "swap": swap, "max_batch_size": 16}
+    watched = bench.Waits(make_policy("mlfq", parameters))
+    world = replace(bench.WORLD, memory=ZetaMemory(12_000))
+    simulate(generate(Arrivals(3.0), 40.0, bench.PROMPTS, bench.OUTPUTS, 2), watched, world)
+    assert starvation_s <= watched.longest_s <= starvation_s + watched.round_s
