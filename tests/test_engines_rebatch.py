@@ -134,6 +134,14 @@ def test_a_round_stops_where_it_may_when_it_is_told_to() -> None:
     assert desk.run(30).steps == 1
 
 
+def test_a_round_without_steps_prefills_and_moves() -> None:
+    desk = Desk(rebatch_engine(), [free_row(5, 9), free_row(7, 9)])
+    assert desk.run(0, enter=(0, 1)).joined == ((1, 0), (0, 0))
+    assert desk.run(0, pause=(0,)).steps == 0
+    assert [step.rows for step in desk.steps] == []
+    assert desk.run(2, resume=(0,)).tokens == 5 + 2 + 7 + 2
+
+
 def test_an_idle_round_does_nothing() -> None:
     desk = Desk(rebatch_engine(), [free_row(5, 5)])
     assert desk.run(5, evict=(0,)).steps == 0

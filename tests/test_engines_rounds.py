@@ -1,6 +1,7 @@
 """A round means the same to the engine as to the simulated worker: one scheduler drives both, round by round."""
 
 import random
+from collections import Counter
 
 import pytest
 from rounds import FREE, Desk, rebatch_engine
@@ -8,14 +9,19 @@ from rounds import FREE, Desk, rebatch_engine
 from toolkit.engines.protocol import Row
 from toolkit.estimators.laws import bilinear_law
 from toolkit.estimators.memory import ZetaMemory
+from toolkit.estimators.swap import LinearSwap
 from toolkit.sched.policies import make_policy
 from toolkit.sched.scheduler import Scheduler
-from toolkit.sched.types import Batch, Request, RoundResult, Worker
+from toolkit.sched.types import Batch, Moves, Request, RoundResult, Worker
 from toolkit.sim.continuous import RoundWorker
 from toolkit.sim.ledger import Ledger
 from toolkit.sim.loop import run
 
 LAW = bilinear_law((0.0, 0.0, 0.01, 1.0), (0.0, 0.0, 0.0, 1.0), prefill_emits_token=True)
+
+
+SWAP = LinearSwap(0.5, 100.0, 200.0)
+MOVES = {"pause", "resume", "swap_out", "swap_in"}
 
 
 class Both:
@@ -24,46 +30,56 @@ class Both:
     def __init__(self, simulated: RoundWorker, desk: Desk) -> None:
         self.simulated = simulated
         self.desk = desk
-        self.rounds = self.evictions = 0
+        self.interrupted = False
+        self.moved: Counter[str] = Counter()
 
     def run(self, batch: Batch, now_s: float) -> float:
-        self.batch = batch
+        self.batch, self.interrupted = batch, False
         return self.simulated.run(batch, now_s)
+
+    def interrupt(self, now_s: float) -> float:
+        self.interrupted = True
+        return self.simulated.interrupt(now_s)
 
     def finish(self) -> RoundResult:
         batch, result = self.batch, self.simulated.finish()
-        enter, evict = (tuple(int(job.request_id) for job in jobs) for jobs in (batch.jobs, batch.evict))
-        output = self.desk.run(batch.steps, enter=enter, evict=evict, stop_every=batch.stop_every)
+        steps = result.steps if self.interrupted else batch.steps  # when it is interrupted is a matter of time
+        moves = batch.moves or Moves()
+        plan = {"evict": batch.evict, "pause": moves.pause, "resume": moves.resume}
+        plan |= {"swap_out": moves.swap_out, "swap_in": moves.swap_in}
+        named = {name: tuple(int(job.request_id) for job in jobs) for name, jobs in plan.items()}
+        enter = tuple(int(job.request_id) for job in batch.jobs)
+        output = self.desk.run(steps, enter=enter, overlap=moves.overlap, **named)
         assert (output.steps, set(output.ended)) == (result.steps, set(map(int, result.ended)))
-        assert output.joined == tuple((number, 0) for number, _ in output.joined)
-        assert {number for number, _ in output.joined} == set(enter)
-        self.rounds += 1
-        self.evictions += len(evict)
+        assert set(output.joined) == {(number, 0) for number in enter}
+        self.moved.update({name: len(numbers) for name, numbers in named.items()})
         return result
-
-    def interrupt(self, now_s: float) -> float:
-        raise AssertionError("all requests are there from the start")
 
 
 @pytest.mark.parametrize(
-    ("policy", "parameters"),
+    ("policy", "parameters", "does"),
     [
-        ("fcfs", {}),
-        ("conservative", {"interval_steps": 3}),
-        ("aggressive", {"watermark": 1.0}),
-        ("past-future", {}),
+        ("fcfs", {}, set()),
+        ("conservative", {"interval_steps": 3}, set()),
+        ("aggressive", {"watermark": 1.0}, {"evict"}),
+        ("past-future", {}, set()),
+        ("mlfq", {"quantum_s": 3.0, "starvation_s": 60.0, "max_batch_size": 3}, MOVES),
+        ("mlfq", {"quantum_s": 2.0, "swap": "reactive"}, MOVES - {"pause"}),
+        ("mlfq", {"quantum_s": 2.0}, MOVES - {"pause"}),
     ],
 )
-def test_the_engine_does_what_the_simulated_worker_does(policy: str, parameters: dict[str, object]) -> None:
-    rng = random.Random(policy)
+def test_the_engine_does_what_the_simulated_worker_does(
+    policy: str, parameters: dict[str, object], does: set[str]
+) -> None:
+    rng = random.Random(0)
     lengths = [(rng.randint(1, 60), rng.randint(1, 30)) for _ in range(30)]
-    requests = [Request(str(k), 0.0, prompt, 30) for k, (prompt, _) in enumerate(lengths)]
+    requests = [Request(str(k), 4.0 * k, prompt, 30) for k, (prompt, _) in enumerate(lengths)]
     rows = [Row(str(k), (k,) * prompt, 0, output, FREE) for k, (prompt, output) in enumerate(lengths)]
-    scheduler = Scheduler(make_policy(policy, parameters), [Worker(0, LAW, ZetaMemory(300))])
-    ledger = Ledger([0.0] * 30, [output for _, output in lengths], 1)
-    simulated = RoundWorker(0, LAW, ledger, {request.request_id: k for k, request in enumerate(requests)})
-    both = Both(simulated, Desk(rebatch_engine(), rows))
-    assert run(scheduler, requests, [both]) == []
+    worker = Worker(0, LAW, ZetaMemory(250), swap=SWAP, host_tokens=5000)
+    ledger = Ledger([request.arrival_s for request in requests], [output for _, output in lengths], 1)
+    numbers = {request.request_id: k for k, request in enumerate(requests)}
+    both = Both(RoundWorker(0, LAW, ledger, numbers, swap=SWAP), Desk(rebatch_engine(), rows))
+    assert run(Scheduler(make_policy(policy, parameters), [worker]), requests, [both]) == []
     assert [len(tokens) for tokens in both.desk.got] == [output for _, output in lengths]
-    assert both.evictions == ledger.evictions
-    assert (both.evictions > 0) == (policy == "aggressive")
+    assert {name for name, count in both.moved.items() if count} == does
+    assert (both.moved["evict"], both.moved["swap_out"]) == (ledger.evictions, ledger.swaps_out)

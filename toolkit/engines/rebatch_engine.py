@@ -60,11 +60,13 @@ class RebatchEngine(TransformersEngine):
         self._check_rows(plan.enter)
         self._move(plan)
         progress = _Progress(plan, on_step)
+        self._admit(progress)
         while (self._batch or self._prefiller.busy) and not progress.is_over(self._steps):
-            self._admit(progress)
-            if self._batch and not progress.is_over(self._steps):
+            if self._batch:
                 self._steps += 1
                 progress.stepped(self._batch.step())
+            if not progress.is_over(self._steps):
+                self._admit(progress)
         self._parked.wait()
         return RoundOutput(progress.steps, tuple(progress.joined), tuple(progress.ended), *self._usage())
 
@@ -132,7 +134,7 @@ class RebatchEngine(TransformersEngine):
         """Prefill newcomers: all of them, or, with chunks and a batch that waits for its step, one pass."""
         while self._prefiller.busy:
             if self._shapes_in and self._batch:
-                if progress.ended:
+                if progress.is_over(self._steps):
                     return
                 newcomers = self._prefiller.take_waiting()
                 width = max(len(live.row.tokens) for _, live in newcomers)
