@@ -10,6 +10,7 @@ of the Azure Public Dataset (19,366 requests). `--million` also runs a million r
 from __future__ import annotations
 
 import argparse
+import resource
 import statistics
 import tracemalloc
 from collections.abc import Callable
@@ -145,7 +146,11 @@ def main() -> None:
     if options.million:
         long = repeated(trace, -(-1_000_000 // len(trace)))
         one = once(long, "conservative", options.workers)
-        print(f"conservative, {len(long):,} requests in one run: {one.seconds:.1f} s, {len(long) / one.seconds:,.0f}/s")
+        peak_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024  # KiB, on Linux
+        print(
+            f"conservative, {len(long):,} requests in one run: {one.seconds:.1f} s, "
+            f"{len(long) / one.seconds:,.0f} requests/s; the process at its largest: {peak_mb:,.0f} MiB"
+        )
 
 
 if __name__ == "__main__":
