@@ -142,10 +142,10 @@ class Scheduler:
         worker.running = None
         if worker.alive:
             insort(self._view.free, worker, key=_index)
-        self._unload(worker, batch)
         if isinstance(result, RoundResult):
             self._complete_round(worker, batch, result, now_s)
         else:
+            self._unload(worker, batch)
             self._complete_batch(worker, batch, result, now_s)
 
     def _complete_batch(self, worker: Worker, batch: Batch, result: BatchResult, now_s: float) -> None:

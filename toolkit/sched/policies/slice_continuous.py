@@ -45,8 +45,8 @@ class SliceContinuousPolicy(ContinuousPolicy):
         """Residents whose slice is over and who are better off, or better for others, elsewhere."""
         leaving: list[Job] = []
         free: dict[int, int] = {}
-        for worker in view.workers:
-            if worker.running is None and worker.alive and worker.residents.steps % self.interval_steps == 0:
+        for worker in view.free:
+            if worker.residents.steps % self.interval_steps == 0:
                 over = [job for job in worker.residents.jobs if self._is_over(worker, job)]
                 if over:
                     free = free or {other.index: self._free(other) for other in view.alive()}
