@@ -82,9 +82,9 @@ def verdict(result: Tuning) -> list[str]:
 def _nothing_fits(result: Tuning) -> list[str]:
     broken = {key: share for key, share in result.usage.items() if share > 1}
     worst = max(broken or result.usage, key=lambda key: result.usage[key], default="")
-    at = f"; {worst} binds: the best is at {result.usage[worst]:.0%} of its limit" if worst else ""
+    at = f"; {worst} binds: held out, the best is at {result.usage[worst]:.0%} of its limit" if worst else ""
     return [
-        f"no trial keeps all limits{at}, held out",
+        f"no trial keeps all limits{at}",
         "remedy: fewer requests (--rate), more workers, or a looser target in the recipe's sla",
     ]
 
@@ -93,11 +93,11 @@ def _how_sure(result: Tuning) -> list[str]:
     drawn = result.uncertainty
     if drawn is None:
         return []
-    gain = f", gain {_span(drawn.gain_percent, percent)}" if drawn.gain_percent else ""
+    gain = f", by {_span(drawn.gain_percent, percent)}" if drawn.gain_percent else ""
     return [
         f"with the fit's error, in 90 % of {drawn.draws} draws ({METHODS[drawn.method]}):",
-        f"  goodput {_span(drawn.best_goodput_rps)}/s, the defaults' {_span(drawn.defaults_goodput_rps)}/s{gain}",
-        f"  the best beats the defaults in {drawn.better_percent:.0f} % of the draws",
+        f"  goodput {_span(drawn.best_goodput_rps)}/s, the defaults' {_span(drawn.defaults_goodput_rps)}/s",
+        f"  the best beats the defaults in {drawn.better_percent:.0f} % of the draws{gain}",
     ]
 
 
@@ -137,7 +137,7 @@ def _show_sizing(sizing: Sizing) -> None:
         )
         for one in sizing.rows
     ]
-    columns = ["settings", ">workers", "in limits", ">goodput_rps", ">attainment", "what binds"]
+    columns = ["settings", ">workers", "fits", ">goodput_rps", ">attained", "what binds"]
     table(columns, rows, title="workers that were tried, on all windows")
 
 
