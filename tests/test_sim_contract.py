@@ -12,7 +12,7 @@ from toolkit.estimators.swap import LinearSwap
 from toolkit.sched.eventlog import Recorder, from_lines, replay, to_line
 from toolkit.sched.history import History
 from toolkit.sched.policies import ORACLES, POLICIES, make_policy
-from toolkit.sched.protocols import LooksBack, Oracle, Reorders, Reschedules
+from toolkit.sched.protocols import LooksBack, Oracle, Rebatches, Reorders, Reschedules
 from toolkit.sched.scheduler import Scheduler
 from toolkit.sched.types import BatchResult, Moves, Request, Worker
 from toolkit.sim.api import World, requests_of, simulate, virtual_workers
@@ -44,9 +44,13 @@ CASES = {
     "mlfq": ("mlfq", {"quantum_s": 0.01, "starvation_s": 0.2, "max_batch_size": 3, "interval_steps": 8}),
     "mlfq, reactive": ("mlfq", {"quantum_s": 0.005, "starvation_s": 0.1, "swap": "reactive", "queues": 3}),
     "mlfq, naive": ("mlfq", {"quantum_s": 0.01, "skip_join": False, "free_share": 0.3, "router": "least-loaded"}),
+    "baton": ("baton", {"max_batch_size": 6, "headroom_steps": 4}),
+    "baton, restless": ("baton", {"memory_threshold": 0.6, "headroom_steps": 1, "max_prefill_tokens": 60}),
+    "baton, shaping": ("baton", {"decoupled": False, "memory_threshold": 1.0, "router": "least-loaded"}),
     "srpt-oracle": ("srpt-oracle", {"max_batch_size": 3}),
     "srpt-oracle, reactive": ("srpt-oracle", {"swap": "reactive", "max_prefill_tokens": 60}),
 }
+PREEMPTIVE = {"mlfq", "srpt-oracle", "baton"}
 LAW = bilinear_law(p=(1e-5, 1e-4, 1e-6, 1e-3), d=(1e-7, 1e-5, 1e-7, 1e-3), prefill_emits_token=True)
 CAPACITY = 400  # a few rows, so that memory binds
 HOST_TOKENS = 300
@@ -84,6 +88,8 @@ class Watch:
         self._policy = policy
         self.name = policy.name
         self.continuous = policy.continuous
+        if isinstance(policy, Rebatches):
+            self.joining = policy.joining
 
     def first_history(self):
         return self._policy.first_history() if isinstance(self._policy, LooksBack) else History(1000)
@@ -118,15 +124,15 @@ class Watch:
             assert batch.steps >= 1
             assert batch.input_length == max([job.length for job in batch.jobs], default=0)
             if self.continuous:
-                overfill, preempts = getattr(self._policy, "overfill", False), hasattr(self._policy, "swap")
-                check_round(batch, view.workers[batch.worker], overfill, preempts)
+                overfill, preempts = getattr(self._policy, "overfill", False), self.name in PREEMPTIVE
+                check_round(batch, view.workers[batch.worker], overfill, preempts, getattr(self, "joining", None))
             else:
                 assert batch.jobs
                 assert batch.estimated_s > 0
         return decision
 
 
-def check_round(batch, worker, overfill, preempts):
+def check_round(batch, worker, overfill, preempts, joining):
     residents = worker.residents
     assert worker.running is None
     there = residents.jobs | worker.held.jobs | worker.swapped.jobs
@@ -148,8 +154,22 @@ def check_round(batch, worker, overfill, preempts):
     used = sum(held(job, worker) for job in [*running, *batch.jobs, *aside])
     rows = len(running) + len(batch.jobs)
     emitted = len(batch.jobs) * worker.latency.prefill_emits_token
+    if joining:
+        check_slab(batch, worker, running, joining)
     if not overfill:
         assert used + emitted + rows * batch.steps <= worker.memory.usable_tokens, "memory is passed"
+
+
+def check_slab(batch, worker, running, joining):
+    """The memory of a padded engine: rows x the longest; a pass that shapes is a step."""
+    rows, entering = [held(job, worker) for job in running], [job.length for job in batch.jobs]
+    shaped = joining == "shape" and rows
+    emitted = worker.latency.prefill_emits_token and not shaped
+    width = max(rows + [length + emitted for length in entering])
+    n = len(rows) + len(entering)
+    assert n * (width + batch.steps) <= worker.memory.usable_tokens, "the slab passes memory"
+    if shaped and entering:
+        assert n * (width + max(entering)) <= worker.memory.usable_tokens, "the padded step passes memory"
 
 
 def held(job, worker):

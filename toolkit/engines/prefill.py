@@ -16,11 +16,7 @@ from toolkit.engines.batch import PaddedBatch
 from toolkit.engines.endings import LiveRow
 from toolkit.engines.memory import ByteLedger, ModelShape
 from toolkit.engines.rebatch_cache import RebatchCache, RowKV
-
-# A row joins a group if the padding that it brings is less than this, or than this share of the longest: as much as a
-# forward call of its own would cost on top.
-PADDING_TOKENS = 32
-PADDING_SHARE = 0.25
+from toolkit.sched.likeness import alike
 
 Newcomer = tuple[int, LiveRow]  # its number, and the row
 
@@ -52,6 +48,7 @@ class Prefiller:
         make_batch: rows and a width to a `PaddedBatch`.
         shape, ledger: what a group and its passes are charged for, and where.
         cache: where newcomers will be embedded; room has to be left for that.
+        mixes: rows of any lengths share a pass, as in a static batch; else those of like length.
     """
 
     def __init__(
@@ -61,12 +58,15 @@ class Prefiller:
         shape: ModelShape,
         ledger: ByteLedger,
         cache: RebatchCache,
+        *,
+        mixes: bool = False,
     ) -> None:
         self._forward = forward
         self._make_batch = make_batch
         self._shape = shape
         self._ledger = ledger
         self._cache = cache
+        self._mixes = mixes
         self._waiting: deque[Newcomer] = deque()
         self._group: Group | None = None
 
@@ -131,8 +131,10 @@ class Prefiller:
             self._group = None
 
     def _form(self, limit: int | None) -> Group:
-        """The first who waits, and those like it, as far as the limit and memory allow."""
-        members = self._alike(limit)
+        """The first who waits, and those like it or all, as far as the limit and memory allow."""
+        lengths = [len(live.row.tokens) for _, live in self._waiting]
+        together = range(len(lengths)) if self._mixes else alike(lengths, limit)
+        members = [self._waiting[index] for index in together]
         if self._bytes(members, limit) > self._ledger.free_bytes:
             self._cache.fit()
         while len(members) > 1 and self._bytes(members, limit) > self._ledger.free_bytes:
@@ -144,21 +146,6 @@ class Prefiller:
         self._waiting = deque(one for one in self._waiting if one[0] not in chosen)
         members.sort(key=lambda one: -len(one[1].row.tokens))
         return Group(members, self._make_batch([live.row.tokens for _, live in members], width), held)
-
-    def _alike(self, limit: int | None) -> list[Newcomer]:
-        """Who may share a pass with the first: rows whose lengths span little, nearest to the first one's."""
-        first = len(self._waiting[0][1].row.tokens)
-        nearest = sorted(self._waiting, key=lambda one: abs(len(one[1].row.tokens) - first))  # stable: oldest first
-        members: list[Newcomer] = []
-        low = high = first
-        for one in nearest:
-            length = len(one[1].row.tokens)
-            low, high = min(low, length), max(high, length)
-            too_wide = high - low > max(PADDING_TOKENS, PADDING_SHARE * high)
-            if too_wide or (members and limit is not None and high * (len(members) + 1) > limit):
-                break
-            members.append(one)
-        return members
 
     def _bytes(self, members: Sequence[Newcomer], limit: int | None) -> int:
         """What these take as a group: their caches, and beside them the largest pass or, later, their rows' places."""

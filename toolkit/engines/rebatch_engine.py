@@ -42,7 +42,8 @@ class RebatchEngine(TransformersEngine):
         cache = RebatchCache(self._kv_shapes, like, self.ledger)
         self._batch = RunningBatch(self._forward, cache, self._sampler, masks_as_4d=self._bool_masks)
         self._parked = ParkedRows(self._kv_shapes, like, self.ledger, self.host_ledger)
-        self._prefiller = Prefiller(self._prefill_columns, self._padded, self._shape, self.ledger, cache)
+        passes = self._prefill_columns, self._padded, self._shape, self.ledger, cache
+        self._prefiller = Prefiller(*passes, mixes=self._shapes_in)
         self._steps = 0  # decode steps since the start
 
     def run_round(self, plan: Round, on_step: OnStep) -> RoundOutput:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 NO_LIMIT = 1 << 40
 Until = Literal["any", "all"]
 Failure = Literal["", "oom", "crashed"]
+Joining = Literal["embed", "shape"]  # how newcomers join a padded batch, as in a recipe's engine.joining
 
 
 @dataclass(slots=True, frozen=True)

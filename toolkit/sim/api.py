@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -11,14 +11,15 @@ from toolkit.estimators.edge import MemoryEdge, uniform_draw
 from toolkit.estimators.load import laws_from_fit
 from toolkit.files.fit import Fit
 from toolkit.metrics import Served, sla_ratios, summarize
-from toolkit.sched.protocols import LatencyLaw, MemoryLaw, Oracle, Policy, SwapLaw
+from toolkit.sched.protocols import LatencyLaw, MemoryLaw, Oracle, Policy, Rebatches, SwapLaw
 from toolkit.sched.scheduler import Scheduler
 from toolkit.sched.types import Refusal, Request, Worker
 from toolkit.sim.continuous import RoundWorker
 from toolkit.sim.ledger import Ledger, RunsOut
 from toolkit.sim.loop import VirtualWorker, run
+from toolkit.sim.slab import SlabWorker
 from toolkit.sim.token_gaps import TokenGaps
-from toolkit.sim.validity import CountingRoundWorker, CountingSimWorker, Validity
+from toolkit.sim.validity import CountingRoundWorker, CountingSimWorker, CountingSlabWorker, Validity
 from toolkit.sim.worker import SimWorker
 from toolkit.traces.types import Trace
 
@@ -148,7 +149,10 @@ def virtual_workers(
     if valid is not None and valid.holds(requests, ledger.output_tokens):
         valid = None  # nothing to count
     if policy.continuous:
-        rounds = RoundWorker if valid is None else partial(CountingRoundWorker, valid)
+        rounds: Callable[..., RoundWorker] = RoundWorker if valid is None else partial(CountingRoundWorker, valid)
+        if isinstance(policy, Rebatches):
+            padded = SlabWorker if valid is None else partial(CountingSlabWorker, valid)
+            rounds = partial(padded, joining=policy.joining)
         return [
             rounds(k, latency, ledger, number, world.round_runs_out, swap=world.swap, future=world.future_memory)
             for k in range(world.workers)

@@ -280,15 +280,19 @@ class RoundWorker:
         """Every gap of a round's steps; those of who has just come back are counted when they get their token."""
         length, decode_s, begin_s = self._length(), self._decode_s, self._prefilled_s
         first_s = begin_s + decode_s(n, length, 1)
-        fresh = {*self._tokenless, *self._resumed}
-        joined = Counter(mark for job, (_, _, mark, _) in self._resident.items() if job not in fresh)
-        for mark, count in joined.items():
-            waited_s = first_s - self._gaps.since(mark)
-            into.add(count, waited_s, waited_s)
+        self._count_waits(first_s, into)
         if ran > 1:
             second_s = begin_s + decode_s(n, length, 2) - first_s
             last_s = self._stepped_s - (begin_s + decode_s(n, length, ran - 1))
             into.add(n * (ran - 1), second_s, last_s)
+
+    def _count_waits(self, at_s: float, into: TokenGaps) -> None:
+        """The gaps that end with a token for all at `at_s`."""
+        fresh = {*self._tokenless, *self._resumed}
+        joined = Counter(mark for job, (_, _, mark, _) in self._resident.items() if job not in fresh)
+        for mark, count in joined.items():
+            waited_s = at_s - self._gaps.since(mark)
+            into.add(count, waited_s, waited_s)
 
     def _end_those_due(self) -> tuple[str, ...]:
         ends, steps, resident, ledger = self._ends, self._steps, self._resident, self._ledger

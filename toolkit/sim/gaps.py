@@ -39,9 +39,9 @@ class Gaps:
         """Since when those with this mark wait for their next token."""
         return next(since_s for upto, since_s in self._waits if mark <= upto)
 
-    def joined(self, at_s: float) -> None:
-        """Those who joined last got a token at `at_s`."""
-        self._waits.append((self._mark, at_s))
+    def joined(self, at_s: float, mark: int = 0) -> None:
+        """Those who joined last, or with this mark, got a token at `at_s`."""
+        self._waits.append((mark or self._mark, at_s))
 
     def end_waits(self, at_s: float) -> None:
         """All residents got a token at `at_s`."""

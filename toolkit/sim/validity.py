@@ -12,6 +12,7 @@ from typing import Any
 from toolkit.files.fit import Fit, Range
 from toolkit.sched.types import Batch, Request, RoundResult
 from toolkit.sim.continuous import RoundWorker
+from toolkit.sim.slab import SlabWorker
 from toolkit.sim.worker import SimWorker
 
 
@@ -74,11 +75,21 @@ class CountingRoundWorker(RoundWorker):
     def finish(self) -> RoundResult:
         batch, rows = self._batch, len(self._resident)
         if batch is not None and rows:
-            entering = len(batch.jobs)
+            entering = self._prefilled_rows(batch)
             self._ledger.extrapolated += self._valid.left_by(
                 entering, batch.input_length if entering else 0, rows, self._length() + self._ran
             )
         return super().finish()
+
+    def _prefilled_rows(self, batch: Batch) -> int:
+        return len(batch.jobs)
+
+
+class CountingSlabWorker(CountingRoundWorker, SlabWorker):
+    """A padded worker that counts rounds outside `valid`."""
+
+    def _prefilled_rows(self, batch: Batch) -> int:
+        return len(self._resident) if batch.jobs and self._shapes else len(batch.jobs)
 
 
 def extrapolation_warning(percent: float, valid: Validity) -> str:

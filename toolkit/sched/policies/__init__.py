@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from toolkit.errors import InputError, nearest
 from toolkit.sched.policies.aggressive import AggressivePolicy
+from toolkit.sched.policies.baton import BatonPolicy
 from toolkit.sched.policies.conservative import ConservativePolicy
 from toolkit.sched.policies.fcfs import FcfsPolicy
 from toolkit.sched.policies.mlfq import MlfqPolicy
@@ -32,6 +33,7 @@ POLICIES: dict[str, type[Policy]] = {
         FcfsPolicy,
         PastFutureOracle,
         MlfqPolicy,
+        BatonPolicy,
         SrptOracle,
     )
 }
