@@ -183,6 +183,15 @@ def test_a_pass_is_no_larger_than_a_chunk_where_others_wait_for_it(monkeypatch: 
     assert len(desk.steps[-1].rows) == 8
 
 
+def test_a_prompt_whose_pass_does_not_fit_is_cut_into_chunks_though_nobody_waits() -> None:
+    row = free_row(90, 5)
+    with pytest.raises(OutOfMemory):
+        Desk(rebatch_engine(budget_mib=0.125), [row]).run(5, enter=(0,))
+    desk = Desk(rebatch_engine(budget_mib=0.125, chunk_tokens=20), [row], whole=False)
+    assert desk.finish() == Desk(rebatch_engine(), [row]).finish()
+    assert desk.engine.ledger.peak_bytes <= desk.engine.facts.kv_budget_bytes
+
+
 def test_newcomers_of_like_length_are_prefilled_together() -> None:
     desk = Desk(rebatch_engine(), [free_row(length, 9) for length in (5, 80, 9, 30, 78)])
     output = desk.run(1, enter=range(5))

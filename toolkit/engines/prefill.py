@@ -49,6 +49,7 @@ class Prefiller:
         shape, ledger: what a group and its passes are charged for, and where.
         cache: where newcomers will be embedded; room has to be left for that.
         mixes: rows of any lengths share a pass, as in a static batch; else those of like length.
+        chunk_tokens: of a bounded pass, at most, padding counted; None: no pass is bounded.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class Prefiller:
         shape: ModelShape,
         ledger: ByteLedger,
         cache: RebatchCache,
+        chunk_tokens: int | None,
         *,
         mixes: bool = False,
     ) -> None:
@@ -67,6 +69,7 @@ class Prefiller:
         self._ledger = ledger
         self._cache = cache
         self._mixes = mixes
+        self._chunk_tokens = chunk_tokens
         self._waiting: deque[Newcomer] = deque()
         self._group: Group | None = None
 
@@ -102,20 +105,20 @@ class Prefiller:
         self._waiting.clear()
         return taken
 
-    def advance(self, limit: int | None) -> tuple[Group, torch.Tensor] | None:
-        """One pass of about `limit` tokens at most; None: without a limit.
+    def advance(self, *, bounded: bool) -> tuple[Group, torch.Tensor] | None:
+        """One pass: of `chunk_tokens` at most where it is bounded, or where memory is too short for a whole one.
 
         The group that is complete with it, with the logits of each row's next token; the caller embeds it and calls
         `release`. `torch.OutOfMemoryError` where not even the first who waits fits.
         """
-        group = self._group or self._form(limit)
-        self._group = group
-        rows, start, width = len(group.newcomers), group.done, group.batch.width
-        end = width if limit is None else min(width, start + max(limit // rows, 1))
+        group = self._group = self._group or self._form(bounded=bounded)
+        rows, start, end = len(group.newcomers), group.done, group.batch.width
+        if bounded or self._shape.prefill_bytes(rows, end - start, start) > self._ledger.free_bytes:
+            end = min(end, start + self._columns(rows, end))
         with self._ledger.reserve(self._shape.prefill_bytes(rows, end - start, start)):
             logits = self._forward(group.batch, start, end)
         group.done = end
-        if end < width:
+        if end < group.batch.width:
             return None
         self._group = None
         return group, logits
@@ -130,14 +133,18 @@ class Prefiller:
             self.release(self._group)
             self._group = None
 
-    def _form(self, limit: int | None) -> Group:
-        """The first who waits, and those like it or all, as far as the limit and memory allow."""
+    def _columns(self, rows: int, width: int) -> int:
+        """Columns of a bounded pass."""
+        return width if self._chunk_tokens is None else max(self._chunk_tokens // rows, 1)
+
+    def _form(self, *, bounded: bool) -> Group:
+        """The first who waits, and those like it or all, as far as the bound and memory allow."""
         lengths = [len(live.row.tokens) for _, live in self._waiting]
-        together = range(len(lengths)) if self._mixes else alike(lengths, limit)
+        together = range(len(lengths)) if self._mixes else alike(lengths, self._chunk_tokens if bounded else None)
         members = [self._waiting[index] for index in together]
-        if self._bytes(members, limit) > self._ledger.free_bytes:
+        if self._bytes(members) > self._ledger.free_bytes:
             self._cache.fit()
-        while len(members) > 1 and self._bytes(members, limit) > self._ledger.free_bytes:
+        while len(members) > 1 and self._bytes(members) > self._ledger.free_bytes:
             members = members[: (len(members) + 1) // 2]
         width = max(len(live.row.tokens) for _, live in members)
         held = len(members) * width * self._cache.bytes_per_token
@@ -147,9 +154,9 @@ class Prefiller:
         members.sort(key=lambda one: -len(one[1].row.tokens))
         return Group(members, self._make_batch([live.row.tokens for _, live in members], width), held)
 
-    def _bytes(self, members: Sequence[Newcomer], limit: int | None) -> int:
+    def _bytes(self, members: Sequence[Newcomer]) -> int:
         """What these take as a group: their caches, and beside them the largest pass or, later, their rows' places."""
         rows, width = len(members), max(len(live.row.tokens) for _, live in members)
-        columns = width if limit is None else min(width, max(limit // rows, 1))
+        columns = width if rows > 1 else min(self._columns(1, width), width)  # one that is too long can be cut
         passing = self._shape.prefill_bytes(rows, columns, width - columns)
         return rows * width * self._cache.bytes_per_token + max(passing, self._cache.growth_bytes(rows, width))

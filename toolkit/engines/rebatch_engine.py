@@ -42,7 +42,7 @@ class RebatchEngine(TransformersEngine):
         cache = RebatchCache(self._kv_shapes, like, self.ledger)
         self._batch = RunningBatch(self._forward, cache, self._sampler, masks_as_4d=self._bool_masks)
         self._parked = ParkedRows(self._kv_shapes, like, self.ledger, self.host_ledger)
-        passes = self._prefill_columns, self._padded, self._shape, self.ledger, cache
+        passes = self._prefill_columns, self._padded, self._shape, self.ledger, cache, engine.chunk_tokens
         self._prefiller = Prefiller(*passes, mixes=self._shapes_in)
         self._steps = 0  # decode steps since the start
 
@@ -146,15 +146,15 @@ class RebatchEngine(TransformersEngine):
                 progress.stepped(step)
                 progress.joined_now([number for number, _ in newcomers])
                 return
-            limit = self._chunk_tokens if self._batch else None
-            done = self._prefiller.advance(limit)
+            bounded = bool(self._chunk_tokens and self._batch)
+            done = self._prefiller.advance(bounded=bounded)
             if done is not None:
                 group, logits = done
                 step = self._batch.welcome(group.newcomers, group.caches(), logits)
                 self._prefiller.release(group)
                 progress.joined_now(step.rows)
                 progress.saw(step)
-            if limit is not None:
+            if bounded:
                 return
 
     def _usage(self) -> tuple[int, int]:
