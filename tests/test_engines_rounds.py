@@ -2,6 +2,7 @@
 
 import random
 from collections import Counter
+from functools import partial
 
 import pytest
 from rounds import FREE, Desk, rebatch_engine
@@ -11,16 +12,19 @@ from toolkit.estimators.laws import bilinear_law
 from toolkit.estimators.memory import ZetaMemory
 from toolkit.estimators.swap import LinearSwap
 from toolkit.sched.policies import make_policy
+from toolkit.sched.protocols import Rebatches
 from toolkit.sched.scheduler import Scheduler
 from toolkit.sched.types import Batch, Moves, Request, RoundResult, Worker
 from toolkit.sim.continuous import RoundWorker
 from toolkit.sim.ledger import Ledger
 from toolkit.sim.loop import run
+from toolkit.sim.slab import SlabWorker
 
 LAW = bilinear_law((0.0, 0.0, 0.01, 1.0), (0.0, 0.0, 0.0, 1.0), prefill_emits_token=True)
 
 
 SWAP = LinearSwap(0.5, 100.0, 200.0)
+CAPACITY = 250
 MOVES = {"pause", "resume", "swap_out", "swap_in"}
 
 
@@ -51,7 +55,9 @@ class Both:
         enter = tuple(int(job.request_id) for job in batch.jobs)
         output = self.desk.run(steps, enter=enter, overlap=moves.overlap, **named)
         assert (output.steps, set(output.ended)) == (result.steps, set(map(int, result.ended)))
-        assert set(output.joined) == {(number, 0) for number in enter}
+        assert set(output.joined) == {(number, int(not result.prefilled)) for number in enter}
+        if isinstance(self.simulated, SlabWorker):
+            assert output.padded_tokens <= CAPACITY
         self.moved.update({name: len(numbers) for name, numbers in named.items()})
         return result
 
@@ -66,6 +72,9 @@ class Both:
         ("mlfq", {"quantum_s": 3.0, "starvation_s": 60.0, "max_batch_size": 3}, MOVES),
         ("mlfq", {"quantum_s": 2.0, "swap": "reactive"}, MOVES - {"pause"}),
         ("mlfq", {"quantum_s": 2.0}, MOVES - {"pause"}),
+        ("baton", {"max_batch_size": 4}, set()),
+        ("baton", {"memory_threshold": 0.6, "headroom_steps": 1, "max_prefill_tokens": 40}, MOVES - {"pause"}),
+        ("baton", {"decoupled": False, "headroom_steps": 1, "memory_threshold": 0.6}, MOVES - {"pause"}),
     ],
 )
 def test_the_engine_does_what_the_simulated_worker_does(
@@ -75,11 +84,15 @@ def test_the_engine_does_what_the_simulated_worker_does(
     lengths = [(rng.randint(1, 60), rng.randint(1, 30)) for _ in range(30)]
     requests = [Request(str(k), 4.0 * k, prompt, 30) for k, (prompt, _) in enumerate(lengths)]
     rows = [Row(str(k), (k,) * prompt, 0, output, FREE) for k, (prompt, output) in enumerate(lengths)]
-    worker = Worker(0, LAW, ZetaMemory(250), swap=SWAP, host_tokens=5000)
+    worker = Worker(0, LAW, ZetaMemory(CAPACITY), swap=SWAP, host_tokens=5000)
     ledger = Ledger([request.arrival_s for request in requests], [output for _, output in lengths], 1)
     numbers = {request.request_id: k for k, request in enumerate(requests)}
-    both = Both(RoundWorker(0, LAW, ledger, numbers, swap=SWAP), Desk(rebatch_engine(), rows))
-    assert run(Scheduler(make_policy(policy, parameters), [worker]), requests, [both]) == []
+    chosen = make_policy(policy, parameters)
+    joining = chosen.joining if isinstance(chosen, Rebatches) else None
+    kind = partial(SlabWorker, joining=joining) if joining else RoundWorker
+    engine = rebatch_engine(joining=joining or "embed")
+    both = Both(kind(0, LAW, ledger, numbers, swap=SWAP), Desk(engine, rows))
+    assert run(Scheduler(chosen, [worker]), requests, [both]) == []
     assert [len(tokens) for tokens in both.desk.got] == [output for _, output in lengths]
     assert {name for name, count in both.moved.items() if count} == does
     assert (both.moved["evict"], both.moved["swap_out"]) == (ledger.evictions, ledger.swaps_out)
