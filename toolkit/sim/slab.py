@@ -68,7 +68,9 @@ class SlabWorker(RoundWorker):
         there = len(self._resident)
         if self._shapes and there:
             return self._shape(batch, there)
-        groups = [range(len(batch.jobs))] if self._shapes else groups_alike([job.length for job in batch.jobs])
+        if self._shapes or len(batch.jobs) == 1:
+            return super()._prefill(batch)
+        groups = groups_alike([job.length for job in batch.jobs])
         moves = batch.moves
         begin_s = self._start_s if moves is None or moves.overlap else self._moved_s
         seconds = 0.0
