@@ -8,18 +8,23 @@ from toolkit.files.plan import Plan, PlannedPolicy
 from toolkit.serve.assemble import make_scheduler
 
 
-def plan(policy: str) -> Plan:
+def plan(policy: str, engine: str = "transformers") -> Plan:
     return Plan(
         tool_version="0",
         environment=samples.ENVIRONMENT,
         inputs={},
-        recipe=samples.recipe(),
+        recipe=samples.recipe(engine={"name": engine}),
         fit=samples.fit(),
         workers=2,
         policy=PlannedPolicy(name=policy, parameters={}),
         predicted={},
         explained={},
     )
+
+
+@pytest.mark.parametrize("policy", ["past-future", "mlfq", "slice"])
+def test_every_policy_that_needs_no_oracle_is_served_by_an_engine_that_keeps_its_rows(policy: str) -> None:
+    assert make_scheduler(plan(policy, "rebatch")).policy.name == policy
 
 
 @pytest.mark.parametrize("policy", ["slice", "sequence"])
@@ -30,7 +35,7 @@ def test_static_policies_are_served(policy: str) -> None:
 @pytest.mark.parametrize(
     ("policy", "reason"),
     [
-        ("past-future", "policy 'past-future' needs an engine that re-batches; 'fake' runs static batches"),
+        ("past-future", "policy 'past-future' needs an engine that re-batches; 'transformers' runs static batches"),
         ("past-future-oracle", "policy 'past-future-oracle' knows the true output lengths"),
     ],
 )

@@ -181,6 +181,7 @@ def replay(events: Iterable[Event], scheduler: Scheduler) -> Iterator[str]:
                 if (refusal.reason if refusal else "") != refused:
                     yield f"event {number}: {request.request_id} refused: {refusal}, logged: {refused!r}"
             case Tick(now_s, logged, interrupts):
+                scheduler.take_interrupts()  # cancellations made them, not this tick
                 decided = tuple(started(batch) for batch in scheduler.tick(now_s))
                 if decided != logged:
                     yield f"event {number}: at {now_s} s decided {decided}, logged {logged}"

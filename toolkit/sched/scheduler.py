@@ -167,6 +167,8 @@ class Scheduler:
 
     def _complete_round(self, worker: Worker, batch: Batch, result: RoundResult, now_s: float) -> None:
         residents = worker.residents
+        if worker.index in self._interrupts:  # nobody took it in time
+            self._interrupts.remove(worker.index)
         if result.prefilled and batch.jobs and worker.latency.prefill_emits_token:
             residents.emitted(batch.jobs)
         residents.steps += result.steps

@@ -19,7 +19,10 @@ def make_scheduler(plan: Plan, event_sink: Callable[[Event], None] | None = None
     policy = make_policy(plan.policy.name, plan.policy.parameters)
     refuse_unservable(policy, plan.recipe.engine.name)
     laws = laws_from_fit(plan.fit)
-    workers = [Worker(index, laws.latency, laws.memory) for index in range(plan.workers)]
+    workers = [
+        Worker(index, laws.latency, laws.memory, swap=laws.swap, host_tokens=laws.host_tokens)
+        for index in range(plan.workers)
+    ]
     if event_sink is None:
         return Scheduler(policy, workers)
     event_sink(Header(plan.policy.name, dict(plan.policy.parameters), plan.workers))

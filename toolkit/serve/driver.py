@@ -21,8 +21,17 @@ from toolkit.sched.types import Batch, BatchResult, Request
 from toolkit.serve.live import Ask, Flight, Live, Status, merge
 from toolkit.serve.metrics import Stats
 from toolkit.serve.reply import Delta, Reply
+from toolkit.serve.rounds import KeptRows
 from toolkit.serve.text import TextOutput
-from toolkit.workers.protocol import BatchDone, BatchProgress, WorkerEvent, WorkerLost, WorkerReady, Workers
+from toolkit.workers.protocol import (
+    BatchDone,
+    BatchProgress,
+    RoundDone,
+    WorkerEvent,
+    WorkerLost,
+    WorkerReady,
+    Workers,
+)
 
 SHUTTING_DOWN = "the server is shutting down"
 State = Literal["loading", "ready", "draining", "stopped"]
@@ -63,6 +72,7 @@ class Driver:
         self.bug: Exception | None = None  # what ended the driver, which whoever started it must then stop
         self.broke = asyncio.Event()
         self._workers = workers
+        self._kept = [KeptRows() for _ in range(workers.size)]  # of workers that run rounds
         self._on_end = on_end
         self._lives: dict[str, Live] = {}
         self._empty = asyncio.Event()
@@ -78,7 +88,9 @@ class Driver:
     @property
     def running(self) -> int:
         """Requests in batches that run now."""
-        return sum(not live.status for flight in self.flights.values() for live in flight.lives)
+        in_slices = sum(not live.status for flight in self.flights.values() for live in flight.lives)
+        rounds = (worker for worker, flight in self.flights.items() if flight.batch.keep_cache)
+        return in_slices + sum(len(self.scheduler.workers[worker].residents) for worker in rounds)
 
     @property
     def waiting(self) -> int:
@@ -177,7 +189,12 @@ class Driver:
             self._tick_soon = None
             now_s = self.now_s
             for batch in self.scheduler.tick(now_s):
-                self._launch(batch, now_s)
+                if batch.keep_cache:
+                    self._launch_round(batch, now_s)
+                else:
+                    self._launch(batch, now_s)
+            for worker in self.scheduler.take_interrupts():
+                self._workers.interrupt(worker, self.flights[worker].batch.batch_id)
             for refusal in self.scheduler.take_refusals():
                 if refusal.request_id in self._lives:
                     self._fail(self._lives[refusal.request_id], refusal.reason)
@@ -198,10 +215,20 @@ class Driver:
         self.flights[batch.worker] = flight
         for live in lives:
             live.flight = flight
-            if math.isnan(live.started_s):
-                live.started_s = now_s
-                self.stats.queue.observe(now_s - live.arrival_s)
+            self._started(live, now_s)
         self._workers.run(batch.worker, batch.batch_id, [live.row() for live in lives], batch.steps)
+
+    def _launch_round(self, batch: Batch, now_s: float) -> None:
+        self.flights[batch.worker] = Flight(batch, (), [], now_s)
+        for job in batch.jobs:
+            self._started(self._lives[job.request_id], now_s)
+        plan = self._kept[batch.worker].begin(batch, self._lives.__getitem__)
+        self._workers.run_round(batch.worker, batch.batch_id, plan)
+
+    def _started(self, live: Live, now_s: float) -> None:
+        if math.isnan(live.started_s):
+            live.started_s = now_s
+            self.stats.queue.observe(now_s - live.arrival_s)
 
     def _on_event(self, event: WorkerEvent) -> None:
         with self._loud():
@@ -210,6 +237,8 @@ class Driver:
                     self._progress(event)
                 case BatchDone():
                     self._done(event)
+                case RoundDone():
+                    self._round_done(event)
                 case WorkerReady():
                     self.facts[event.worker] = event.facts
                     if not self.scheduler.workers[event.worker].alive:
@@ -226,8 +255,12 @@ class Driver:
             return
         flight.sign_s = now_s = self.now_s
         for row, (tokens, finish) in merge(event.steps).items():
-            flight.received[row] += len(tokens)
-            self._deliver(flight.lives[row], tokens, finish, now_s)
+            if flight.batch.keep_cache:
+                live = self._kept[event.worker].receive(row, len(tokens))
+            else:
+                flight.received[row] += len(tokens)
+                live = flight.lives[row]
+            self._deliver(live, tokens, finish, now_s)
 
     def _done(self, event: BatchDone) -> None:
         flight = self.flights.pop(event.worker)
@@ -250,6 +283,18 @@ class Driver:
         self.scheduler.complete(result, now_s)
         self._tick_later()
 
+    def _round_done(self, event: RoundDone) -> None:
+        flight = self.flights.pop(event.worker)
+        batch, kept, now_s = flight.batch, self._kept[event.worker], self.now_s
+        worker = self.scheduler.workers[event.worker]
+        if event.output is None:
+            result = kept.failed(batch, event.failure, worker.swapped.jobs)
+        else:
+            result = kept.result(batch, event.output)
+        self.stats.count_round(batch, result, now_s, worker)
+        self.scheduler.complete(result, now_s)
+        self._tick_later()
+
     def _deliver(self, live: Live, tokens: Sequence[int], finish: FinishReason, now_s: float) -> None:
         """New tokens go to the client at once. A row that has ended gets no more, whatever its batch still does."""
         if live.status or not (tokens or finish):
@@ -262,8 +307,11 @@ class Driver:
             self.stats.count_tokens(shown.tokens, live.arrival_s, live.last_token_s, now_s)
             live.last_token_s = now_s
         if shown.finish:
-            if not finish:  # a stop string, which the worker does not know of
+            if not finish:  # a stop string, which neither worker nor scheduler know of
                 self._unwanted(live)
+                if not live.flight:
+                    self.scheduler.cancel(live.ask.request_id, now_s)
+                    self._tick_later()
             self._end(live, shown.finish)
         live.reply.put(Delta(live.index, shown.text, shown.tokens, shown.finish))
 

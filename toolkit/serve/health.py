@@ -37,7 +37,8 @@ def gauges(driver: Driver) -> Gauges:
     """What metrics read at a scrape."""
     workers = driver.scheduler.workers
     capacity = sum(facts.capacity_tokens for facts in driver.facts.values())
-    used = sum(_padded_tokens(flight) for flight in driver.flights.values())
+    used = sum(_padded_tokens(flight) for flight in driver.flights.values() if not flight.batch.keep_cache)
+    used += sum(worker.residents.used + worker.held.tokens for worker in workers)
     return Gauges(
         driver.running,
         driver.waiting,

@@ -21,7 +21,8 @@ from prometheus_client.core import (
 )
 
 from toolkit.sched.protocols import LatencyLaw
-from toolkit.sched.types import Batch, BatchResult
+from toolkit.sched.residents import LENGTH
+from toolkit.sched.types import Batch, BatchResult, RoundResult, Worker
 
 # vLLM's own buckets, so that its dashboards read ours.
 TTFT_BUCKETS = (
@@ -105,18 +106,34 @@ class Stats:
 
     def count_batch(self, batch: Batch, result: BatchResult, now_s: float, law: LatencyLaw) -> None:
         """A batch has ended. Its time is held against the law for the steps that it ran, which may be fewer."""
-        self.batches += 1
-        self.oom_events += result.failure == "oom"
-        outside = batch.size > self.max_batch_size or batch.input_length + batch.steps > self.max_length
-        self.extrapolated_batches += outside
+        self._count_batch(result.failure, batch.size, batch.input_length + batch.steps)
         steps = max(result.generated, default=0)
-        if result.failure or not steps:
-            return
-        expected_s = law.prefill_s(batch.size, batch.input_length) + law.decode_s(
-            batch.size, batch.input_length, steps - law.prefill_emits_token
-        )
+        if not result.failure and steps:
+            iterations = steps - law.prefill_emits_token
+            expected_s = law.prefill_s(batch.size, batch.input_length)
+            expected_s += law.decode_s(batch.size, batch.input_length, iterations)
+            self._compare(now_s - batch.started_s, expected_s)
+
+    def count_round(self, batch: Batch, result: RoundResult, now_s: float, worker: Worker) -> None:
+        """A round has ended, of which the worker's residents do not know yet."""
+        residents, law = worker.residents, worker.latency
+        rows, longest = len(residents), 0
+        if rows:
+            longest = int(residents.table()[LENGTH].max()) + residents.steps
+        self._count_batch(result.failure, rows, longest + result.steps)
+        if not result.failure:
+            length = longest if law.padded or not rows else residents.used / rows
+            expected_s = law.prefill_s(batch.size, batch.input_length) if batch.jobs else 0.0
+            expected_s += law.decode_s(rows, length, result.steps) if result.steps else 0.0
+            self._compare(now_s - batch.started_s, expected_s)
+
+    def _count_batch(self, failure: str, rows: int, length: int) -> None:
+        self.batches += 1
+        self.oom_events += failure == "oom"
+        self.extrapolated_batches += rows > self.max_batch_size or length > self.max_length
+
+    def _compare(self, took_s: float, expected_s: float) -> None:
         if expected_s > 0:
-            took_s = now_s - batch.started_s
             self.batch_ratio.observe(took_s / expected_s)
             self.batch_s += took_s
             self.predicted_batch_s += expected_s

@@ -37,6 +37,7 @@ POLICIES: dict[str, type[Policy]] = {
         SrptOracle,
     )
 }
+REBATCHING = ("rebatch", "fake")  # engines that keep their rows between rounds
 ORACLES = frozenset({PastFutureOracle.name, SrptOracle.name})  # they know the output lengths: for simulations only
 
 
@@ -60,8 +61,8 @@ def refuse_oracle(name: str) -> None:
 def refuse_unservable(policy: Policy, engine: str) -> None:
     """`InputError` if no server can run `policy` on `engine`, a name of the recipe's `engine.name`."""
     refuse_oracle(policy.name)
-    if policy.continuous:
+    if policy.continuous and engine not in REBATCHING:
         raise InputError(
             f"policy '{policy.name}' needs an engine that re-batches; '{engine}' runs static batches",
-            "simulate it with llmctl simulate, or serve 'slice' or 'sequence'",
+            f"set engine.name to {REBATCHING[0]} and profile it, or serve 'slice' or 'sequence'",
         )
