@@ -16,7 +16,7 @@ RECIPE = """\
 name: test
 model: {source: org/model, max_model_len: 512, kv_bytes_per_token: 4096, dtype: float32}
 hardware: {device: cpu, name: any}
-engine: {name: fake}
+engine: {name: transformers}
 workers: 2
 profile: {batch_sizes: [1], input_lengths: [8], cached_lengths: [8], memory_lengths: [8]}
 sla: {ttft_p99_s: 2, e2e_p95_s: 8}
@@ -103,7 +103,7 @@ def test_a_best_that_the_engine_cannot_run_is_refused_with_what_it_can(
     capsys.readouterr()
     assert llmctl("render", "recipe.yaml", "--fit", "fit.json", "--tuning", "tuning.json") == 2
     message, hint = capsys.readouterr().err.splitlines()
-    assert message == "error: policy 'past-future' needs an engine that re-batches; 'fake' runs static batches"
+    assert message == "error: policy 'past-future' needs an engine that re-batches; 'transformers' runs static batches"
     words = hint.removeprefix("hint: the best of the tuning that it runs: ").split()
     assert words[:2] == ["--policy", "slice"]
     assert llmctl("render", "recipe.yaml", "--fit", "fit.json", *words) == 0

@@ -32,7 +32,9 @@ def trace(n: int = 2000, seed: int = 0) -> Trace:
 
 
 def run(runner: Runner | None = None, sla: dict[str, float] | None = None, **changes: object) -> Tuning:
-    recipe = samples.recipe(tune=TUNE | changes, **({} if sla is None else {"sla": sla}))
+    recipe = samples.recipe(
+        engine={"name": "transformers"}, tune=TUNE | changes, **({} if sla is None else {"sla": sla})
+    )
     inputs = Inputs(recipe, samples.fit(), make_workload(recipe, samples.fit(), trace()))
     return tune(inputs, runner or Alone(), HEAD, lambda best: None)
 
