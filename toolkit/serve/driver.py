@@ -256,7 +256,7 @@ class Driver:
         flight.sign_s = now_s = self.now_s
         for row, (tokens, finish) in merge(event.steps).items():
             if flight.batch.keep_cache:
-                live = self._kept[event.worker].receive(row, len(tokens))
+                live = self._kept[event.worker].receive(row, len(tokens), ended=bool(finish))
             else:
                 flight.received[row] += len(tokens)
                 live = flight.lives[row]

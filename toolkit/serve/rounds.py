@@ -22,6 +22,7 @@ class KeptRows:
         self._stale: list[int] = []  # what the engine may still hold, and the scheduler has forgotten
         self._entered: tuple[int, ...] = ()
         self._received: dict[int, int] = {}  # tokens in this round, by number
+        self._ended: list[int] = []  # in this round
 
     def begin(self, batch: Batch, live_of: Callable[[str], Live]) -> Round:
         """The round for the engine. `live_of` knows the requests of those who enter."""
@@ -34,7 +35,7 @@ class KeptRows:
         self._next += len(lives)
         self._lives.update(zip(self._entered, lives, strict=True))
         self._numbers.update((job.request_id, number) for job, number in zip(batch.jobs, self._entered, strict=True))
-        self._received = {}
+        self._received, self._ended = {}, []
         return Round(
             batch.steps,
             tuple(live.row() for live in lives),
@@ -48,17 +49,16 @@ class KeptRows:
             batch.stop_every,
         )
 
-    def receive(self, number: int, tokens: int) -> Live:
+    def receive(self, number: int, tokens: int, *, ended: bool) -> Live:
         """So many tokens came for a row; whose it is."""
         self._received[number] = self._received.get(number, 0) + tokens
+        if ended:
+            self._ended.append(number)
         return self._lives[number]
 
     def result(self, batch: Batch, output: RoundOutput) -> RoundResult:
         """What a round did, in the scheduler's words."""
-        ended = tuple(self._lives[number].ask.request_id for number in output.ended)
-        for request_id in ended:
-            del self._lives[self._numbers.pop(request_id)]
-        return RoundResult(batch.batch_id, batch.worker, output.steps, ended)
+        return RoundResult(batch.batch_id, batch.worker, output.steps, self._end(output.ended))
 
     def failed(self, batch: Batch, failure: Failure, swapped: Iterable[Job]) -> RoundResult:
         """What came of a round before it failed, by the tokens that came. Rows in host memory outlive `oom`.
@@ -70,13 +70,21 @@ class KeptRows:
         first = [received.get(number, 0) for number in self._entered]
         went_on = [received.get(number, 0) for number in self._lives if number not in self._entered]
         steps = max(went_on, default=max(min(first, default=0) - 1, 0))
+        ended = self._end(self._ended)
         kept = {job.request_id for job in swapped} if failure == "oom" else set()
         gone = [request_id for request_id in self._numbers if request_id not in kept]
         numbers = [self._numbers.pop(request_id) for request_id in gone]
         for number in numbers:
             del self._lives[number]
         self._stale = numbers if failure == "oom" else []
-        return RoundResult(batch.batch_id, batch.worker, steps, (), bool(first) and min(first) > 0, failure)
+        return RoundResult(batch.batch_id, batch.worker, steps, ended, bool(first) and min(first) > 0, failure)
+
+    def _end(self, numbers: Iterable[int]) -> tuple[str, ...]:
+        """These rows have ended; whose they were."""
+        ended = tuple(self._lives.pop(number).ask.request_id for number in numbers)
+        for request_id in ended:
+            del self._numbers[request_id]
+        return ended
 
     def _numbers_of(self, jobs: Iterable[Job]) -> tuple[int, ...]:
         return tuple(self._numbers[job.request_id] for job in jobs)
