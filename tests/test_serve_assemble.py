@@ -8,12 +8,12 @@ from toolkit.files.plan import Plan, PlannedPolicy
 from toolkit.serve.assemble import make_scheduler
 
 
-def plan(policy: str, engine: str = "transformers") -> Plan:
+def plan(policy: str, engine: str = "transformers", **changes: object) -> Plan:
     return Plan(
         tool_version="0",
         environment=samples.ENVIRONMENT,
         inputs={},
-        recipe=samples.recipe(engine={"name": engine}),
+        recipe=samples.recipe(engine={"name": engine} | changes),
         fit=samples.fit(),
         workers=2,
         policy=PlannedPolicy(name=policy, parameters={}),
@@ -42,4 +42,24 @@ def test_static_policies_are_served(policy: str) -> None:
 def test_what_no_server_here_can_run_is_refused_by_name(policy: str, reason: str) -> None:
     with pytest.raises(InputError) as caught:
         make_scheduler(plan(policy))
+    assert caught.value.message.startswith(reason)
+
+
+@pytest.mark.parametrize(
+    ("policy", "changes", "reason"),
+    [
+        (
+            "baton",
+            {"joining": "shape"},
+            "policy 'baton' reckons with engine.joining 'embed', and the recipe has 'shape'",
+        ),
+        ("past-future", {"joining": "shape"}, "policy 'past-future' reckons with engine.joining 'embed'"),
+        ("past-future", {"chunk_tokens": 64}, "engine.chunk_tokens is 64; schedulers count on whole prefills"),
+    ],
+)
+def test_an_engine_that_would_join_otherwise_than_the_policy_reckons_is_refused(
+    policy: str, changes: dict[str, object], reason: str
+) -> None:
+    with pytest.raises(InputError) as caught:
+        make_scheduler(plan(policy, "rebatch", **changes))
     assert caught.value.message.startswith(reason)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from toolkit.errors import InputError
 from toolkit.estimators.load import laws_from_fit
 from toolkit.files.plan import Plan
 from toolkit.sched.eventlog import Event, Header, Recorder
@@ -17,7 +18,13 @@ from toolkit.serve.settings import Settings
 def make_scheduler(plan: Plan, event_sink: Callable[[Event], None] | None = None) -> Scheduler:
     """The plan's scheduler in its first state: for a server, or for the replay of a server's log."""
     policy = make_policy(plan.policy.name, plan.policy.parameters)
-    refuse_unservable(policy, plan.recipe.engine.name)
+    engine = plan.recipe.engine
+    refuse_unservable(policy, engine.name, engine.joining)
+    if policy.continuous and engine.chunk_tokens:
+        raise InputError(
+            f"engine.chunk_tokens is {engine.chunk_tokens}; schedulers count on whole prefills before a round's steps",
+            "leave it out of the recipe and profile it anew",
+        )
     laws = laws_from_fit(plan.fit)
     workers = [
         Worker(index, laws.latency, laws.memory, swap=laws.swap, host_tokens=laws.host_tokens)

@@ -58,7 +58,8 @@ class KeptRows:
 
     def result(self, batch: Batch, output: RoundOutput) -> RoundResult:
         """What a round did, in the scheduler's words."""
-        return RoundResult(batch.batch_id, batch.worker, output.steps, self._end(output.ended))
+        prefilled = all(step == 0 for _, step in output.joined)  # not so where a prefill is shaped into a step
+        return RoundResult(batch.batch_id, batch.worker, output.steps, self._end(output.ended), prefilled)
 
     def failed(self, batch: Batch, failure: Failure, swapped: Iterable[Job]) -> RoundResult:
         """What came of a round before it failed, by the tokens that came. Rows in host memory outlive `oom`.

@@ -1,0 +1,92 @@
+"""The rows that a worker keeps between rounds: their numbers, and what the scheduler hears of a round."""
+
+from toolkit.engines.protocol import Round, RoundOutput, SamplingParams
+from toolkit.sched.types import Batch, Job, Moves, Request
+from toolkit.serve.live import Ask, Live
+from toolkit.serve.rounds import KeptRows
+
+
+def job(name: str) -> Job:
+    return Job(Request(name, 0.0, 3, 10), 0, 3)
+
+
+def live(name: str) -> Live:
+    return Live(Ask(name, (1, 2, 3), 10, SamplingParams()), None, None, 0, 0.0)  # type: ignore[arg-type]
+
+
+def batch(*enter: Job, **changes) -> Batch:
+    return Batch(0, enter, 5, 3, 0.0, "any", keep_cache=True, batch_id=4, stop_every=2, **changes)
+
+
+class Desk:
+    """Kept rows of a, b and c, who entered in the first round."""
+
+    def __init__(self) -> None:
+        self.kept = KeptRows()
+        self.jobs = {name: job(name) for name in "abcd"}
+        self.first = self.begin(batch(*[self.jobs[name] for name in "abc"]))
+
+    def begin(self, batch: Batch) -> Round:
+        self.batch = batch
+        return self.kept.begin(batch, live)
+
+    def give(self, tokens: dict[int, int], *ended: int) -> None:
+        for number, count in tokens.items():
+            self.kept.receive(number, count, ended=number in ended)
+
+
+def test_rows_get_numbers_and_a_round_says_them() -> None:
+    desk = Desk()
+    assert (desk.first.numbers, desk.first.steps, desk.first.stop_every) == ((0, 1, 2), 5, 2)
+    assert [row.request_id for row in desk.first.enter] == ["a", "b", "c"]
+    moves = Moves(pause=(desk.jobs["a"],), swap_out=(desk.jobs["b"],), overlap=True)
+    second = desk.begin(batch(desk.jobs["d"], evict=(desk.jobs["c"],), moves=moves))
+    assert (second.numbers, second.evict, second.pause, second.swap_out) == ((3,), (2,), (0,), (1,))
+    assert second.overlap
+
+
+def test_who_comes_back_after_an_eviction_has_a_new_number() -> None:
+    desk = Desk()
+    assert desk.begin(batch(evict=(desk.jobs["a"],))).evict == (0,)
+    assert desk.begin(batch(desk.jobs["a"])).numbers == (3,)
+
+
+def test_who_was_dealt_to_another_worker_is_dropped_and_who_has_gone_is_not_named() -> None:
+    desk = Desk()
+    desk.kept.result(desk.batch, RoundOutput(5, ((0, 0), (1, 0), (2, 0)), (1,), 0, 0))
+    plan = desk.begin(batch(release=(desk.jobs["a"],), evict=(desk.jobs["b"],)))
+    assert plan.evict == (0,)
+
+
+def test_a_round_s_result_names_requests() -> None:
+    desk = Desk()
+    result = desk.kept.result(desk.batch, RoundOutput(5, ((0, 0), (1, 0), (2, 0)), (2, 0), 0, 0))
+    assert (result.steps, result.ended, result.prefilled, result.failure) == (5, ("c", "a"), True, "")
+    shaped = desk.kept.result(desk.batch, RoundOutput(5, ((1, 1),), (), 0, 0))
+    assert not shaped.prefilled
+
+
+def test_a_crash_keeps_what_had_come_and_forgets_all_rows() -> None:
+    desk = Desk()
+    desk.give({0: 3, 1: 3, 2: 2}, 2)
+    result = desk.kept.failed(desk.batch, "crashed", ())
+    assert (result.steps, result.ended, result.prefilled, result.failure) == (1, ("c",), True, "crashed")
+    again = desk.begin(batch(desk.jobs["a"], desk.jobs["b"]))
+    assert (again.numbers, again.evict) == ((3, 4), ())
+
+
+def test_steps_of_a_failed_round_are_those_of_who_was_there_before() -> None:
+    desk = Desk()
+    desk.kept.result(desk.batch, RoundOutput(5, (), (), 0, 0))
+    desk.begin(batch(desk.jobs["d"]))
+    desk.give({0: 4, 1: 4, 2: 4})
+    result = desk.kept.failed(desk.batch, "crashed", ())
+    assert (result.steps, result.prefilled) == (4, False)
+
+
+def test_out_of_memory_leaves_those_in_host_memory_and_the_engine_is_told_to_drop_the_others() -> None:
+    desk = Desk()
+    desk.begin(batch(moves=Moves(swap_out=(desk.jobs["b"],))))
+    desk.kept.failed(desk.batch, "oom", [desk.jobs["b"]])
+    plan = desk.begin(batch(desk.jobs["a"], moves=Moves(swap_in=(desk.jobs["b"],))))
+    assert (plan.evict, plan.swap_in, plan.numbers) == ((0, 2), (1,), (3,))
