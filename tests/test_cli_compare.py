@@ -182,3 +182,15 @@ def test_a_curve_runs_from_corner_to_corner():
 def test_a_log_axis_leaves_out_what_has_no_logarithm():
     assert chart({"a": ([0.0], [1.0])}, x_name="x", log_x=True) == []
     assert chart({"a": ([0.0, 1.0, 100.0], [0.0, 1.0, 2.0])}, x_name="x", log_x=True)[ROWS + 1].split()[0] == "1"
+
+
+@pytest.mark.parametrize("option", ["--policies", "--rate", "--columns"])
+def test_a_list_that_names_nothing_is_refused(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert llmctl("compare", "--fit", "unit-step", "--policies", "fcfs", "--trace", "bursty-small", option, ",") == 2
+    assert f"{option} ',': it names nothing" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["simulate", "compare"])
+def test_a_negative_seed_is_refused(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert llmctl(command, "--fit", "unit-step", "--seed", "-1") == 2
+    assert "'--seed'" in capsys.readouterr().err

@@ -183,3 +183,15 @@ def test_another_pipe_that_breaks_is_a_bug(command: Callable[..., None], capfd: 
     command(fail)
     with pytest.raises(RuntimeError, match="not stdout"):
         main.run(["schema"])
+
+
+def test_a_full_disk_under_stdout_is_one_line() -> None:
+    """As in `llmctl schema > file`; what is not printed must not be complained of again at exit."""
+    with open("/dev/full", "w") as full:
+        line = [sys.executable, "-m", "toolkit", "schema"]
+        done = subprocess.run(line, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr.splitlines() == [
+        "error: the output: No space left on device",
+        "hint: make room, and run it again",
+    ]

@@ -1,6 +1,8 @@
 """Workflow files: what is written is what is read, and a file knows what it was made from."""
 
 import json
+import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,7 @@ from hypothesis import strategies as st
 
 from toolkit.errors import InputError, StaleError
 from toolkit.files.fit import Fit
-from toolkit.files.io import digest, environment, head, read_file, write_file, write_text
+from toolkit.files.io import check_writable, digest, environment, head, read_file, write_file, write_text
 from toolkit.files.profile import PrefillPoint, Profile
 from toolkit.files.recipe import Recipe
 from toolkit.files.tuning import Tuning
@@ -181,3 +183,57 @@ def test_the_environment_names_no_host_and_is_steady() -> None:
     assert first == environment(device="cpu")
     assert first.cpu_count >= 1
     assert first.packages["numpy"]
+
+
+def test_a_folder_is_no_place_for_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for place in (".", "/", tmp_path):
+        with pytest.raises(InputError, match="cannot be written: Is a directory"):
+            write_text(place, "text")
+        with pytest.raises(InputError, match="cannot be written: Is a directory"):
+            check_writable(place)
+
+
+def test_what_is_no_regular_file_is_written_to_and_not_replaced(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    heard: list[str] = []
+    reader = threading.Thread(target=lambda: heard.append(pipe.read_text()), daemon=True)
+    reader.start()
+    write_text(pipe, "text")
+    reader.join(timeout=10)
+    assert heard == ["text"]
+    assert pipe.is_fifo()
+
+
+def test_a_full_disk_is_an_input_error(tmp_path: Path) -> None:
+    (tmp_path / "full").symlink_to("/dev/full")  # and the device must still be one
+    with pytest.raises(InputError, match="full: cannot be written: No space left on device"):
+        write_text(tmp_path / "full", "text")
+    assert Path("/dev/full").is_char_device()
+
+
+def test_behind_a_link_the_file_is_replaced(tmp_path: Path) -> None:
+    (tmp_path / "real").write_text("old")
+    (tmp_path / "link").symlink_to("real")
+    write_text(tmp_path / "link", "new")
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "real").read_text() == "new"
+
+
+def test_asking_whether_a_file_can_be_written_leaves_nothing(tmp_path: Path) -> None:
+    check_writable(tmp_path / "folder" / "file")
+    assert not any((tmp_path / "folder").iterdir())
+
+
+def test_below_a_file_there_is_no_place_for_another(tmp_path: Path) -> None:
+    (tmp_path / "plain").write_text("")
+    with pytest.raises(InputError, match="cannot be written"):
+        check_writable(tmp_path / "plain" / "file")
+
+
+def test_a_file_of_another_version_is_still_known_for_what_it_is(chain: dict[str, Path]) -> None:
+    older = json.loads(chain["fit"].read_text()) | {"gone_since": 1}
+    chain["fit"].write_text(json.dumps(older))
+    with pytest.raises(InputError, match="a fit file, not a profile file"):
+        read_file(Profile, chain["fit"])

@@ -109,3 +109,21 @@ def test_bad_input_is_one_line_and_a_hint_with_exit_code_2(capsys, tmp_path, mon
     assert (code, out) == (2, "")
     assert [line.split(":")[0] for line in err.splitlines()] == ["error", "hint"]
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (["generate", "--backlog", "3", "--rate", "5"], "--rate 5 changes nothing"),
+        (["generate", "--backlog", "3", "--duration", "5"], "--duration 5 changes nothing"),
+        (["convert", "chat-small", "--cv", "3"], "--cv 3 changes nothing"),
+        (["convert", "chat-small", "--seed", "3"], "--seed 3 changes nothing"),
+        (["convert", "chat-small", "--rate", "5", "--draw-rate", "3"], "--rate 5 and --draw-rate 3 contradict"),
+    ],
+)
+def test_options_that_contradict_each_other_are_refused(capsys, tmp_path, words, problem):
+    out = tmp_path / "out.jsonl"
+    code, _, err = llmctl(capsys, "trace", *words, *(["--out"] if words[0] == "generate" else []), out)
+    assert code == 2
+    assert problem in err
+    assert not out.exists()

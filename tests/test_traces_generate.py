@@ -1,5 +1,7 @@
 """Synthetic traces: the same seed gives the same trace, and the numbers asked for come out."""
 
+import math
+
 import numpy as np
 import pytest
 
@@ -78,11 +80,11 @@ def test_a_distribution_is_spelled_as_it_is_printed(text):
         ("lognormal", "give lognormal:MEDIAN:SIGMA"),
         ("lognormal:4", "give lognormal:MEDIAN:SIGMA"),
         ("lognormal:a:b", "give lognormal:MEDIAN:SIGMA"),
-        ("lognormal:nan:1", "lognormal:MEDIAN:SIGMA, lengths from 1 token up"),
-        ("lognormal:4:0", "lognormal:MEDIAN:SIGMA, lengths from 1 token up"),
-        ("pareto:4:inf", "pareto:LOW:ALPHA, lengths from 1 token up"),
-        ("uniform:9:4", "uniform:LOW:HIGH, lengths from 1 token up"),
-        ("fixed:0", "fixed:TOKENS, lengths from 1 token up"),
+        ("lognormal:nan:1", "lognormal:MEDIAN:SIGMA, lengths from 1 to 2147483647 tokens, SIGMA above 0 and up to 10"),
+        ("lognormal:4:0", "lognormal:MEDIAN:SIGMA, lengths from 1 to 2147483647 tokens, SIGMA above 0 and up to 10"),
+        ("pareto:4:inf", "pareto:LOW:ALPHA, lengths from 1 to 2147483647 tokens, ALPHA from 0.1 to 1000"),
+        ("uniform:9:4", "uniform:LOW:HIGH, lengths from 1 to 2147483647 tokens, LOW not above HIGH"),
+        ("fixed:0", "fixed:TOKENS, lengths from 1 to 2147483647 tokens"),
         ("fixed:4:5", "give fixed:TOKENS"),
     ],
 )
@@ -120,3 +122,30 @@ def test_a_limit_below_the_outputs_is_refused():
 def test_lengths_with_a_bound_of_their_own_are_not_clipped_unasked():
     assert usual_longest("uniform:32:4096") > 4096
     assert usual_longest("lognormal:400:1") == 1024
+
+
+@pytest.mark.parametrize("text", ["fixed:1e15", "uniform:1:1e30", "lognormal:400:1e6", "pareto:20:1e-5"])
+def test_a_distribution_that_would_overflow_is_refused(text):
+    with pytest.raises(InputError, match="is not possible"):
+        parse_lengths(text)
+
+
+@pytest.mark.parametrize("cv", [-1.0, 1e9, 1e200, math.nan])
+def test_a_variation_that_no_gaps_can_have_is_refused(cv):
+    with pytest.raises(InputError, match="variation of gaps"):
+        Arrivals(1.0, cv)
+
+
+def test_gaps_that_hardly_vary_are_equal():
+    assert Arrivals(2.0, 1e-200).times(np.random.default_rng(0), 2.0).tolist() == [0.0, 0.5, 1.0, 1.5]
+
+
+@pytest.mark.parametrize(("rate", "duration"), [(1e12, 600.0), (1e6, 1e9), (1e-3, 1e300)])
+def test_a_trace_that_would_not_fit_into_memory_is_refused(rate, duration):
+    with pytest.raises(InputError, match="too many"):
+        Arrivals(rate).times(np.random.default_rng(0), duration)
+
+
+def test_a_backlog_that_would_not_fit_into_memory_is_refused():
+    with pytest.raises(InputError, match="too many"):
+        backlog(99_999_999_999, SCLS_PROMPT, SCLS_OUTPUT, 0)

@@ -11,6 +11,9 @@ if TYPE_CHECKING:
     from toolkit.files.recipe import Recipe
 
 
+SLA_EXAMPLE = "ttft_p99_s=2"
+
+
 def _resolve_recipe(recipe: Path | None) -> Path | None:
     from toolkit.files.io import recipe_path
 
@@ -50,7 +53,7 @@ SlaOption = Annotated[
 
 def parse_settings(settings: list[str] | None) -> dict[str, bool | int | float | str]:
     """`key=value` words as a dict: whole numbers, numbers, true and false, else text. `InputError` without a '='."""
-    return {key: _value(text) for key, text in map(_pair, settings or [])}
+    return {key: _value(text) for key, text in (_pair(word, "slice_tokens=64") for word in settings or [])}
 
 
 def parse_sla(targets: list[str] | None) -> dict[str, float]:
@@ -59,23 +62,23 @@ def parse_sla(targets: list[str] | None) -> dict[str, float]:
     from toolkit.files.recipe import sla_problem
 
     sla = {}
-    for key, text in map(_pair, targets or []):
+    for key, text in (_pair(word, SLA_EXAMPLE) for word in targets or []):
         limit = _value(text)
         if isinstance(limit, (bool, str)) or not 0 < limit < float("inf"):
-            raise InputError(f"--sla {key}={text}: not a positive number of seconds")
+            raise InputError(f"--sla {key}={text}: not a positive number of seconds", f"for example {SLA_EXAMPLE}")
         problem = sla_problem(key, limit)
         if problem:
-            raise InputError(f"--sla {key}: {problem}")
+            raise InputError(f"--sla {key}={text}: {problem}", f"for example {SLA_EXAMPLE}")
         sla[key] = float(limit)
     return sla
 
 
-def _pair(word: str) -> tuple[str, str]:
+def _pair(word: str, example: str) -> tuple[str, str]:
     from toolkit.errors import InputError
 
     key, found, text = word.partition("=")
     if not found or not key:
-        raise InputError(f"'{word}' is not KEY=VALUE", "for example slice_tokens=64")
+        raise InputError(f"'{word}' is not KEY=VALUE", f"for example {example}")
     return key, text
 
 

@@ -74,12 +74,14 @@ def command(
     from toolkit.bench.warmup import batch_times, others
     from toolkit.cli.output import emit, note, progress, seconds
     from toolkit.errors import LlmctlError
-    from toolkit.files.io import head, read_file, write_file
+    from toolkit.files.io import check_writable, head, read_file, write_file
     from toolkit.files.plan import Plan
     from toolkit.traces.read import read_trace
     from toolkit.traces.shipped import trace_path
     from toolkit.traces.write import write_lines
 
+    for written in filter(None, (out, save_requests)):
+        check_writable(written)
     planned = read_file(Plan, plan) if plan else None
     targets = parse_sla(sla) or (planned.recipe.sla if planned else {})
     path = trace_path(trace)

@@ -36,15 +36,16 @@ def command(
     trace: TraceOption = "chat-small",
     fit: FitOption = "fit.json",
     policies: Annotated[
-        str, typer.Option(help="Names with commas between; default: all but the oracles, which need the future.")
-    ] = "",
+        str | None,
+        typer.Option(help="Names with commas between; default: all but the oracles, which need the future."),
+    ] = None,
     settings: SetOption = None,
     sla: SlaOption = None,
     workers: WorkersOption = None,
     rate: Annotated[
         list[str] | None, typer.Option(help="Scale arrivals to so many requests per second; several: 5,10,20.")
     ] = None,
-    columns: Annotated[str, typer.Option(help="Metrics to show, with commas between; --json has all.")] = "",
+    columns: Annotated[str | None, typer.Option(help="Metrics to show, with commas between; --json has all.")] = None,
     max_new_tokens: MaxNewTokensOption = None,
     fit_lengths: FitLengthsOption = True,
     png: Annotated[Path | None, typer.Option(help="Draw the plots into this file; needs llmctl[plot].")] = None,
@@ -58,12 +59,14 @@ def command(
     """
     from toolkit.cli.figure import draw, require_matplotlib
     from toolkit.cli.output import emit, note, progress
+    from toolkit.files.io import check_writable
     from toolkit.sim.comparison import compare, usual_policies
     from toolkit.sim.worlds import assign_settings, check_capacity, make_world, policy_for
 
     if png:
         require_matplotlib()
-    names = list(dict.fromkeys(_words(policies))) or usual_policies()
+        check_writable(png)
+    names = usual_policies() if policies is None else list(dict.fromkeys(_words("--policies", policies)))
     of_world, of_policy = assign_settings(names, parse_settings(settings))
     targets, rates = parse_sla(sla), _rates(rate)
     stage = open_stage(trace, fit, max_new_tokens, fit_lengths)
@@ -97,15 +100,21 @@ def command(
         raise typer.Exit(130)
 
 
-def _words(text: str) -> list[str]:
-    return [word.strip() for word in text.split(",") if word.strip()]
+def _words(option: str, text: str) -> list[str]:
+    """What stands between the commas. `InputError` where nothing does."""
+    from toolkit.errors import InputError
+
+    words = [word.strip() for word in text.split(",") if word.strip()]
+    if not words:
+        raise InputError(f"{option} '{text}': it names nothing", "leave the option out for the default")
+    return words
 
 
 def _rates(words: Sequence[str] | None) -> list[float]:
     from toolkit.errors import InputError
 
     rates = []
-    for word in _words(",".join(words or [])):
+    for word in _words("--rate", ",".join(words)) if words else []:
         try:
             rates.append(float(word))
         except ValueError:
@@ -113,16 +122,18 @@ def _rates(words: Sequence[str] | None) -> list[float]:
     return sorted(set(rates))
 
 
-def _columns(text: str, runs: Sequence[Run]) -> Sequence[str]:
+def _columns(text: str | None, runs: Sequence[Run]) -> Sequence[str]:
     """The metrics to show. `InputError` for one that no run has."""
     from toolkit.errors import InputError, nearest
 
-    known = {name for run in runs for name in run.metrics}
-    for name in _words(text):
+    if text is None:
+        many = _rates_of(runs) > 1  # and a column for them, which leaves room for one less
+        return [name for name in DECIDING if not many or name != "e2e_mean_s"]
+    known, wanted = {name for run in runs for name in run.metrics}, _words("--columns", text)
+    for name in wanted:
         if name not in known:
             raise InputError(f"--columns: there is no metric '{name}'", nearest(name, known))
-    many = _rates_of(runs) > 1  # and a column for them, which leaves room for one less
-    return _words(text) or [name for name in DECIDING if not many or name != "e2e_mean_s"]
+    return wanted
 
 
 def _plain(run: Run) -> dict[str, Any]:

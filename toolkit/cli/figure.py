@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -35,15 +36,15 @@ def draw(panels: Sequence[Panel], path: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
+    from toolkit.files.io import write_bytes
+
     figure = Figure(figsize=(6.4 * len(panels), 4.8), layout="constrained")
     FigureCanvasAgg(figure)
     for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
         _draw_panel(axes, panel)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, format="png", dpi=120)
-    except OSError as error:
-        raise InputError(f"{path}: cannot be written: {error.strerror}", "choose another place with --png") from None
+    picture = BytesIO()
+    figure.savefig(picture, format="png", dpi=120)
+    write_bytes(path, picture.getvalue())
 
 
 def _draw_panel(axes: Any, panel: Panel) -> None:

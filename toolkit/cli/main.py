@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import os
 import select
@@ -19,6 +20,8 @@ from typer.core import TyperCommand, TyperGroup
 
 import toolkit
 from toolkit.errors import LlmctlError
+
+NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}  # of the machine, not of llmctl
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +157,11 @@ def run(args: Sequence[str] | None = None) -> None:
         code = _report(message, hint, error.exit_code)
     except BrokenPipeError:
         code = _drop_output()
+    except OSError as error:
+        if error.errno not in NO_ROOM:
+            raise
+        _drop_output()
+        code = _report(f"{error.filename or 'the output'}: {error.strerror}", "make room, and run it again", 1)
     sys.exit(code if isinstance(code, int) else 0)
 
 

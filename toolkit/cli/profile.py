@@ -33,10 +33,11 @@ def command(
     It can be interrupted, by kill -9 too: the same command goes on with what was measured, which is beside the profile
     until that is written.
     """
-    from toolkit.files.io import write_file
+    from toolkit.files.io import check_writable, write_file
     from toolkit.profiling.noise import OtherLoad
     from toolkit.profiling.run import journal_path, profile
 
+    check_writable(out)
     others = OtherLoad()
     with ExitStack() as stack:
         measured = profile(open_recipe(recipe), recipe, out, TerminalWatch(stack), fresh=fresh)

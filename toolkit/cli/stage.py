@@ -25,7 +25,7 @@ MaxNewTokensOption = Annotated[
     typer.Option(min=1, help="Limit of requests whose trace names none; default: 256, or 4096 in unit-step."),
 ]
 FitLengthsOption = Annotated[bool, typer.Option(help="Scale lengths into the model's context first.")]
-SeedOption = Annotated[int, typer.Option(help="Seed of the memory edge's and the policies' draws.")]
+SeedOption = Annotated[int, typer.Option(min=0, help="Seed of the memory edge's and the policies' draws.")]
 
 
 @dataclass(frozen=True, slots=True)

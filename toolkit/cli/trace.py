@@ -11,6 +11,8 @@ from toolkit.cli.arguments import JsonOption
 from toolkit.cli.output import emit, note, number, seconds, table
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from toolkit.traces.describe import Description
     from toolkit.traces.types import Trace
 
@@ -50,8 +52,10 @@ def convert(
     draw_rate: Annotated[
         float | None, typer.Option(help="Draw new arrival times at this rate: for traces without times.")
     ] = None,
-    cv: Annotated[float, typer.Option(help="With --draw-rate: variation of the gaps; 1 is Poisson.")] = 1.0,
-    seed: SeedOption = 0,
+    cv: Annotated[
+        float | None, typer.Option(help="With --draw-rate: variation of the gaps; default: 1, Poisson.")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="With --draw-rate: same seed, same times.")] = None,
     max_model_len: Annotated[
         int | None, typer.Option(help="Scale lengths to this context, in tokens; needs --max-new-tokens.")
     ] = None,
@@ -72,9 +76,13 @@ def convert(
 
     if (max_model_len is None) != (max_new_tokens is None):
         raise InputError("--max-model-len and --max-new-tokens belong together", "give both, or neither")
+    if rate is not None and draw_rate is not None:
+        raise InputError(f"--rate {rate:g} and --draw-rate {draw_rate:g} contradict each other", "give one of them")
+    if draw_rate is None:
+        _refuse({"--cv": cv, "--seed": seed}, "without --draw-rate nothing is drawn", "add --draw-rate")
     loaded, _ = read_trace(trace_path(trace))
     if draw_rate is not None:
-        loaded = draw_arrivals(loaded, Arrivals(draw_rate, cv), seed)
+        loaded = draw_arrivals(loaded, Arrivals(draw_rate, 1.0 if cv is None else cv), seed or 0)
     if rate is not None:
         loaded = scale_rate(loaded, rate)
     if max_model_len is not None and max_new_tokens is not None:
@@ -88,9 +96,12 @@ def convert(
 @app.command()
 def generate(
     out: Annotated[Path, typer.Option(help="The file to write, canonical JSONL.")],
-    rate: Annotated[float, typer.Option(help="Mean arrival rate, requests/s.")] = 20.0,
-    duration: Annotated[float, typer.Option(help="Seconds.")] = 600.0,
-    cv: Annotated[float, typer.Option(help="Variation of the gaps: 1 is Poisson, above 1 is bursty.")] = 1.0,
+    rate: Annotated[float | None, typer.Option(help="Mean arrival rate, requests/s; default: 20.")] = None,
+    duration: Annotated[float | None, typer.Option(help="Seconds; default: 600.")] = None,
+    cv: Annotated[
+        float | None,
+        typer.Option(help="Variation of the gaps: above 1 is bursty; default: 1, Poisson."),
+    ] = None,
     prompt: Annotated[
         str, typer.Option(help="lognormal:MEDIAN:SIGMA, uniform:LOW:HIGH, pareto:LOW:ALPHA or fixed:TOKENS.")
     ] = "lognormal:400:1",
@@ -115,13 +126,25 @@ def generate(
 
     prompts, outputs = (parse_lengths(text, longest or usual_longest(text)) for text in (prompt, output))
     if all_at_once is not None:
+        given = {"--rate": rate, "--duration": duration, "--cv": cv}
+        _refuse(given, "all requests of a --backlog arrive at 0 s", "leave it or --backlog out")
         made = backlog(all_at_once, prompts, outputs, seed)
     else:
-        made = synthesize(Arrivals(rate, cv), duration, prompts, outputs, seed)
+        arrivals = Arrivals(20.0 if rate is None else rate, 1.0 if cv is None else cv)
+        made = synthesize(arrivals, 600.0 if duration is None else duration, prompts, outputs, seed)
     if max_tokens:
         made = limited(made, max_tokens)
     write_trace(made, out)
     _wrote(made, out, as_json)
+
+
+def _refuse(given: Mapping[str, float | None], why: str, hint: str) -> None:
+    """`InputError` for the first option that was given though it has nothing to say."""
+    from toolkit.errors import InputError
+
+    for option, value in given.items():
+        if value is not None:
+            raise InputError(f"{option} {value:g} changes nothing: {why}", hint)
 
 
 def _wrote(trace: Trace, out: Path, as_json: bool) -> None:

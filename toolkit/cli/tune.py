@@ -42,7 +42,7 @@ def command(
     out: Annotated[Path, typer.Option(help="Where to write the result.")] = Path("tuning.json"),
     policies: PoliciesOption = None,
     trials: Annotated[int | None, typer.Option(min=1, help="Trials; default: the recipe's.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Seed; default: the recipe's. Same seed, same bytes.")] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="Seed; default: the recipe's. Same seed, same bytes.")] = None,
     rate: Annotated[float | None, typer.Option(help="Scale arrivals to this many requests per second.")] = None,
     workers: WorkersOption = None,
     draws: DrawsOption = None,
@@ -57,7 +57,7 @@ def command(
     from toolkit.cli.output import emit, note, progress
     from toolkit.cli.tuning_report import show
     from toolkit.files.fit import Fit
-    from toolkit.files.io import head, read_file, write_file
+    from toolkit.files.io import check_writable, head, read_file, write_file
     from toolkit.traces.read import read_trace
     from toolkit.traces.shipped import trace_path
     from toolkit.tuning.crew import Alone, Crew, cores
@@ -76,6 +76,7 @@ def command(
         spec = spec.model_copy(update={"workers": count})
     for line in workload.trace.notes:
         note(f"trace: {line}")
+    check_writable(out)
     made_from = head({"recipe": recipe, "fit": fit, "trace": trace_path(trace)})
     digests = "".join(source.sha256 for source in made_from["inputs"].values())
     fingerprint = f"{digests} {profile is not None} {made_from['tool_version']} {spec.model_dump_json()}"

@@ -6,10 +6,12 @@ This is the room's front door; what it imports under the same name is meant to b
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import platform
 import secrets
+import tempfile
 from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
@@ -31,6 +33,7 @@ from toolkit.files.validate import read_bytes, validate
 
 __all__ = [
     "Head",
+    "check_writable",
     "digest",
     "environment",
     "head",
@@ -38,6 +41,7 @@ __all__ = [
     "read_file",
     "recipe_path",
     "shipped_recipes",
+    "write_bytes",
     "write_file",
     "write_text",
 ]
@@ -78,22 +82,55 @@ def write_file(model: BaseModel, path: AnyPath) -> None:
 
 
 def write_text(path: AnyPath, text: str) -> None:
-    """Replace a file in one step: readers see the old content or the new, also after a crash. Folders are made."""
-    target = Path(path)
-    temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
+    """`write_bytes` of UTF-8."""
+    write_bytes(path, text.encode())
+
+
+def write_bytes(path: AnyPath, content: bytes) -> None:
+    """Replace a file in one step: readers see the old content or the new, also after a crash. Folders are made.
+
+    Behind a link, the file that the link names is replaced. What is no regular file (/dev/stdout, a pipe) is written
+    to: a device must never be replaced by a file.
+    """
+    target = Path(path).resolve()
+    temporary = target.parent / f".{target.name}.{secrets.token_hex(4)}.tmp"
     try:
+        if target.exists() and not target.is_file():
+            target.write_bytes(content)
+            return
         target.parent.mkdir(parents=True, exist_ok=True)
-        with temporary.open("x", encoding="utf-8", newline="\n") as stream:
-            stream.write(text)
+        with temporary.open("xb") as stream:
+            stream.write(content)
             stream.flush()
             os.fsync(stream.fileno())
         os.replace(temporary, target)
         _sync_folder(target.parent)
     except OSError as error:
-        raise InputError(f"{target}: cannot be written: {error.strerror}", "choose another place with --out") from None
+        raise _unwritable(path, error) from None
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink()
+
+
+def check_writable(path: AnyPath) -> None:
+    """`InputError` where no file can be written at `path`: asked before work whose result would be lost.
+
+    Makes the folder, and nothing else that lasts.
+    """
+    target = Path(path).resolve()
+    try:
+        if target.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        if not target.exists() or target.is_file():
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=target.parent):
+                pass
+    except OSError as error:
+        raise _unwritable(path, error) from None
+
+
+def _unwritable(path: AnyPath, error: OSError) -> InputError:
+    return InputError(f"{os.fspath(path)}: cannot be written: {error.strerror}", "choose another place")
 
 
 def _sync_folder(folder: Path) -> None:

@@ -13,6 +13,7 @@ from toolkit.files.envelope import Strict
 NAME_PATTERN = r"^[a-z0-9][a-z0-9._-]{0,63}$"
 Name = Annotated[str, Field(pattern=NAME_PATTERN)]
 Positive = Annotated[int, Field(gt=0)]
+Seed = Annotated[int, Field(ge=0)]
 Grid = Annotated[list[Positive], Field(min_length=1)]
 Scalar = bool | int | float | str | None
 
@@ -40,7 +41,7 @@ class ModelSpec(Strict):
     load_format: Literal["auto", "dummy"] = Field(
         default="auto", description="'dummy' gives a known model random weights: profiles as well as real ones"
     )
-    seed: int = 0
+    seed: Seed = 0
     max_model_len: Positive = Field(description="longest prompt + output, in tokens")
     kv_bytes_per_token: Positive | None = Field(
         default=None, description="2 * layers * kv_heads * head_dim * bytes; checked against the loaded model"
@@ -103,7 +104,7 @@ class ProfileSpec(Strict):
     clock: Literal["cpu", "wall"] = Field(
         default="wall", description="'cpu' is process CPU time: steadier on shared cores with one thread"
     )
-    seed: int = 0
+    seed: Seed = 0
 
 
 class PolicySpec(Strict):
@@ -117,7 +118,7 @@ class TuneSpec(Strict):
     """How to search."""
 
     trials: Positive = 60
-    seed: int = 0
+    seed: Seed = 0
     windows: Positive = Field(default=2, description="trace windows used for the search")
     held_out_windows: Positive = Field(default=2, description="other windows, used for the verdict alone")
     window_s: Annotated[float, Field(gt=0)] | None = Field(

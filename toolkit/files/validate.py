@@ -13,6 +13,7 @@ from toolkit.errors import InputError
 from toolkit.files.problems import problems
 
 MAX_FILE_BYTES = 1 << 28
+ALIKE = 0.7  # of the keys; a fit and a profile, the most alike of different kinds, share two thirds
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
 
@@ -51,8 +52,12 @@ def validate(
 
 
 def _other_kind(model: type[BaseModel], data: object, kinds: Sequence[type[BaseModel]]) -> str:
-    """'fit' for a whole fit.json that was given where another file is wanted, '' otherwise."""
+    """'fit' for a fit.json, also of another version, that was given where another file is wanted, '' otherwise."""
     if not isinstance(data, dict):
         return ""
-    others = (kind for kind in kinds if kind is not model and data.keys() == kind.model_fields.keys())
-    return next((kind.__name__.lower() for kind in others), "")
+
+    def likeness(kind: type[BaseModel]) -> float:  # the keys they share, of all that either has
+        return len(data.keys() & kind.model_fields.keys()) / len(data.keys() | kind.model_fields.keys())
+
+    nearest = max([model, *kinds], key=likeness)
+    return nearest.__name__.lower() if nearest is not model and likeness(nearest) >= ALIKE else ""

@@ -73,6 +73,7 @@ FORMATS = (
     Format("vidur-lengths", "num_prefill_tokens", "num_decode_tokens"),
     Format("sharegpt-o1", "prompt_tokens", "completion_tokens"),
 )
+KNOWN = "known: " + "; ".join(f"{known.name} ({', '.join(known.required)})" for known in FORMATS)
 
 
 def detect(found: Collection[str], source: str) -> Format:
@@ -89,7 +90,7 @@ def detect(found: Collection[str], source: str) -> Format:
     if len(missing) == len(nearest.required):
         raise InputError(
             f"{source}: not a trace: none of the known columns, found {columns or 'none'}",
-            "known: " + "; ".join(f"{known.name} ({', '.join(known.required)})" for known in FORMATS),
+            KNOWN,
         )
     named = " and ".join(f"'{column}'" for column in missing)
     raise InputError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,6 +12,9 @@ from toolkit.errors import InputError, nearest
 LONGEST = 2**31 - 1
 USUAL_LONGEST = 1024  # tokens, the SCLS paper's bound
 BOUNDED = {"uniform", "fixed"}
+WIDEST_SIGMA = 10.0  # of a lognormal: one length in three is more than 20,000 times the median, or less
+THINNEST_ALPHA = 0.1  # of a pareto: half of the lengths are more than 1,000 times the least
+MOST_ALPHA = 1000.0  # of a pareto: all lengths are LOW
 FORMS = {"lognormal": "MEDIAN:SIGMA", "uniform": "LOW:HIGH", "pareto": "LOW:ALPHA", "fixed": "TOKENS"}
 
 
@@ -32,16 +34,30 @@ class Lengths:
     def __post_init__(self) -> None:
         if self.kind not in FORMS:
             raise InputError(f"'{self.kind}' is no distribution of lengths", nearest(self.kind, FORMS))
-        second = {"uniform": self.b >= self.a, "fixed": True}.get(self.kind, self.b > 0)
-        if not (1 <= self.a < math.inf and second and self.b < math.inf):
-            raise InputError(f"'{self}' is not possible", f"{self.kind}:{FORMS[self.kind]}, lengths from 1 token up")
+        low, high, limits = self._limits_of_b()
+        if not (1 <= self.a <= LONGEST and low <= self.b <= high):
+            raise InputError(f"'{self._words()}' is not possible", f"{self.kind}:{FORMS[self.kind]}, {limits}")
         if not 1 <= self.longest <= LONGEST:
             raise InputError(f"lengths cannot be clipped to {self.longest} tokens", f"give 1 to {LONGEST}")
 
     def __str__(self) -> str:
+        return self._words() + (f" up to {self.longest}" if self.longest < LONGEST else "")
+
+    def _words(self) -> str:
         numbers = [self.a] if self.kind == "fixed" else [self.a, self.b]
-        clipped = f" up to {self.longest}" if self.longest < LONGEST else ""
-        return ":".join([self.kind, *(f"{value:g}" for value in numbers)]) + clipped
+        return ":".join([self.kind, *(f"{value:g}" for value in numbers)])
+
+    def _limits_of_b(self) -> tuple[float, float, str]:
+        """The second number's least and most, and both numbers' limits in words."""
+        tokens = f"lengths from 1 to {LONGEST} tokens"
+        match self.kind:
+            case "uniform":
+                return self.a, LONGEST, f"{tokens}, LOW not above HIGH"
+            case "lognormal":
+                return 1e-9, WIDEST_SIGMA, f"{tokens}, SIGMA above 0 and up to {WIDEST_SIGMA:g}"
+            case "pareto":
+                return THINNEST_ALPHA, MOST_ALPHA, f"{tokens}, ALPHA from {THINNEST_ALPHA:g} to {MOST_ALPHA:g}"
+        return 0.0, 0.0, tokens
 
     def draw(self, rng: np.random.Generator, count: int) -> NDArray[np.int64]:
         """`count` lengths."""

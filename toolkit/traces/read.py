@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 
 from toolkit.errors import InputError
-from toolkit.traces.formats import SUCCESS, Format, detect, number
+from toolkit.traces.formats import KNOWN, SUCCESS, Format, detect, number
 from toolkit.traces.types import Trace
 
 LONGEST = 2**31 - 1  # tokens; a length beyond it is a mistake, and would overflow sums
@@ -76,7 +76,7 @@ def read_trace(path: Path) -> tuple[Trace, ReadReport]:
     except OSError as error:
         raise InputError(f"{path}: cannot read the trace: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise InputError(f"{path}: not a trace: it is not UTF-8 text") from error
+        raise InputError(f"{path}: not a trace: it is not UTF-8 text", KNOWN) from error
 
 
 def _open_records(file: TextIO, source: str) -> tuple[list[str], Iterator[Record]]:
@@ -86,7 +86,7 @@ def _open_records(file: TextIO, source: str) -> tuple[list[str], Iterator[Record
         first = line.strip()[:1]
     file.seek(0)
     if first == "":
-        raise InputError(f"{source}: the trace is empty")
+        raise InputError(f"{source}: the trace is empty", KNOWN)
     if first in "[{":
         return _json(_json_array(file, source) if first == "[" else _json_lines(file), source)
     return _csv(file, source)
@@ -132,7 +132,7 @@ def _json(values: Iterable[object], source: str) -> tuple[list[str], Iterator[Re
         if head[-1] is not None:
             break
     if not head or head[-1] is None:
-        raise InputError(f"{source}: not a trace: it holds no JSON object")
+        raise InputError(f"{source}: not a trace: it holds no JSON object", KNOWN)
 
     def rows() -> Iterator[Record]:
         yield from head
@@ -155,7 +155,8 @@ def _collect(records: Iterator[Record], form: Format, source: str) -> tuple[Trac
     reordered = bool((np.diff(arrivals) < 0).any())
     report = ReadReport(source, form.name, rows, len(kept), dict(dropped), reordered, timeless=not form.arrival)
     if not kept:
-        raise InputError(f"{source}: no usable row: {'; '.join(report.lines())}")
+        problem = f"{source}: no usable row: {'; '.join(report.lines())}"
+        raise InputError(problem, "see docs/traces.md, 'Rows that cannot be'")
     order = np.argsort(arrivals, kind="stable")
     lengths = np.array([row[1:] for row in kept], dtype=np.int64)[order]
     arrivals = arrivals[order] - arrivals.min()

@@ -29,6 +29,8 @@ def scale_rate(trace: Trace, rate_rps: float) -> Trace:
     if not 0 < rate_rps < float("inf"):
         raise InputError(f"a rate of {rate_rps:g} requests/s is not possible", "give a positive rate")
     now = mean_rate(trace)
+    if now == 0 and len(trace) == 1:
+        raise InputError(f"{trace.source}: it has one request, so there is no rate to scale", "leave the rate out")
     if now == 0:
         raise InputError(
             f"{trace.source}: all {len(trace)} requests arrive at once, so there is no rate to scale",

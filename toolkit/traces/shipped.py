@@ -19,7 +19,7 @@ def trace_path(trace: str | os.PathLike[str]) -> Path:
         return path
     text = os.fspath(trace)
     if path.is_dir():
-        raise InputError(f"{text}: a folder, not a trace")
+        raise InputError(f"{text}: a folder, not a trace", "name a file in it")
     shipped = FOLDER / f"{text}.jsonl"
     if re.fullmatch(NAME_PATTERN, text) and shipped.is_file():
         return shipped
