@@ -223,6 +223,8 @@ class Driver:
         for job in batch.jobs:
             self._started(self._lives[job.request_id], now_s)
         plan = self._kept[batch.worker].begin(batch, self._lives.__getitem__)
+        evicted = sum(not job.cancelled for job in batch.evict)
+        self.stats.preemptions += evicted + len(plan.pause) + len(plan.swap_out)
         self._workers.run_round(batch.worker, batch.batch_id, plan)
 
     def _started(self, live: Live, now_s: float) -> None:

@@ -85,6 +85,7 @@ class Stats:
     predicted_batch_s: float = 0.0  # what it says of them
     extrapolated_batches: int = 0
     oom_events: int = 0
+    preemptions: int = 0
     worker_restarts: int = 0
 
     def count_tokens(self, tokens: int, arrival_s: float, last_token_s: float, now_s: float) -> None:
@@ -187,6 +188,9 @@ class Exposition:
             "llmctl_extrapolated_batches", "Batches outside what was measured.", labels, stats.extrapolated_batches
         )
         yield _counter("llmctl_oom_events", "Batches that ran out of memory.", labels, stats.oom_events)
+        yield _counter(
+            "llmctl_preemptions", "Rows that were evicted, paused or swapped out.", labels, stats.preemptions
+        )
         yield _counter("llmctl_worker_restarts", "Workers lost and started again.", labels, stats.worker_restarts)
 
     def _vllm(self, now: Gauges) -> Iterator[Metric]:
@@ -197,7 +201,7 @@ class Exposition:
         yield from self._histograms(labels, _VLLM_HISTOGRAMS)
         yield _counter("vllm:prompt_tokens", "As llmctl_prompt_tokens_total.", labels, stats.prompt_tokens)
         yield _counter("vllm:generation_tokens", "As llmctl_generation_tokens_total.", labels, stats.generation_tokens)
-        yield _counter("vllm:num_preemptions", "Requests preempted.", labels, 0)
+        yield _counter("vllm:num_preemptions", "As llmctl_preemptions_total.", labels, stats.preemptions)
         succeeded = {reason: stats.ended[reason] for reason in ("stop", "length")}
         yield _ends("vllm:request_success", "Requests that ended well.", "finished_reason", labels, succeeded)
 
