@@ -194,3 +194,16 @@ def test_a_list_that_names_nothing_is_refused(option: str, capsys: pytest.Captur
 def test_a_negative_seed_is_refused(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert llmctl(command, "--fit", "unit-step", "--seed", "-1") == 2
     assert "'--seed'" in capsys.readouterr().err
+
+
+def test_extrapolation_is_said_once_with_the_share_of_each_policy(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_file(samples.fit(), tmp_path / "fit.json")
+    many = Trace(np.zeros(200), np.full(200, 20), np.full(200, 8), np.zeros(200, dtype=np.int64), "burst")
+    write_trace(many, tmp_path / "burst.jsonl")
+    words = ["--fit", tmp_path / "fit.json", "--trace", tmp_path / "burst.jsonl", "--policies", "aggressive,slice"]
+    assert llmctl("compare", *words) == 0
+    [line] = [line for line in capsys.readouterr().err.splitlines() if "outside what the fit measured" in line]
+    assert "aggressive" in line
+    assert "slice" in line

@@ -19,7 +19,7 @@ from toolkit.cli.stage import (
     WorkersOption,
     open_stage,
     refusal_notes,
-    world_notes,
+    unfinished_notes,
 )
 
 if TYPE_CHECKING:
@@ -144,14 +144,18 @@ def _plain(run: Run) -> dict[str, Any]:
 
 def _remark(runs: Sequence[Run], world: World, sla: Mapping[str, float]) -> None:
     """What a reader must know before believing the table."""
-    from toolkit.cli.output import note
+    from toolkit.cli.output import note, number
 
     if not sla:
         note("no --sla was given: goodput counts every request that ended")
     for run in runs:
-        lines = [run.problem] if run.problem else [*refusal_notes(run.refusals), *world_notes(world, run.metrics)]
+        lines = [run.problem] if run.problem else [*refusal_notes(run.refusals), *unfinished_notes(run.metrics)]
         for line in lines:
             note(f"{_name(run, runs)}: {line}")
+    beyond = {_name(run, runs): run.metrics.get("extrapolated_batches_percent", 0.0) for run in runs}
+    shares = ", ".join(f"{name} {number(share)} %" for name, share in beyond.items() if share)
+    if shares:
+        note(f"warning: batches outside what the fit measured ({world.valid}) are extrapolated: {shares}")
     for name in {run.policy: run for run in runs if not run.servable}:
         note(f"{name}: needs the future; cannot be served")
 

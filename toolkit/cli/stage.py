@@ -62,13 +62,18 @@ def refusal_notes(refusals: Sequence[Refusal]) -> list[str]:
 
 
 def world_notes(world: World, metrics: Mapping[str, float]) -> list[str]:
-    """What a reader must know before believing the figures."""
+    """What a reader must know before believing the figures of one simulation."""
     from toolkit.sim.validity import extrapolation_warning
 
     lines = []
     if world.valid is not None:
         warning = extrapolation_warning(metrics["extrapolated_batches_percent"], world.valid)
         lines += [f"warning: {warning}"] if warning else []
-    if metrics["unfinished"]:
-        lines.append(f"stopped when the last request was admitted: {metrics['unfinished']:,.0f} had not ended")
-    return lines
+    return [*lines, *unfinished_notes(metrics)]
+
+
+def unfinished_notes(metrics: Mapping[str, float]) -> list[str]:
+    """A line that counts those whom a simulation without `drain` left; none where there are none."""
+    if not metrics["unfinished"]:
+        return []
+    return [f"stopped when the last request was admitted: {metrics['unfinished']:,.0f} had not ended"]
