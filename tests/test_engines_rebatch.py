@@ -248,6 +248,21 @@ def test_running_out_of_memory_drops_the_rows_on_the_device_and_no_others() -> N
     assert desk.finish()[:2] == expected
 
 
+def test_a_row_that_was_on_its_way_back_when_memory_ran_out_is_in_host_memory_still() -> None:
+    engine = rebatch_engine(budget_mib=0.25)  # 1024 tokens
+    rows = [free_row(60, 30, first=k) for k in range(40)]
+    expected = Desk(rebatch_engine(), rows[:1]).finish()
+    desk = Desk(engine, rows)
+    desk.run(3, enter=(0,))
+    desk.run(3, swap_out=(0,))
+    with pytest.raises(OutOfMemory):
+        desk.run(3, enter=range(1, 40), swap_in=(0,), overlap=True)
+    assert engine.ledger.used_bytes == 0
+    desk.state[1:] = ["lost"] * 39
+    desk.run(3, swap_in=(0,), resume=(0,))
+    assert desk.finish()[:1] == expected
+
+
 def test_the_ledger_stays_within_its_budget() -> None:
     engine = rebatch_engine(budget_mib=0.5)
     desk = Desk(engine, ROWS)

@@ -68,7 +68,7 @@ class RebatchEngine(TransformersEngine):
                 progress.stepped(self._batch.step())
             if not progress.is_over(self._steps):
                 self._admit(progress)
-        self._parked.wait()
+        self._parked.settle()
         return RoundOutput(progress.steps, tuple(progress.joined), tuple(progress.ended), *self._usage())
 
     def _move(self, plan: Round) -> None:
