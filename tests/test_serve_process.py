@@ -11,11 +11,15 @@ import openai
 import pytest
 from serving import Server, fake_plan
 
-from toolkit.files.plan import Plan
+from toolkit.files.plan import Plan, PlannedPolicy
 from toolkit.sched.eventlog import from_lines, replay
 from toolkit.serve.assemble import make_scheduler
 
 GREEDY = {"model": "toy", "temperature": 0, "max_tokens": 60}
+POLICIES = {
+    "slice": ["--set", "slice_tokens=16"],
+    "past-future": ["--policy", "past-future", "--set", "interval_steps=2"],
+}
 ENGINE = {"eos_one_in": 0, "decode_s": 0.004}
 
 
@@ -29,9 +33,10 @@ def plan(folder: Path) -> Plan:
     return fake_plan(folder, **ENGINE)
 
 
-@pytest.fixture(scope="module")
-def server(folder: Path, plan: Plan) -> Iterator[Server]:
-    with Server(folder / "plan.json", "--served-model-name", "toy", "--set", "slice_tokens=16") as running:
+@pytest.fixture(scope="module", params=POLICIES)
+def server(folder: Path, plan: Plan, request: pytest.FixtureRequest) -> Iterator[Server]:
+    """Slices, and rounds."""
+    with Server(folder / "plan.json", "--served-model-name", "toy", *POLICIES[request.param]) as running:
         yield running
 
 
@@ -44,8 +49,11 @@ def client(server: Server) -> Iterator[openai.OpenAI]:
 def test_the_ready_line_says_what_is_served(server: Server):
     assert server.ready["model"] == "toy"
     assert server.ready["workers"] == 2
-    assert server.ready["policy"] == "slice"
-    assert server.ready["parameters"]["slice_tokens"] == 16
+    parameters = server.ready["parameters"]
+    assert (server.ready["policy"], parameters.get("slice_tokens"), parameters.get("interval_steps")) in (
+        ("slice", 16, None),
+        ("past-future", None, 2),
+    )
     assert httpx.get(f"{server.url}/ready").status_code == 200
 
 
@@ -137,9 +145,11 @@ def test_a_client_that_goes_away_frees_the_worker(server: Server, client: openai
     assert 'finish_reason="cancelled"' in metrics
 
 
-def test_a_log_of_a_live_server_replays_to_the_same_decisions(folder: Path, plan: Plan):
-    log, trace = folder / "events.jsonl", folder / "requests.jsonl"
-    with Server(folder / "plan.json", "--event-log", str(log), "--request-log", str(trace)) as server:
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_log_of_a_live_server_replays_to_the_same_decisions(folder: Path, plan: Plan, policy: str):
+    log, trace = folder / f"{policy}-events.jsonl", folder / f"{policy}-requests.jsonl"
+    logs = ["--event-log", str(log), "--request-log", str(trace)]
+    with Server(folder / "plan.json", "--policy", policy, *logs) as server:
         with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
             options = {**GREEDY, "model": "test"}
             client.completions.create(prompt=["a", "bb", "ccc"], **options)
@@ -151,8 +161,9 @@ def test_a_log_of_a_live_server_replays_to_the_same_decisions(folder: Path, plan
         assert server.end() == 0
     lines = log.read_bytes().splitlines(keepends=True)
     kinds = {json.loads(line)["type"] for line in lines}
-    assert kinds == {"header", "submit", "tick", "complete", "worker"}
-    assert list(replay(from_lines(lines), make_scheduler(plan))) == []
+    assert kinds == {"header", "submit", "tick", "complete" if policy == "slice" else "round", "worker"}
+    served = plan.model_copy(update={"policy": PlannedPolicy(name=policy, parameters={})})
+    assert list(replay(from_lines(lines), make_scheduler(served))) == []
     rows = [json.loads(line) for line in trace.read_text().splitlines()]
     assert [(row["input_length"], row["output_length"], row["status"]) for row in rows].count((1, 60, "ok")) == 3
     assert all(row["ttft_ms"] <= row["e2e_ms"] for row in rows)
