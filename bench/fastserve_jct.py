@@ -29,7 +29,7 @@ from toolkit.estimators.memory import ZetaMemory
 from toolkit.estimators.swap import LinearSwap
 from toolkit.files.fit import Segment
 from toolkit.sched.policies import make_policy
-from toolkit.sched.protocols import Oracle, Policy
+from toolkit.sched.protocols import Oracle, Policy, Ranks
 from toolkit.sched.types import Decision, View
 from toolkit.sim.api import World, simulate
 from toolkit.traces.generate import Arrivals, generate
@@ -80,6 +80,8 @@ class Waits:
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
         self.name, self.continuous = policy.name, policy.continuous
+        if isinstance(policy, Ranks):
+            self.standing = policy.standing
         self.longest_s = self.round_s = 0.0
         self._started_s = -1.0
 

@@ -33,6 +33,10 @@ class Inbox(deque["Job"]):
         """How many wait, those behind too."""
         return len(self) + len(self.behind)
 
+    def emptied(self) -> Inbox:
+        """An empty one of the same kind."""
+        return Inbox()
+
     def after(self, count: int) -> Job:
         """Who comes first when `count` of those before have been taken; some must be left."""
         return self[count] if count < len(self) else self.behind[0]

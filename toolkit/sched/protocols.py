@@ -125,6 +125,15 @@ class Reschedules(Protocol):
 
 
 @runtime_checkable
+class Ranks(Protocol):
+    """A policy whose jobs wait in the order of their standing: each worker gets a `RankedInbox` by it."""
+
+    def standing(self, law: LatencyLaw, job: Job) -> float:
+        """Of a job that waits, under the worker's law; less is served first. It must not change while it waits."""
+        ...
+
+
+@runtime_checkable
 class Reorders(Protocol):
     """A policy whose jobs do not always wait in the order in which they came."""
 

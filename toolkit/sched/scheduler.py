@@ -12,14 +12,15 @@ import math
 from bisect import insort
 from collections import deque
 from collections.abc import Iterable, Sequence
+from functools import partial
 from operator import attrgetter
 
 import numpy as np
 
 from toolkit.sched import moves
 from toolkit.sched.history import History
-from toolkit.sched.inbox import Inbox
-from toolkit.sched.protocols import LooksBack, MemoryLaw, Policy, Reorders, Reschedules
+from toolkit.sched.protocols import LooksBack, MemoryLaw, Policy, Ranks, Reorders, Reschedules
+from toolkit.sched.ranked import RankedInbox
 from toolkit.sched.types import NO_LIMIT, Batch, BatchResult, Job, Refusal, Request, RoundResult, View, Worker
 
 MAX_STRIKES = 2  # a job that failed this often alone is given up
@@ -51,6 +52,9 @@ class Scheduler:
         self._reorders = policy if isinstance(policy, Reorders) else None
         self._released: dict[int, list[Job]] = {}  # by worker: left it, and its cache still there
         self._view = View(self._pool, self.workers, -math.inf, self._finished, np.random.default_rng(seed))
+        if isinstance(policy, Ranks):
+            for worker in self.workers:
+                worker.inbox = RankedInbox(partial(policy.standing, worker.latency))
         longest = _usable if policy.continuous else _longest_alone
         self._longest = max(longest(worker.memory) for worker in self.workers)
 
@@ -262,7 +266,7 @@ class Scheduler:
         self._released.pop(index, None)
         if not any(other.alive for other in self.workers):
             return  # what waits here, waits for this worker to come back
-        inbox, worker.inbox = worker.inbox, Inbox()
+        inbox, worker.inbox = worker.inbox, worker.inbox.emptied()
         self._to_pool(inbox.everybody())
         queue, worker.queue = worker.queue, deque()
         worker.load_s = 0.0

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 from toolkit.sched.policies.parameters import knob
-from toolkit.sched.policies.placement import Order, Place, Rank, Row
+from toolkit.sched.policies.placement import Place, Rank, Row
 from toolkit.sched.policies.preemptive import PreemptivePolicy
 from toolkit.sched.policies.queues import Queues, queues_of
+from toolkit.sched.protocols import LatencyLaw
+from toolkit.sched.ranked import RankedInbox
 from toolkit.sched.types import Job, Worker
 
 
@@ -31,29 +32,40 @@ class MlfqPolicy(PreemptivePolicy):
     starvation_s: float = knob(30.0, low=1e-9, high=1e9, search=(1, 120), log=True, doc="longest wait before promotion")
     skip_join: bool = knob(True, doc="false: every job joins the first queue (naive MLFQ)")
 
-    def order(self, worker: Worker) -> Order:
-        find, starvation_s = self._queues(worker).find, self.starvation_s
+    @property
+    def patience_s(self) -> float:
+        return self.starvation_s
 
-        def rank(job: Job, generated: int, waits_s: float) -> Rank:
-            if waits_s >= starvation_s:
-                return -1.0, -waits_s, job.ticket
-            return find(job.request.prompt_tokens, generated, job.promoted_at)[0], 0.0, job.ticket
+    def standing(self, law: LatencyLaw, job: Job) -> float:
+        return self.standing_at(law, job, job.generated)
 
-        return rank
+    def standing_at(self, law: LatencyLaw, job: Job, generated: int) -> float:
+        return self._queues(law).find(job.request.prompt_tokens, generated, job.promoted_at)[0]
 
-    def next_runs(self, worker: Worker, rows: Sequence[Row]) -> Sequence[float]:
+    def next_runs(
+        self, worker: Worker, cached: Sequence[Row], rows: Sequence[Row], now_s: float
+    ) -> dict[Job, tuple[float, Rank]]:
         """ENST, in seconds: until the row's promotion, or the quanta of all who run before it, whichever is less."""
-        quanta_s, starvation_s = self._queues(worker).quanta_s, self.starvation_s
-        found, before_s = [], 0.0
-        for row in rows:
-            promotion_s = starvation_s - row.waits_s if row.waits_s > 0.0 else starvation_s
-            found.append(before_s if before_s < promotion_s else promotion_s)
+        quanta_s, starvation_s, inbox = self._queues(worker.latency).quanta_s, self.starvation_s, worker.inbox
+        assert isinstance(inbox, RankedInbox)
+        found: dict[Job, tuple[float, Rank]] = {}
+        asked = {row.job for row in rows}
+        before_s = 0.0
+        for row in cached:
+            if row.job in asked:
+                if row.rank[0] < 0.0:
+                    starving, counts = inbox.starving_before(now_s, row.waits_s, row.job.ticket), []
+                else:
+                    starving, counts = inbox.standings_before(now_s, starvation_s, row.rank[0], row.job.ticket)
+                waiting_s = starving * quanta_s[0] + sum([count * quanta_s[int(queue)] for queue, count in counts])
+                promotion_s = starvation_s - row.waits_s if row.waits_s > 0.0 else starvation_s
+                found[row.job] = min(before_s + waiting_s, promotion_s), row.rank
             before_s += quanta_s[max(int(row.rank[0]), 0)]
         return found
 
     def horizon(self, worker: Worker, running: Sequence[Row], steps: int) -> int:
         """Until the first of `running` has used up its quantum."""
-        find, emits = self._queues(worker).find, worker.latency.prefill_emits_token
+        find, emits = self._queues(worker.latency).find, worker.latency.prefill_emits_token
         for row in running:
             generated = row.generated + (emits and row.place is Place.INBOX)
             promoted_at = row.generated if self.starves(row) else row.job.promoted_at
@@ -62,12 +74,5 @@ class MlfqPolicy(PreemptivePolicy):
                 steps = leaves - generated
         return steps
 
-    def starves(self, row: Row) -> bool:
-        return row.waits_s >= self.starvation_s
-
-    def starving_in_s(self, rows: Sequence[Row]) -> float:
-        waits_s = [row.waits_s for row in rows if row.waits_s < self.starvation_s]
-        return self.starvation_s - max(0.0, *waits_s) if waits_s else math.inf
-
-    def _queues(self, worker: Worker) -> Queues:
-        return queues_of(worker.latency, self.quantum_s, self.growth, self.queues, self.skip_join)
+    def _queues(self, law: LatencyLaw) -> Queues:
+        return queues_of(law, self.quantum_s, self.growth, self.queues, self.skip_join)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
 from toolkit.sched.protocols import LatencyLaw
+from toolkit.sched.ranked import RankedInbox
 from toolkit.sched.types import Job, Moves, Worker
 
 Rank = tuple[float, float, int]  # less is served first; the last is the ticket, so that no two are equal
-Order = Callable[[Job, int, float], Rank]  # from a job, what it generated, and how long it has waited or RUNS
 RUNS = -1.0  # `Row.waits_s` of one that runs
 
 
@@ -35,26 +35,31 @@ class Row:
     rank: Rank
 
 
-def rows_of(worker: Worker, now_s: float, rank: Order) -> list[Row]:
-    """All jobs of a worker between two rounds, ranked."""
-    growth = 1 + worker.latency.prefill_emits_token
-    since = worker.residents.steps
-    rows = []
-    for job in worker.residents.jobs:
-        ran = since - job.joined
-        tokens, generated = job.length + ran, job.generated + ran
-        rows.append(Row(job, Place.DEVICE, tokens, generated, tokens + 1, RUNS, rank(job, generated, RUNS)))
-    for place, jobs, grows in (
-        (Place.DEVICE, worker.held.jobs, 1),
-        (Place.HOST, worker.swapped.jobs, 1),
-        (Place.INBOX, worker.inbox, growth),
-    ):
-        for job in jobs:
-            waits_s = now_s - job.waiting_since_s
-            ranked = rank(job, job.generated, waits_s)
-            rows.append(Row(job, place, job.length, job.generated, job.length + grows, waits_s, ranked))
-    rows.sort(key=lambda row: row.rank)
-    return rows
+class Newcomers:
+    """Those who wait at a worker and have no cache, by rank; who could not enter any more is passed over."""
+
+    def __init__(self, worker: Worker, now_s: float, patience_s: float) -> None:
+        assert isinstance(worker.inbox, RankedInbox)
+        self._inbox, self._now_s = worker.inbox, now_s
+        self._grows = 1 + worker.latency.prefill_emits_token
+        self._starving = worker.inbox.starving(now_s, patience_s)
+        self._others = worker.inbox.others(now_s, patience_s)
+
+    def next(self, free: float) -> Row | None:
+        """The next of those who need at most `free` tokens; never ask for more than the last time."""
+        grows, inbox = self._grows, self._inbox
+        if not inbox or inbox.shortest + grows > free:
+            return None
+        for waits_s, job in self._starving:
+            if job.length + grows <= free:
+                return self._row(job, waits_s, (-1.0, -waits_s, job.ticket))
+        for standing, job in self._others:
+            if job.length + grows <= free:
+                return self._row(job, self._now_s - job.waiting_since_s, (standing, 0.0, job.ticket))
+        return None
+
+    def _row(self, job: Job, waits_s: float, rank: Rank) -> Row:
+        return Row(job, Place.INBOX, job.length, job.generated, job.length + self._grows, waits_s, rank)
 
 
 @dataclass(slots=True)
@@ -82,10 +87,10 @@ class Placement:
             return None
         return Moves(pause, resume, swap_out, swap_in, tuple(promote), self.overlap and bool(swap_out or swap_in))
 
-    def waiting(self, rows: Sequence[Row]) -> list[Row]:
-        """Those of `rows` who do not run."""
-        running = {row.job.ticket for row in self.run}
-        return [row for row in rows if row.job.ticket not in running]
+    def idle(self, cached: Sequence[Row]) -> list[Row]:
+        """Those of `cached` who do not run."""
+        running = {row.job for row in self.run}
+        return [row for row in cached if row.job not in running]
 
     def device_tokens(self, worker: Worker) -> int:
         """What the device holds after the round's prefill, before its first step."""

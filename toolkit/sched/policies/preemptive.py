@@ -16,14 +16,19 @@ that those who rank higher wait for, every `interval_steps` while anybody waits,
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
+from operator import attrgetter
 from typing import ClassVar
 
 from toolkit.sched.policies.parameters import choice, knob, validate
-from toolkit.sched.policies.placement import RUNS, Order, Place, Placement, Row, rows_of, steps_until
+from toolkit.sched.policies.placement import RUNS, Newcomers, Place, Placement, Rank, Row, steps_until
 from toolkit.sched.policies.routers import ROUTERS
-from toolkit.sched.types import Batch, Decision, Moves, View, Worker
+from toolkit.sched.protocols import LatencyLaw
+from toolkit.sched.ranked import RankedInbox
+from toolkit.sched.types import Batch, Decision, Job, View, Worker
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,25 +54,35 @@ class PreemptivePolicy:
     def __post_init__(self) -> None:
         validate(self)
 
-    def order(self, worker: Worker) -> Order:
-        """How the worker's jobs are ranked, now."""
+    @property
+    def patience_s(self) -> float:
+        """Who has waited for so many seconds goes first, and is promoted when he runs."""
+        return math.inf
+
+    def standing(self, law: LatencyLaw, job: Job) -> float:
+        """See `Ranks`; of two who do not starve, the lesser goes first."""
         raise NotImplementedError
 
-    def next_runs(self, worker: Worker, rows: Sequence[Row]) -> Sequence[float]:
-        """When each of `rows`, which are ranked, will run next, in any unit: caches of the latest leave first."""
-        return range(len(rows))
+    def standing_at(self, law: LatencyLaw, job: Job, generated: int) -> float:
+        """The same when it has generated so many tokens."""
+        raise NotImplementedError
+
+    def next_runs(
+        self, worker: Worker, cached: Sequence[Row], rows: Sequence[Row], now_s: float
+    ) -> dict[Job, tuple[float, Rank]]:
+        """When each of `rows` will run next, in any unit, and its rank: caches of the latest leave first.
+
+        `cached` are all of the worker's who have a cache, ranked, and `rows` some of them.
+        """
+        return {row.job: (0.0, row.rank) for row in rows}
 
     def horizon(self, worker: Worker, running: Sequence[Row], steps: int) -> int:
         """Steps after which ranks change by what `running` do, at most `steps`."""
         return steps
 
     def starves(self, row: Row) -> bool:
-        """Whether the row has waited so long that it goes first; it is promoted when it runs."""
-        return False
-
-    def starving_in_s(self, rows: Sequence[Row]) -> float:
-        """Seconds until the next of `rows`, which wait, starves; infinity: none will."""
-        return float("inf")
+        """Whether the row has waited so long that it goes first."""
+        return row.waits_s >= self.patience_s
 
     def route(self, view: View, now_s: float) -> Sequence[int] | None:
         alive = view.alive()
@@ -76,10 +91,8 @@ class PreemptivePolicy:
     def plan(self, view: View, now_s: float) -> Decision:
         batches = [
             self._round(worker, now_s)
-            for worker in view.workers
-            if worker.running is None
-            and worker.alive
-            and (worker.inbox or worker.residents.jobs or worker.held.jobs or worker.swapped.jobs)
+            for worker in view.free
+            if worker.inbox or worker.residents.jobs or worker.held.jobs or worker.swapped.jobs
         ]
         interrupts = [
             index
@@ -96,9 +109,9 @@ class PreemptivePolicy:
         running, residents, inbox = worker.running, worker.residents, worker.inbox
         if running is None or running.interrupted or not inbox:
             return False
-        rank, since = self.order(worker), residents.steps
-        came = [rank(job, job.generated, 0.0) for job in list(inbox)[-newcomers:]]
-        ranks = [rank(job, job.generated + since - job.joined, RUNS) for job in residents.jobs]
+        law, since, standing_at = worker.latency, residents.steps, self.standing_at
+        came = [(self.standing(law, job), job.ticket) for job in islice(reversed(inbox), newcomers)]
+        ranks = [(standing_at(law, job, job.generated + since - job.joined), job.ticket) for job in residents.jobs]
         if ranks and min(came) < max(ranks):
             return True
         if len(ranks) >= self._most(worker):
@@ -113,42 +126,68 @@ class PreemptivePolicy:
         return min(rows * self.interval_steps, worker.capacity_tokens // 16)
 
     def _round(self, worker: Worker, now_s: float) -> Batch:
-        rows = rows_of(worker, now_s, self.order(worker))
-        chosen = self._choose(worker, rows)
-        enst = dict(zip([row.job.ticket for row in rows], self.next_runs(worker, rows), strict=True))
-        placed = None
-        if self.swap == "proactive":
-            placed = self._beside(worker, rows, chosen, enst)
-        return self._batch(worker, placed or self._before(worker, rows, chosen, enst), rows)
+        cached = self._cached(worker, now_s)
+        chosen = self._choose(worker, cached, now_s)
+        running = {row.job for row in chosen}
+        others = [row for row in cached if row.job not in running]
+        if others:
+            enst = self.next_runs(worker, cached, others, now_s)
+            others.sort(key=lambda row: enst[row.job])
+        placed = self._beside(worker, others, chosen) if self.swap == "proactive" else None
+        return self._batch(worker, placed or self._before(worker, others, chosen), cached, now_s)
 
-    def _choose(self, worker: Worker, rows: Sequence[Row]) -> list[Row]:
+    def _cached(self, worker: Worker, now_s: float) -> list[Row]:
+        """The jobs of a worker between two rounds that have a cache, ranked."""
+        law, since, standing_at, patience_s = worker.latency, worker.residents.steps, self.standing_at, self.patience_s
+        rows = []
+        for job in worker.residents.jobs:
+            ran = since - job.joined
+            tokens, generated = job.length + ran, job.generated + ran
+            rank = (standing_at(law, job, generated), 0.0, job.ticket)
+            rows.append(Row(job, Place.DEVICE, tokens, generated, tokens + 1, RUNS, rank))
+        for place, shelf in ((Place.DEVICE, worker.held), (Place.HOST, worker.swapped)):
+            for job in shelf.jobs:
+                waits_s = now_s - job.waiting_since_s
+                starves = waits_s >= patience_s
+                rank = (-1.0, -waits_s, job.ticket) if starves else (self.standing(law, job), 0.0, job.ticket)
+                rows.append(Row(job, place, job.length, job.generated, job.length + 1, waits_s, rank))
+        rows.sort(key=attrgetter("rank"))
+        return rows
+
+    def _choose(self, worker: Worker, cached: Sequence[Row], now_s: float) -> list[Row]:
         """Those who should run: by rank, who fits; what ranks lower fills the room that the higher ones leave.
 
         Who runs already goes on while one more step fits; who joins needs room for more, or each step would move one.
         """
         free, most, prefill = worker.capacity_tokens, self._most(worker), 0
+        newcomers = Newcomers(worker, now_s, self.patience_s)
         chosen: list[Row] = []
-        for row in rows:
-            if len(chosen) == most:
-                break
-            waiting = row.place is Place.INBOX
-            spare = 0 if row.waits_s == RUNS else self._spare(worker, len(chosen) + 1)
-            if chosen and (row.needs + spare > free or (waiting and prefill >= self.max_prefill_tokens)):
-                continue
-            chosen.append(row)
-            free -= row.needs
-            prefill += row.tokens * waiting
+        ahead = iter(cached)
+        row = next(ahead, None)
+        came = newcomers.next(math.inf)
+        while len(chosen) < most and (row or came):
+            spare = self._spare(worker, len(chosen) + 1)
+            if came and not (row and row.rank < came.rank):
+                if not chosen or (came.needs + spare <= free and prefill < self.max_prefill_tokens):
+                    chosen.append(came)
+                    free -= came.needs
+                    prefill += came.tokens
+                open_ = prefill < self.max_prefill_tokens
+                came = newcomers.next(free - self._spare(worker, len(chosen) + 1)) if open_ else None
+            elif row:
+                if not chosen or row.needs + (0 if row.waits_s == RUNS else spare) <= free:
+                    chosen.append(row)
+                    free -= row.needs
+                row = next(ahead, None)
         return chosen
 
-    def _keep(
-        self, worker: Worker, rows: Sequence[Row], chosen: Sequence[Row], enst: dict[int, float], *, fetch: bool
-    ) -> Placement:
-        """Who stays on the device beside `chosen`, who leaves it, and with `fetch` who comes: the soonest first."""
+    def _keep(self, worker: Worker, others: Sequence[Row], chosen: Sequence[Row], *, fetch: bool) -> Placement:
+        """Who of `others` stays on the device beside `chosen`, who leaves it, and with `fetch` who comes.
+
+        `others` have caches; they come in the order in which they will run.
+        """
         share = int(self.free_share * worker.capacity_tokens) if self.swap == "proactive" else 0
         free = worker.capacity_tokens - sum([row.needs for row in chosen]) - self._spare(worker, len(chosen)) - share
-        running = {row.job.ticket for row in chosen}
-        others = [row for row in rows if row.job.ticket not in running and row.place is not Place.INBOX]
-        others.sort(key=lambda row: (enst[row.job.ticket], row.rank))
         placed = Placement(list(chosen))
         leaving: list[Row] = []
         for row in others:
@@ -171,20 +210,18 @@ class PreemptivePolicy:
                 placed.evict.append(row)
         return placed
 
-    def _before(self, worker: Worker, rows: Sequence[Row], chosen: Sequence[Row], enst: dict[int, float]) -> Placement:
+    def _before(self, worker: Worker, others: Sequence[Row], chosen: Sequence[Row]) -> Placement:
         """The round waits for its transfers, and all of `chosen` run in it."""
-        placed = self._keep(worker, rows, chosen, enst, fetch=False)
+        placed = self._keep(worker, others, chosen, fetch=False)
         placed.swap_in = [row for row in chosen if row.place is Place.HOST]
         return placed
 
-    def _beside(
-        self, worker: Worker, rows: Sequence[Row], chosen: Sequence[Row], enst: dict[int, float]
-    ) -> Placement | None:
+    def _beside(self, worker: Worker, others: Sequence[Row], chosen: Sequence[Row]) -> Placement | None:
         """The round runs those of `chosen` who can now, and others in the others' rows, beside its transfers.
 
         None where it should rather wait for them.
         """
-        placed = self._keep(worker, rows, chosen, enst, fetch=True)
+        placed = self._keep(worker, others, chosen, fetch=True)
         placed.overlap, placed.run = True, []
         free = worker.capacity_tokens - worker.residents.used - worker.held.tokens
         free += sum([row.tokens for row in placed.evict])
@@ -200,7 +237,7 @@ class PreemptivePolicy:
                 return None
             else:
                 placed.awaited = True
-        for row in sorted(placed.kept, key=lambda row: row.rank):
+        for row in sorted(placed.kept, key=attrgetter("rank")):
             if len(placed.run) < self._most(worker) and free > 0:
                 placed.run.append(row)
                 free -= 1
@@ -212,13 +249,13 @@ class PreemptivePolicy:
                 free -= row.tokens
         return placed
 
-    def _batch(self, worker: Worker, placed: Placement, rows: Sequence[Row]) -> Batch:
+    def _batch(self, worker: Worker, placed: Placement, cached: Sequence[Row], now_s: float) -> Batch:
         enter = [row for row in placed.run if row.place is Place.INBOX]
         moves = placed.moves(worker, [row.job for row in placed.run if self.starves(row)])
         return Batch(
             worker.index,
             tuple([row.job for row in enter]),
-            self._steps(worker, placed, rows, enter, moves),
+            self._steps(worker, placed, cached, enter, now_s),
             max([row.tokens for row in enter], default=0),
             0.0,
             "any",
@@ -228,18 +265,18 @@ class PreemptivePolicy:
         )
 
     def _steps(
-        self, worker: Worker, placed: Placement, rows: Sequence[Row], enter: Sequence[Row], moves: Moves | None
+        self, worker: Worker, placed: Placement, cached: Sequence[Row], enter: Sequence[Row], now_s: float
     ) -> int:
         """Steps until something calls for a new decision, by the worker's laws."""
         law, run, n = worker.latency, placed.run, len(placed.run)
         emits = int(law.prefill_emits_token)
         steps = max((worker.capacity_tokens - placed.device_tokens(worker)) // n, 1)
-        waiting = placed.waiting(rows)
-        if waiting:
+        idle = placed.idle(cached)
+        if idle or len(worker.inbox) > len(enter):
             steps = min(steps, self.interval_steps)
         steps = self.horizon(worker, run, steps)
-        starving_s = self.starving_in_s(waiting)
-        if starving_s == float("inf") and not placed.awaited:
+        starving_s = self._starving_in_s(worker, idle, enter, now_s)
+        if starving_s == math.inf and not placed.awaited:
             return steps
         lengths = [row.tokens if row.place is Place.INBOX else row.tokens - emits for row in run]
         length = max(lengths) if law.padded else sum(lengths) / n
@@ -253,3 +290,15 @@ class PreemptivePolicy:
         elif placed.awaited and transfers_s:
             steps = steps_until(law, n, length, transfers_s - begins_s, steps)
         return steps_until(law, n, length, starving_s - begins_s, steps)
+
+    def _starving_in_s(self, worker: Worker, idle: Sequence[Row], enter: Sequence[Row], now_s: float) -> float:
+        """Seconds until the next of those who wait starves; infinity: none will."""
+        patience_s, inbox = self.patience_s, worker.inbox
+        if patience_s == math.inf:
+            return math.inf
+        assert isinstance(inbox, RankedInbox)
+        waits_s = [max(row.waits_s, 0.0) for row in idle if row.waits_s < patience_s]
+        longest_s = inbox.next_wait_s(now_s, patience_s, {row.job for row in enter})
+        if longest_s >= 0.0:
+            waits_s.append(longest_s)
+        return patience_s - max(waits_s) if waits_s else math.inf

@@ -7,9 +7,9 @@ from dataclasses import dataclass, fields
 from typing import ClassVar
 
 from toolkit.errors import InputError
-from toolkit.sched.policies.placement import Order, Rank
 from toolkit.sched.policies.preemptive import PreemptivePolicy
-from toolkit.sched.types import Job, Worker
+from toolkit.sched.protocols import LatencyLaw
+from toolkit.sched.types import Job
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,10 @@ class SrptOracle(PreemptivePolicy):
         """The same policy, with the true output length of each request id."""
         return _Told(self, output_tokens)
 
-    def order(self, worker: Worker) -> Order:
+    def standing(self, law: LatencyLaw, job: Job) -> float:
+        return self.standing_at(law, job, job.generated)
+
+    def standing_at(self, law: LatencyLaw, job: Job, generated: int) -> float:
         raise InputError(f"policy '{self.name}' needs the true output lengths", "it runs in simulations only")
 
 
@@ -36,15 +39,10 @@ class _Told(SrptOracle):
         super().__init__(*[getattr(policy, field.name) for field in fields(policy)])
         object.__setattr__(self, "_output_tokens", output_tokens)
 
-    def order(self, worker: Worker) -> Order:
-        law, output_tokens = worker.latency, self._output_tokens
-
-        def rank(job: Job, generated: int, _: float) -> Rank:
-            request = job.request
-            remaining = output_tokens[request.request_id] - generated
-            seconds = law.decode_s(1, request.prompt_tokens + generated, remaining)
-            if not generated:
-                seconds += law.prefill_s(1, request.prompt_tokens)
-            return seconds, 0.0, job.ticket
-
-        return rank
+    def standing_at(self, law: LatencyLaw, job: Job, generated: int) -> float:
+        request = job.request
+        remaining = self._output_tokens[request.request_id] - generated
+        seconds = law.decode_s(1, request.prompt_tokens + generated, remaining)
+        if not generated:
+            seconds += law.prefill_s(1, request.prompt_tokens)
+        return seconds
