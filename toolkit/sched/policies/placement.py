@@ -44,22 +44,41 @@ class Newcomers:
         self._grows = 1 + worker.latency.prefill_emits_token
         self._starving = worker.inbox.starving(now_s, patience_s)
         self._others = worker.inbox.others(now_s, patience_s)
+        self._open = True
 
-    def next(self, free: float) -> Row | None:
-        """The next of those who need at most `free` tokens; never ask for more than the last time."""
-        grows, inbox = self._grows, self._inbox
-        if not inbox or inbox.shortest + grows > free:
+    def next(self, free: float, place: float) -> Row | None:
+        """The next of those who need at most `free` tokens, and find a place in `place`; never ask for more later.
+
+        One who starves and finds none is waited for: nobody enters before him.
+        """
+        if not self.possible(place) or self._inbox.shortest + self._grows > free:
             return None
+        grows = self._grows
         for waits_s, job in self._starving:
-            if job.length + grows <= free:
+            needs = job.length + grows
+            if needs > place:
+                self._open = False
+                return None
+            if needs <= free:
                 return self._row(job, waits_s, (-1.0, -waits_s, job.ticket))
+        room = min(free, place)
         for standing, job in self._others:
-            if job.length + grows <= free:
+            if job.length + grows <= room:
                 return self._row(job, self._now_s - job.waiting_since_s, (standing, 0.0, job.ticket))
         return None
 
+    def possible(self, place: float) -> bool:
+        """Whether anybody who waits could have a cache in so many tokens, as far as is known."""
+        return self._open and bool(self._inbox) and self._inbox.shortest + self._grows <= place
+
     def _row(self, job: Job, waits_s: float, rank: Rank) -> Row:
         return Row(job, Place.INBOX, job.length, job.generated, job.length + self._grows, waits_s, rank)
+
+
+def free_places(worker: Worker) -> int:
+    """Tokens that caches may still take on the device and in host memory together; residents' by the last report."""
+    device = worker.capacity_tokens - worker.residents.used - worker.held.tokens
+    return device + worker.host_tokens - worker.swapped.tokens
 
 
 @dataclass(slots=True)
@@ -73,6 +92,7 @@ class Placement:
     swap_in: list[Row] = field(default_factory=list)
     evict: list[Row] = field(default_factory=list)
     overlap: bool = False
+    closed: bool = False  # nobody who waits without a cache could have one
     awaited: bool = False  # some who should run are in transfer, or wait for the room that it makes
 
     def moves(self, worker: Worker, promote: Sequence[Job]) -> Moves | None:

@@ -24,7 +24,7 @@ from operator import attrgetter
 from typing import ClassVar
 
 from toolkit.sched.policies.parameters import choice, knob, validate
-from toolkit.sched.policies.placement import RUNS, Newcomers, Place, Placement, Rank, Row, steps_until
+from toolkit.sched.policies.placement import RUNS, Newcomers, Place, Placement, Rank, Row, free_places, steps_until
 from toolkit.sched.policies.routers import ROUTERS
 from toolkit.sched.protocols import LatencyLaw
 from toolkit.sched.ranked import RankedInbox
@@ -109,6 +109,11 @@ class PreemptivePolicy:
         running, residents, inbox = worker.running, worker.residents, worker.inbox
         if running is None or running.interrupted or not inbox:
             return False
+        place = free_places(worker)
+        if not any(job.length < place for job in islice(reversed(inbox), newcomers)):
+            return False
+        if running.steps > self.interval_steps and inbox.waiting > newcomers:
+            return True  # nobody could enter when it began, so it does not end where ranks change
         law, since, standing_at = worker.latency, residents.steps, self.standing_at
         came = [(self.standing(law, job), job.ticket) for job in islice(reversed(inbox), newcomers)]
         ranks = [(standing_at(law, job, job.generated + since - job.joined), job.ticket) for job in residents.jobs]
@@ -127,14 +132,17 @@ class PreemptivePolicy:
 
     def _round(self, worker: Worker, now_s: float) -> Batch:
         cached = self._cached(worker, now_s)
-        chosen = self._choose(worker, cached, now_s)
+        chosen, closed = self._choose(worker, cached, now_s)
         running = {row.job for row in chosen}
         others = [row for row in cached if row.job not in running]
         if others:
             enst = self.next_runs(worker, cached, others, now_s)
             others.sort(key=lambda row: enst[row.job])
         placed = self._beside(worker, others, chosen) if self.swap == "proactive" else None
-        return self._batch(worker, placed or self._before(worker, others, chosen), cached, now_s)
+        if placed is None:
+            placed = self._before(worker, others, chosen)
+        placed.closed = closed
+        return self._batch(worker, placed, cached, now_s)
 
     def _cached(self, worker: Worker, now_s: float) -> list[Row]:
         """The jobs of a worker between two rounds that have a cache, ranked."""
@@ -154,32 +162,37 @@ class PreemptivePolicy:
         rows.sort(key=attrgetter("rank"))
         return rows
 
-    def _choose(self, worker: Worker, cached: Sequence[Row], now_s: float) -> list[Row]:
+    def _choose(self, worker: Worker, cached: Sequence[Row], now_s: float) -> tuple[list[Row], bool]:
         """Those who should run: by rank, who fits; what ranks lower fills the room that the higher ones leave.
 
+        And whether there is no place for any other newcomer.
+
         Who runs already goes on while one more step fits; who joins needs room for more, or each step would move one.
+        No cache is dropped so that another may be computed: who enters needs a place for what he displaces.
         """
         free, most, prefill = worker.capacity_tokens, self._most(worker), 0
+        place: float = free_places(worker) if cached else math.inf
         newcomers = Newcomers(worker, now_s, self.patience_s)
         chosen: list[Row] = []
         ahead = iter(cached)
         row = next(ahead, None)
-        came = newcomers.next(math.inf)
+        came = newcomers.next(math.inf, place - self._spare(worker, 1))
         while len(chosen) < most and (row or came):
             spare = self._spare(worker, len(chosen) + 1)
             if came and not (row and row.rank < came.rank):
-                if not chosen or (came.needs + spare <= free and prefill < self.max_prefill_tokens):
+                if not chosen or came.needs + spare <= min(free, place):
                     chosen.append(came)
                     free -= came.needs
+                    place -= came.needs
                     prefill += came.tokens
-                open_ = prefill < self.max_prefill_tokens
-                came = newcomers.next(free - self._spare(worker, len(chosen) + 1)) if open_ else None
+                more = self._spare(worker, len(chosen) + 1)
+                came = newcomers.next(free - more, place - more) if prefill < self.max_prefill_tokens else None
             elif row:
                 if not chosen or row.needs + (0 if row.waits_s == RUNS else spare) <= free:
                     chosen.append(row)
                     free -= row.needs
                 row = next(ahead, None)
-        return chosen
+        return chosen, not newcomers.possible(place - self._spare(worker, len(chosen) + 1))
 
     def _keep(self, worker: Worker, others: Sequence[Row], chosen: Sequence[Row], *, fetch: bool) -> Placement:
         """Who of `others` stays on the device beside `chosen`, who leaves it, and with `fetch` who comes.
@@ -202,10 +215,18 @@ class PreemptivePolicy:
                 free -= row.tokens
                 placed.fetched.append(row)
         room = worker.host_tokens - worker.swapped.tokens
+        stuck: list[Row] = []
         for row in reversed(leaving):
             if row.tokens <= room:
                 room -= row.tokens
                 placed.swap_out.append(row)
+            else:
+                stuck.append(row)
+        free += share + self._spare(worker, len(chosen))  # what was to be kept free is worth less than a prefill
+        for row in reversed(stuck):
+            if row.tokens <= free:
+                free -= row.tokens
+                placed.kept.append(row)
             else:
                 placed.evict.append(row)
         return placed
@@ -272,6 +293,8 @@ class PreemptivePolicy:
         emits = int(law.prefill_emits_token)
         steps = max((worker.capacity_tokens - placed.device_tokens(worker)) // n, 1)
         idle = placed.idle(cached)
+        if placed.closed and not idle and len(worker.inbox) > len(enter):
+            return steps  # whatever the ranks, nobody's turn comes before one ends
         if idle or len(worker.inbox) > len(enter):
             steps = min(steps, self.interval_steps)
         steps = self.horizon(worker, run, steps)
