@@ -81,7 +81,7 @@ class Waits:
         self._policy = policy
         self.name, self.continuous = policy.name, policy.continuous
         if isinstance(policy, Ranks):
-            self.standing = policy.standing
+            self.standings = policy.standings
         self.longest_s = self.round_s = 0.0
         self._started_s = -1.0
 

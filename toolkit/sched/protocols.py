@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar, Protocol, runtime_checkable
 
 import numpy as np
@@ -124,12 +124,15 @@ class Reschedules(Protocol):
         ...
 
 
+Standing = Callable[["Job", int], float]  # of a job that has generated so many tokens
+
+
 @runtime_checkable
 class Ranks(Protocol):
     """A policy whose jobs wait in the order of their standing: each worker gets a `RankedInbox` by it."""
 
-    def standing(self, law: LatencyLaw, job: Job) -> float:
-        """Of a job that waits, under the worker's law; less is served first. It must not change while it waits."""
+    def standings(self, law: LatencyLaw) -> Standing:
+        """How jobs stand under a worker's law; less is served first. It must not change while a job waits."""
         ...
 
 

@@ -21,12 +21,12 @@ class RankedInbox(Inbox):
     """An `Inbox` that also knows its jobs by standing, by how long they have waited, and by length.
 
     Args:
-        standing: of a job that waits, less is served first; jobs of equal standing go by their tickets.
+        standing: of a job and what it has generated, less is served first; equals go by their tickets.
     """
 
     __slots__ = ("_by_age", "_by_length", "_by_standing", "_standing")
 
-    def __init__(self, standing: Callable[[Job], float]) -> None:
+    def __init__(self, standing: Callable[[Job, int], float]) -> None:
         super().__init__()
         self._standing = standing
         self._by_standing: list[tuple[float, int, Job]] = []
@@ -117,13 +117,13 @@ class RankedInbox(Inbox):
         return low
 
     def _enter(self, job: Job) -> None:
-        standing = self._standing(job)
+        standing = self._standing(job, job.generated)
         insort(self._by_standing, (standing, job.ticket, job))
         insort(self._by_age, (job.waiting_since_s, job.ticket, standing, job))
         insort(self._by_length, job.length)
 
     def _leave(self, job: Job) -> None:
-        standing, ticket = self._standing(job), job.ticket
+        standing, ticket = self._standing(job, job.generated), job.ticket
         del self._by_standing[bisect_left(self._by_standing, (standing, ticket))]
         del self._by_age[bisect_left(self._by_age, (job.waiting_since_s, ticket))]
         del self._by_length[bisect_left(self._by_length, job.length)]

@@ -12,7 +12,6 @@ import math
 from bisect import insort
 from collections import deque
 from collections.abc import Iterable, Sequence
-from functools import partial
 from operator import attrgetter
 
 import numpy as np
@@ -54,7 +53,7 @@ class Scheduler:
         self._view = View(self._pool, self.workers, -math.inf, self._finished, np.random.default_rng(seed))
         if isinstance(policy, Ranks):
             for worker in self.workers:
-                worker.inbox = RankedInbox(partial(policy.standing, worker.latency))
+                worker.inbox = RankedInbox(policy.standings(worker.latency))
         longest = _usable if policy.continuous else _longest_alone
         self._longest = max(longest(worker.memory) for worker in self.workers)
 

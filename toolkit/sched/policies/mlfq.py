@@ -10,7 +10,7 @@ from toolkit.sched.policies.parameters import knob
 from toolkit.sched.policies.placement import Place, Rank, Row
 from toolkit.sched.policies.preemptive import PreemptivePolicy
 from toolkit.sched.policies.queues import Queues, queues_of
-from toolkit.sched.protocols import LatencyLaw
+from toolkit.sched.protocols import LatencyLaw, Standing
 from toolkit.sched.ranked import RankedInbox
 from toolkit.sched.types import Job, Worker
 
@@ -36,11 +36,9 @@ class MlfqPolicy(PreemptivePolicy):
     def patience_s(self) -> float:
         return self.starvation_s
 
-    def standing(self, law: LatencyLaw, job: Job) -> float:
-        return self.standing_at(law, job, job.generated)
-
-    def standing_at(self, law: LatencyLaw, job: Job, generated: int) -> float:
-        return self._queues(law).find(job.request.prompt_tokens, generated, job.promoted_at)[0]
+    def standings(self, law: LatencyLaw) -> Standing:
+        find = self._queues(law).find
+        return lambda job, generated: find(job.request.prompt_tokens, generated, job.promoted_at)[0]
 
     def next_runs(
         self, worker: Worker, cached: Sequence[Row], rows: Sequence[Row], now_s: float
@@ -54,10 +52,10 @@ class MlfqPolicy(PreemptivePolicy):
         for row in cached:
             if row.job in asked:
                 if row.rank[0] < 0.0:
-                    starving, counts = inbox.starving_before(now_s, row.waits_s, row.job.ticket), []
+                    waiting_s = inbox.starving_before(now_s, row.waits_s, row.job.ticket) * quanta_s[0]
                 else:
                     starving, counts = inbox.standings_before(now_s, starvation_s, row.rank[0], row.job.ticket)
-                waiting_s = starving * quanta_s[0] + sum([count * quanta_s[int(queue)] for queue, count in counts])
+                    waiting_s = starving * quanta_s[0] + sum([count * quanta_s[int(queue)] for queue, count in counts])
                 promotion_s = starvation_s - row.waits_s if row.waits_s > 0.0 else starvation_s
                 found[row.job] = min(before_s + waiting_s, promotion_s), row.rank
             before_s += quanta_s[max(int(row.rank[0]), 0)]

@@ -12,6 +12,7 @@ prefilled again. Caches move in one of two ways:
 
 A round ends when one ends, when a policy's `horizon` says that ranks change, when memory is full, when the caches come
 that those who rank higher wait for, every `interval_steps` while anybody waits, and when one arrives who would run.
+Where nobody could enter whatever the ranks, and nobody is paused or swapped out, it goes on until one ends.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from typing import ClassVar
 from toolkit.sched.policies.parameters import choice, knob, validate
 from toolkit.sched.policies.placement import RUNS, Newcomers, Place, Placement, Rank, Row, free_places, steps_until
 from toolkit.sched.policies.routers import ROUTERS
-from toolkit.sched.protocols import LatencyLaw
+from toolkit.sched.protocols import LatencyLaw, Standing
 from toolkit.sched.ranked import RankedInbox
 from toolkit.sched.types import Batch, Decision, Job, View, Worker
 
@@ -59,12 +60,8 @@ class PreemptivePolicy:
         """Who has waited for so many seconds goes first, and is promoted when he runs."""
         return math.inf
 
-    def standing(self, law: LatencyLaw, job: Job) -> float:
+    def standings(self, law: LatencyLaw) -> Standing:
         """See `Ranks`; of two who do not starve, the lesser goes first."""
-        raise NotImplementedError
-
-    def standing_at(self, law: LatencyLaw, job: Job, generated: int) -> float:
-        """The same when it has generated so many tokens."""
         raise NotImplementedError
 
     def next_runs(
@@ -114,9 +111,9 @@ class PreemptivePolicy:
             return False
         if running.steps > self.interval_steps and inbox.waiting > newcomers:
             return True  # nobody could enter when it began, so it does not end where ranks change
-        law, since, standing_at = worker.latency, residents.steps, self.standing_at
-        came = [(self.standing(law, job), job.ticket) for job in islice(reversed(inbox), newcomers)]
-        ranks = [(standing_at(law, job, job.generated + since - job.joined), job.ticket) for job in residents.jobs]
+        since, standing = residents.steps, self.standings(worker.latency)
+        came = [(standing(job, job.generated), job.ticket) for job in islice(reversed(inbox), newcomers)]
+        ranks = [(standing(job, job.generated + since - job.joined), job.ticket) for job in residents.jobs]
         if ranks and min(came) < max(ranks):
             return True
         if len(ranks) >= self._most(worker):
@@ -146,18 +143,18 @@ class PreemptivePolicy:
 
     def _cached(self, worker: Worker, now_s: float) -> list[Row]:
         """The jobs of a worker between two rounds that have a cache, ranked."""
-        law, since, standing_at, patience_s = worker.latency, worker.residents.steps, self.standing_at, self.patience_s
+        since, standing, patience_s = worker.residents.steps, self.standings(worker.latency), self.patience_s
         rows = []
         for job in worker.residents.jobs:
             ran = since - job.joined
             tokens, generated = job.length + ran, job.generated + ran
-            rank = (standing_at(law, job, generated), 0.0, job.ticket)
+            rank = (standing(job, generated), 0.0, job.ticket)
             rows.append(Row(job, Place.DEVICE, tokens, generated, tokens + 1, RUNS, rank))
         for place, shelf in ((Place.DEVICE, worker.held), (Place.HOST, worker.swapped)):
             for job in shelf.jobs:
                 waits_s = now_s - job.waiting_since_s
                 starves = waits_s >= patience_s
-                rank = (-1.0, -waits_s, job.ticket) if starves else (self.standing(law, job), 0.0, job.ticket)
+                rank = (-1.0, -waits_s, job.ticket) if starves else (standing(job, job.generated), 0.0, job.ticket)
                 rows.append(Row(job, place, job.length, job.generated, job.length + 1, waits_s, rank))
         rows.sort(key=attrgetter("rank"))
         return rows
@@ -272,7 +269,7 @@ class PreemptivePolicy:
 
     def _batch(self, worker: Worker, placed: Placement, cached: Sequence[Row], now_s: float) -> Batch:
         enter = [row for row in placed.run if row.place is Place.INBOX]
-        moves = placed.moves(worker, [row.job for row in placed.run if self.starves(row)])
+        moves = placed.moves(worker, [row.job for row in placed.run if row.waits_s >= self.patience_s])
         return Batch(
             worker.index,
             tuple([row.job for row in enter]),

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from toolkit.errors import InputError
 from toolkit.sched.policies.preemptive import PreemptivePolicy
-from toolkit.sched.protocols import LatencyLaw
+from toolkit.sched.protocols import LatencyLaw, Standing
 from toolkit.sched.types import Job
 
 
@@ -22,10 +22,7 @@ class SrptOracle(PreemptivePolicy):
         """The same policy, with the true output length of each request id."""
         return _Told(self, output_tokens)
 
-    def standing(self, law: LatencyLaw, job: Job) -> float:
-        return self.standing_at(law, job, job.generated)
-
-    def standing_at(self, law: LatencyLaw, job: Job, generated: int) -> float:
+    def standings(self, law: LatencyLaw) -> Standing:
         raise InputError(f"policy '{self.name}' needs the true output lengths", "it runs in simulations only")
 
 
@@ -39,10 +36,15 @@ class _Told(SrptOracle):
         super().__init__(*[getattr(policy, field.name) for field in fields(policy)])
         object.__setattr__(self, "_output_tokens", output_tokens)
 
-    def standing_at(self, law: LatencyLaw, job: Job, generated: int) -> float:
-        request = job.request
-        remaining = self._output_tokens[request.request_id] - generated
-        seconds = law.decode_s(1, request.prompt_tokens + generated, remaining)
-        if not generated:
-            seconds += law.prefill_s(1, request.prompt_tokens)
-        return seconds
+    def standings(self, law: LatencyLaw) -> Standing:
+        output_tokens = self._output_tokens
+
+        def remaining_s(job: Job, generated: int) -> float:
+            request = job.request
+            remaining = output_tokens[request.request_id] - generated
+            seconds = law.decode_s(1, request.prompt_tokens + generated, remaining)
+            if not generated:
+                seconds += law.prefill_s(1, request.prompt_tokens)
+            return seconds
+
+        return remaining_s
