@@ -12,7 +12,7 @@ from toolkit.estimators.swap import LinearSwap
 from toolkit.sched.eventlog import Recorder, from_lines, replay, to_line
 from toolkit.sched.history import History
 from toolkit.sched.policies import ORACLES, POLICIES, make_policy
-from toolkit.sched.protocols import LooksBack, Oracle, Rebatches, Reorders, Reschedules
+from toolkit.sched.protocols import LooksBack, Oracle, Ranks, Rebatches, Reorders, Reschedules
 from toolkit.sched.scheduler import Scheduler
 from toolkit.sched.types import BatchResult, Moves, Request, Worker
 from toolkit.sim.api import World, requests_of, simulate, virtual_workers
@@ -88,6 +88,8 @@ class Watch:
         self._policy = policy
         self.name = policy.name
         self.continuous = policy.continuous
+        if isinstance(policy, Ranks):
+            self.standings = policy.standings
         if isinstance(policy, Rebatches):
             self.joining = policy.joining
 
@@ -274,10 +276,13 @@ def test_no_policy_can_read_output_lengths(rows, case):
 
 @pytest.mark.parametrize("name", sorted(ORACLES))
 def test_an_oracle_decides_nothing_untold(name):
-    scheduler = Scheduler(make_policy(name, {}), two_workers())
-    scheduler.submit(Request("a", 0.0, 10, 80), 0.0)
-    with pytest.raises(InputError, match="needs the true output lengths"):
+    def decide():
+        scheduler = Scheduler(make_policy(name, {}), two_workers())
+        scheduler.submit(Request("a", 0.0, 10, 80), 0.0)
         scheduler.tick(0.0)
+
+    with pytest.raises(InputError, match="needs the true output lengths"):
+        decide()
 
 
 def step_by_step(law, lengths, remaining, steps):

@@ -66,7 +66,7 @@ class MlfqPolicy(PreemptivePolicy):
         find, emits = self._queues(worker.latency).find, worker.latency.prefill_emits_token
         for row in running:
             generated = row.generated + (emits and row.place is Place.INBOX)
-            promoted_at = row.generated if self.starves(row) else row.job.promoted_at
+            promoted_at = row.generated if row.waits_s >= self.starvation_s else row.job.promoted_at
             _, leaves = find(row.job.request.prompt_tokens, generated, promoted_at)
             if leaves - generated < steps:
                 steps = leaves - generated

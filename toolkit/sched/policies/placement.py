@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from operator import attrgetter
 
 from toolkit.sched.protocols import LatencyLaw
 from toolkit.sched.ranked import RankedInbox
@@ -130,6 +131,96 @@ class Placement:
         return sum([law.out_s(row.tokens) for row in self.swap_out]) + sum(
             [law.in_s(row.tokens) for row in self.swap_in]
         )
+
+
+def _keep(
+    worker: Worker, others: Sequence[Row], chosen: Sequence[Row], spare: int, share: int, *, fetch: bool
+) -> Placement:
+    """Who of `others` stays on the device beside `chosen`, who leaves it, and with `fetch` who comes.
+
+    `others` have caches; they come in the order in which they will run. `spare` tokens are left for growth, `share` for
+    newcomers.
+    """
+    free = worker.capacity_tokens - sum([row.needs for row in chosen]) - spare - share
+    placed = Placement(list(chosen))
+    leaving: list[Row] = []
+    for row in others:
+        if row.place is Place.DEVICE:
+            if row.tokens <= free:
+                free -= row.tokens
+                placed.kept.append(row)
+            else:
+                leaving.append(row)
+    for row in others if fetch else ():
+        if row.place is Place.HOST and row.tokens <= free - share:  # else it would leave again soon
+            free -= row.tokens
+            placed.fetched.append(row)
+    room = worker.host_tokens - worker.swapped.tokens
+    stuck: list[Row] = []
+    for row in reversed(leaving):
+        if row.tokens <= room:
+            room -= row.tokens
+            placed.swap_out.append(row)
+        else:
+            stuck.append(row)
+    free += share + spare  # what was to be kept free is worth less than a prefill
+    for row in reversed(stuck):
+        if row.tokens <= free:
+            free -= row.tokens
+            placed.kept.append(row)
+        else:
+            placed.evict.append(row)
+    return placed
+
+
+def after_transfers(worker: Worker, others: Sequence[Row], chosen: Sequence[Row], spare: int, share: int) -> Placement:
+    """The round waits for its transfers, and all of `chosen` run in it."""
+    placed = _keep(worker, others, chosen, spare, share, fetch=False)
+    placed.swap_in = [row for row in chosen if row.place is Place.HOST]
+    return placed
+
+
+def beside_transfers(
+    worker: Worker,
+    others: Sequence[Row],
+    chosen: Sequence[Row],
+    spare: int,
+    share: int,
+    most: int,
+    patience_s: float,
+) -> Placement | None:
+    """The round runs those of `chosen` who can now, and others in the others' rows, beside its transfers.
+
+    None where it should rather wait for them. At most `most` rows run; who has waited for `patience_s`
+    waits for no transfer.
+    """
+    placed = _keep(worker, others, chosen, spare, share, fetch=True)
+    placed.overlap, placed.run = True, []
+    free = worker.capacity_tokens - worker.residents.used - worker.held.tokens
+    free += sum([row.tokens for row in placed.evict])
+    for row in chosen:
+        if row.place is Place.HOST and row.tokens <= free and row.waits_s < patience_s:
+            placed.swap_in.append(row)
+            placed.awaited = True
+            free -= row.tokens
+        elif row.place is Place.DEVICE or (row.place is Place.INBOX and row.needs <= free):
+            placed.run.append(row)
+            free -= 1 if row.place is Place.DEVICE else row.needs
+        elif row.waits_s >= patience_s:
+            return None
+        else:
+            placed.awaited = True
+    for row in sorted(placed.kept, key=attrgetter("rank")):
+        if len(placed.run) < most and free > 0:
+            placed.run.append(row)
+            free -= 1
+    if free < 0 or not placed.run:
+        return None
+    for row in placed.fetched:
+        if row.tokens <= free:
+            placed.swap_in.append(row)
+            free -= row.tokens
+    return placed
 
 
 def steps_until(law: LatencyLaw, rows: int, length: float, seconds: float, most: int) -> int:

@@ -25,7 +25,18 @@ from operator import attrgetter
 from typing import ClassVar
 
 from toolkit.sched.policies.parameters import choice, knob, validate
-from toolkit.sched.policies.placement import RUNS, Newcomers, Place, Placement, Rank, Row, free_places, steps_until
+from toolkit.sched.policies.placement import (
+    RUNS,
+    Newcomers,
+    Place,
+    Placement,
+    Rank,
+    Row,
+    after_transfers,
+    beside_transfers,
+    free_places,
+    steps_until,
+)
 from toolkit.sched.policies.routers import ROUTERS
 from toolkit.sched.protocols import LatencyLaw, Standing
 from toolkit.sched.ranked import RankedInbox
@@ -76,10 +87,6 @@ class PreemptivePolicy:
     def horizon(self, worker: Worker, running: Sequence[Row], steps: int) -> int:
         """Steps after which ranks change by what `running` do, at most `steps`."""
         return steps
-
-    def starves(self, row: Row) -> bool:
-        """Whether the row has waited so long that it goes first."""
-        return row.waits_s >= self.patience_s
 
     def route(self, view: View, now_s: float) -> Sequence[int] | None:
         alive = view.alive()
@@ -135,9 +142,13 @@ class PreemptivePolicy:
         if others:
             enst = self.next_runs(worker, cached, others, now_s)
             others.sort(key=lambda row: enst[row.job])
-        placed = self._beside(worker, others, chosen) if self.swap == "proactive" else None
+        proactive, most, spare = self.swap == "proactive", self._most(worker), self._spare(worker, len(chosen))
+        share = int(self.free_share * worker.capacity_tokens) if proactive else 0
+        placed = None
+        if proactive:
+            placed = beside_transfers(worker, others, chosen, spare, share, most, self.patience_s)
         if placed is None:
-            placed = self._before(worker, others, chosen)
+            placed = after_transfers(worker, others, chosen, spare, share)
         placed.closed = closed
         return self._batch(worker, placed, cached, now_s)
 
@@ -190,82 +201,6 @@ class PreemptivePolicy:
                     free -= row.needs
                 row = next(ahead, None)
         return chosen, not newcomers.possible(place - self._spare(worker, len(chosen) + 1))
-
-    def _keep(self, worker: Worker, others: Sequence[Row], chosen: Sequence[Row], *, fetch: bool) -> Placement:
-        """Who of `others` stays on the device beside `chosen`, who leaves it, and with `fetch` who comes.
-
-        `others` have caches; they come in the order in which they will run.
-        """
-        share = int(self.free_share * worker.capacity_tokens) if self.swap == "proactive" else 0
-        free = worker.capacity_tokens - sum([row.needs for row in chosen]) - self._spare(worker, len(chosen)) - share
-        placed = Placement(list(chosen))
-        leaving: list[Row] = []
-        for row in others:
-            if row.place is Place.DEVICE:
-                if row.tokens <= free:
-                    free -= row.tokens
-                    placed.kept.append(row)
-                else:
-                    leaving.append(row)
-        for row in others if fetch else ():
-            if row.place is Place.HOST and row.tokens <= free - share:  # else it would leave again soon
-                free -= row.tokens
-                placed.fetched.append(row)
-        room = worker.host_tokens - worker.swapped.tokens
-        stuck: list[Row] = []
-        for row in reversed(leaving):
-            if row.tokens <= room:
-                room -= row.tokens
-                placed.swap_out.append(row)
-            else:
-                stuck.append(row)
-        free += share + self._spare(worker, len(chosen))  # what was to be kept free is worth less than a prefill
-        for row in reversed(stuck):
-            if row.tokens <= free:
-                free -= row.tokens
-                placed.kept.append(row)
-            else:
-                placed.evict.append(row)
-        return placed
-
-    def _before(self, worker: Worker, others: Sequence[Row], chosen: Sequence[Row]) -> Placement:
-        """The round waits for its transfers, and all of `chosen` run in it."""
-        placed = self._keep(worker, others, chosen, fetch=False)
-        placed.swap_in = [row for row in chosen if row.place is Place.HOST]
-        return placed
-
-    def _beside(self, worker: Worker, others: Sequence[Row], chosen: Sequence[Row]) -> Placement | None:
-        """The round runs those of `chosen` who can now, and others in the others' rows, beside its transfers.
-
-        None where it should rather wait for them.
-        """
-        placed = self._keep(worker, others, chosen, fetch=True)
-        placed.overlap, placed.run = True, []
-        free = worker.capacity_tokens - worker.residents.used - worker.held.tokens
-        free += sum([row.tokens for row in placed.evict])
-        for row in chosen:
-            if row.place is Place.HOST and row.tokens <= free and not self.starves(row):
-                placed.swap_in.append(row)
-                placed.awaited = True
-                free -= row.tokens
-            elif row.place is Place.DEVICE or (row.place is Place.INBOX and row.needs <= free):
-                placed.run.append(row)
-                free -= 1 if row.place is Place.DEVICE else row.needs
-            elif self.starves(row):
-                return None
-            else:
-                placed.awaited = True
-        for row in sorted(placed.kept, key=attrgetter("rank")):
-            if len(placed.run) < self._most(worker) and free > 0:
-                placed.run.append(row)
-                free -= 1
-        if free < 0 or not placed.run:
-            return None
-        for row in placed.fetched:
-            if row.tokens <= free:
-                placed.swap_in.append(row)
-                free -= row.tokens
-        return placed
 
     def _batch(self, worker: Worker, placed: Placement, cached: Sequence[Row], now_s: float) -> Batch:
         enter = [row for row in placed.run if row.place is Place.INBOX]
