@@ -15,6 +15,7 @@ from toolkit.files.fit import Segment
 from toolkit.sched.likeness import alike, groups_alike
 from toolkit.sched.policies import make_policy
 from toolkit.sim.api import World, simulate
+from toolkit.sim.slab import padded_peak
 from toolkit.traces.types import Trace
 
 CAPACITY = 300
@@ -234,3 +235,13 @@ def test_everybody_is_in_one_group(lengths):
     for group in groups:
         low, high = min(lengths[index] for index in group), max(lengths[index] for index in group)
         assert high - low <= max(32, high / 4)
+
+
+@given(st.lists(st.tuples(st.integers(1, 200), st.integers(1, 60)), min_size=1, max_size=12))
+def test_the_peak_to_come_is_that_of_a_slab_step_by_step(rows):
+    used, remaining = np.array(rows).T
+    peaks = []
+    for step in range(1, int(remaining.max()) + 1):
+        lengths = [row + step for row, left in rows if left >= step]
+        peaks.append(len(lengths) * max(lengths))
+    assert padded_peak(used, remaining) == max(peaks)

@@ -19,7 +19,7 @@ from toolkit.cli.arguments import JsonOption, RecipeArgument, open_recipe
 if TYPE_CHECKING:
     from toolkit.files.recipe import Recipe
 
-OVERLOAD = 3.5  # requests arrive at so many times the rate that the tuned policy is predicted to serve
+OVERLOAD = 2.5  # requests arrive at so many times the rate that the tuned policy is predicted to serve
 REPLAY_S = 26.0  # about how long the tuned policy needs for the replayed requests
 START_TIMEOUT_S = 120.0
 COMPARED = ("throughput_rps", "goodput_rps", "ttft_mean_s", "e2e_mean_s", "e2e_p95_s")

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from heapq import heappop, heappush
 
 import numpy as np
+from numpy.typing import NDArray
 
 from toolkit.sched.kernels import future_peak
 from toolkit.sched.protocols import LatencyLaw, SwapLaw
@@ -337,5 +338,9 @@ class RoundWorker:
             held = self._steps + self._emits
             used = np.array([key + held for _, key, _, _ in self._resident.values()], dtype=np.int64)
             remaining = np.array([ends[admission] - self._steps for admission, *_ in self._resident.values()])
-            self._ledger.future_token_attempts += attempts * int(future_peak(used, remaining))
+            self._ledger.future_token_attempts += attempts * self._peak_to_come(used, remaining)
             self._ledger.attempts += attempts
+
+    def _peak_to_come(self, used: NDArray[np.int64], remaining: NDArray[np.int64]) -> int:
+        """The most tokens that rows of `used` tokens will take, each leaving after its `remaining` steps."""
+        return int(future_peak(used, remaining))

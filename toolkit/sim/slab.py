@@ -13,9 +13,24 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from toolkit.sched.likeness import groups_alike
 from toolkit.sched.types import Batch, Failure, Joining, RoundResult
 from toolkit.sim.continuous import RoundWorker
+
+
+def padded_peak(used: NDArray[np.int64], remaining: NDArray[np.int64]) -> int:
+    """M* of Past-Future's Eq. 2-4 on a slab: the most that rows x the longest of those still there will come to.
+
+    Args:
+        used: tokens of each row now [n].
+        remaining: the steps that each has left [n].
+    """
+    order = np.argsort(-remaining, kind="stable")
+    longest = np.maximum.accumulate(used[order]) + remaining[order]
+    return int((longest * np.arange(1, len(order) + 1)).max())
 
 
 class SlabWorker(RoundWorker):
@@ -35,6 +50,9 @@ class SlabWorker(RoundWorker):
     def used(self) -> int:
         """Tokens that the slab is taken for now."""
         return len(self._resident) * self._width()
+
+    def _peak_to_come(self, used: NDArray[np.int64], remaining: NDArray[np.int64]) -> int:
+        return padded_peak(used, remaining)
 
     def run(self, batch: Batch, now_s: float) -> float:
         """Start a round; when it will end, in seconds, if nobody interrupts it."""
