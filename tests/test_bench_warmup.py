@@ -10,7 +10,7 @@ from sse_server import serve_request, sse_server
 from toolkit.bench.client import Load
 from toolkit.bench.predict import predict
 from toolkit.bench.target import find_target
-from toolkit.bench.warmup import others, warm_up
+from toolkit.bench.warmup import batch_times, others, slowdown_since, warm_up
 from toolkit.cli.main import run
 from toolkit.deploy.plan import make_plan
 from toolkit.errors import InputError
@@ -64,6 +64,16 @@ def test_a_server_that_does_not_tell_is_named(monkeypatch):
         with pytest.raises(InputError, match=r"/metrics has no llmctl_no_such_total") as error:
             warm_up(find_target(server.url), others(trace(), 0.0, 1), LOAD, lambda: None)
     assert "--warmup 0" in error.value.hint
+
+
+def test_a_server_that_has_gone_after_the_replay_costs_no_report():
+    with sse_server() as server:
+        server.batch_s = (1.0, 1.0)
+        target = find_target(server.url)
+        before = batch_times(target)
+        server.batch_s = (4.0, 3.0)
+        assert slowdown_since(before, target) == 1.5
+    assert slowdown_since(before, target) is None
 
 
 def test_a_slow_machine_makes_batches_longer_and_decides_nothing_else():

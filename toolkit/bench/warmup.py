@@ -70,6 +70,14 @@ def _families(answer: httpx.Response):  # type: ignore[no-untyped-def]  # the pa
     return text_string_to_metric_families(answer.text) if answer.status_code == 200 else ()
 
 
+def slowdown_since(before: BatchTimes, target: Target) -> float | None:
+    """How slow the batches since `before` were; None where there were none, or the server has gone meanwhile."""
+    try:
+        return batch_times(target).since(before).slowdown
+    except InputError:
+        return None
+
+
 def warm_up(target: Target, trace: Trace, load: Load, on_done: Callable[[], None]) -> tuple[Warmup | None, bool]:
     """Serve `trace`, with other prompts than the replay's; what its batches say, and whether it was interrupted.
 
@@ -77,9 +85,11 @@ def warm_up(target: Target, trace: Trace, load: Load, on_done: Callable[[], None
     """
     before = batch_times(target)
     replay = run(target, trace, replace(load, seed=load.seed + 1), on_done)
+    if replay.interrupted:
+        return None, True
     times = batch_times(target).since(before)
-    if replay.interrupted or times.slowdown is None:
-        return None, replay.interrupted
+    if times.slowdown is None:
+        return None, False
     warm = Warmup(
         requests=len(trace), batch_s=times.took_s, predicted_batch_s=times.predicted_s, slowdown=times.slowdown
     )

@@ -71,7 +71,7 @@ def command(
     from toolkit.bench.predict import predict
     from toolkit.bench.report import Prediction, report, request_lines
     from toolkit.bench.target import find_target, try_out
-    from toolkit.bench.warmup import batch_times, others
+    from toolkit.bench.warmup import batch_times, others, slowdown_since
     from toolkit.cli.output import emit, note, progress, seconds
     from toolkit.errors import LlmctlError
     from toolkit.files.io import check_writable, head, read_file, write_file
@@ -98,7 +98,7 @@ def command(
     if planned:
         as_fitted = predict(planned, replayed, targets)
         count = round(warmup * as_fitted["throughput_rps"]) if target.own else 0
-        warm = _warm_up(target, others(whole, start + float(replayed.arrival_s[-1]), count), load)
+        warm = _warm_up(target, others(whole, start + float(replayed.arrival_s[-1]), count), load, warmup)
         metrics = predict(planned, replayed, targets, warm.slowdown) if warm else as_fitted
         predicted = Prediction(metrics, as_fitted, warm)
     expected_s = predicted.metrics.get("makespan_s", float(replayed.arrival_s[-1]))
@@ -114,7 +114,7 @@ def command(
         trace_notes=replayed.notes,
         sla=targets,
         predicted=predicted,
-        replay_slowdown=batch_times(target).since(before).slowdown if before else None,
+        replay_slowdown=slowdown_since(before, target) if before else None,
     )
     if save_requests:
         write_lines(request_lines(replay.samples), save_requests)
@@ -156,13 +156,14 @@ def _fitted(trace: Trace, limits: Limits, rate: float | None) -> Trace:
     return trace if rate is None else scale_rate(trace, rate)
 
 
-def _warm_up(target: Target, trace: Trace, load: Load) -> Warmup | None:
+def _warm_up(target: Target, trace: Trace, load: Load, expected_s: float) -> Warmup | None:
     """Serve other requests, and say how much slower than fitted the server's batches were."""
     from toolkit.bench.warmup import warm_up
-    from toolkit.cli.output import note, progress
+    from toolkit.cli.output import note, progress, seconds
 
     if not len(trace):
         return None
+    note(f"warming up with {len(trace):,} other requests: about {seconds(expected_s)}")
     with progress("warming up", len(trace)) as advance:
         warm, interrupted = warm_up(target, trace, load, advance)
     if interrupted:

@@ -9,6 +9,7 @@ is passed, so capacity holds at every step.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -19,7 +20,7 @@ from toolkit.sched.types import NO_LIMIT, Batch, Decision, Job, View, Worker
 
 
 @dataclass(frozen=True, slots=True)
-class ContinuousPolicy:
+class ContinuousPolicy(ABC):
     """Base of the continuous policies: subclasses say who may enter (`admit`).
 
     `interval_steps` is the paper's 10 in Past-Future's Table 1; its `max_prefill_tokens` there is 32,768.
@@ -43,20 +44,20 @@ class ContinuousPolicy:
     def __post_init__(self) -> None:
         validate(self)
 
+    @abstractmethod
     def admit(self, view: View, worker: Worker, candidates: Sequence[Job]) -> int:
         """How many of `candidates`, in their order, may enter by the policy's own criterion.
 
         They fit the memory as it is now, and each but the first is `hopeful` if those before it enter. Where nobody is
         resident, the first is admitted whatever this says: what fits alone is never left waiting.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def hopeful(self, worker: Worker, job: Job, used: int, committed: int) -> bool:
         """Whether `job` may be admitted before a resident ends, given the tokens that residents use and may come to.
 
         `False` must be certain: nobody asks again until one ends, which is what lets a round be long.
         """
-        raise NotImplementedError
 
     def longest_round(self, worker: Worker, entering: int) -> int:
         """The most decode steps until the policy wants to decide something that no end of a job brings about.

@@ -18,6 +18,7 @@ Where nobody could enter whatever the ranks, and nobody is paused or swapped out
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -44,7 +45,7 @@ from toolkit.sched.types import Batch, Decision, Job, View, Worker
 
 
 @dataclass(frozen=True, slots=True)
-class PreemptivePolicy:
+class PreemptivePolicy(ABC):
     """Base of the preemptive policies: subclasses say who goes first (`order`), and until when (`horizon`)."""
 
     name: ClassVar[str]
@@ -71,9 +72,9 @@ class PreemptivePolicy:
         """Who has waited for so many seconds goes first, and is promoted when he runs."""
         return math.inf
 
+    @abstractmethod
     def standings(self, law: LatencyLaw) -> Standing:
         """See `Ranks`; of two who do not starve, the lesser goes first."""
-        raise NotImplementedError
 
     def next_runs(
         self, worker: Worker, cached: Sequence[Row], rows: Sequence[Row], now_s: float
