@@ -16,11 +16,11 @@ from operator import attrgetter
 
 import numpy as np
 
-from toolkit.sched import moves
 from toolkit.sched.history import History
 from toolkit.sched.protocols import LooksBack, MemoryLaw, Policy, Ranks, Reorders, Reschedules
 from toolkit.sched.ranked import RankedInbox
-from toolkit.sched.types import NO_LIMIT, Batch, BatchResult, Job, Refusal, Request, RoundResult, View, Worker
+from toolkit.sched.rounds import Rounds
+from toolkit.sched.types import Batch, BatchResult, Job, Refusal, Request, RoundResult, View, Worker
 
 MAX_STRIKES = 2  # a job that failed this often alone is given up
 _index = attrgetter("index")
@@ -46,10 +46,9 @@ class Scheduler:
         self._tickets = 0
         self._batches = 0
         self._interrupts: list[int] = []
-        self._cancelled: dict[int, list[Job]] = {}  # by worker: ended, and its cache still there
+        self._rounds = Rounds()
         self._reschedules = policy if isinstance(policy, Reschedules) else None
         self._reorders = policy if isinstance(policy, Reorders) else None
-        self._released: dict[int, list[Job]] = {}  # by worker: left it, and its cache still there
         self._view = View(self._pool, self.workers, -math.inf, self._finished, np.random.default_rng(seed))
         if isinstance(policy, Ranks):
             for worker in self.workers:
@@ -169,47 +168,15 @@ class Scheduler:
             self._to_pool(going_on)
 
     def _complete_round(self, worker: Worker, batch: Batch, result: RoundResult, now_s: float) -> None:
-        residents = worker.residents
         if worker.index in self._interrupts:  # nobody took it in time
             self._interrupts.remove(worker.index)
-        if result.prefilled and batch.jobs and worker.latency.prefill_emits_token:
-            residents.emitted(batch.jobs)
-        residents.steps += result.steps
-        if result.steps:
-            worker.stepped_s = now_s
-        for request_id in result.ended:
-            job = self._jobs[request_id]
-            residents.leave(job)
+        for job in self._rounds.finish(worker, batch, result, self._jobs, now_s):
             self._end(job)
-        if worker.index in self._cancelled:
-            left = [job for job in self._cancelled[worker.index] if job.request_id not in result.ended]
-            for job in left:
-                if job in residents.jobs:
-                    residents.leave(job)
-                    self._end(job)
-            self._cancelled[worker.index] = left
-        if batch.moves is not None and not result.failure:
-            moves.finish(worker, batch.moves)
         if result.failure:
             worker.oom_events += result.failure == "oom"
-            self._drop_all(worker, result.failure, now_s)
-        elif worker.row_limit < NO_LIMIT:
-            worker.row_limit *= 2
-
-    def _drop_all(self, worker: Worker, failure: str, now_s: float) -> None:
-        """A round failed and no cache is left on the device: all wait again, in order, and half as many may enter.
-
-        Copies in host memory are still there, also those of jobs that were being swapped in.
-        """
-        rows = len(worker.residents)
-        jobs = [*worker.residents.jobs, *worker.held.jobs]
-        for job in reversed(jobs):
-            self._evict(worker, job, now_s)
-        if not worker.host_tokens:
-            self._cancelled.pop(worker.index, None)
-        worker.row_limit = max(rows // 2, 1)
-        if len(jobs) == 1:
-            self._strike(jobs[0], failure)
+            alone = self._rounds.fail(worker, now_s)
+            if alone is not None:
+                self._strike(alone, result.failure)
 
     def _strike(self, job: Job, failure: str) -> None:
         """It failed alone; it is given up if not for the first time."""
@@ -233,36 +200,23 @@ class Scheduler:
             return
         job.cancelled = True
         for worker in self.workers:
-            if job in worker.residents.jobs:
-                self._cancel_resident(worker, job)
-                return
-            if job in worker.held.jobs or job in worker.swapped.jobs:
-                self._cancelled.setdefault(worker.index, []).append(job)
-                moves.forget(worker, job)
-                self._end(job)
+            if job in worker.residents.jobs or job in worker.held.jobs or job in worker.swapped.jobs:
+                if self._rounds.cancel(worker, job):
+                    self._end(job)
+                else:
+                    self._interrupt(worker.index)
                 return
         waiting = self.workers[job.home].inbox if job.home >= 0 else self._pool
         if job in waiting:
             waiting.remove(job)
             self._end(job)
 
-    def _cancel_resident(self, worker: Worker, job: Job) -> None:
-        """It leaves when the round ends, or at once if none runs; the next round tells the engine."""
-        self._cancelled.setdefault(worker.index, []).append(job)
-        if worker.running is None:
-            worker.residents.leave(job)
-            self._end(job)
-        else:
-            self._interrupt(worker.index)
-
     def worker_lost(self, index: int, now_s: float) -> None:
         """A worker's process is gone, after its running batch was completed as crashed: its queue runs elsewhere."""
         worker = self.workers[index]
         worker.alive = False
         self._view.workers_changed()
-        for job in reversed([*worker.residents.jobs, *worker.held.jobs, *worker.swapped.jobs]):
-            self._evict(worker, job, now_s)
-        self._released.pop(index, None)
+        self._rounds.lose(worker, now_s)
         if not any(other.alive for other in self.workers):
             return  # what waits here, waits for this worker to come back
         inbox, worker.inbox = worker.inbox, worker.inbox.emptied()
@@ -293,11 +247,7 @@ class Scheduler:
     def _release(self, jobs: Sequence[Job], now_s: float) -> None:
         """They leave their workers, whose next round tells the engine, and wait in the pool behind all others."""
         for job in jobs:
-            worker = self.workers[job.home]
-            worker.residents.leave(job)
-            job.reroutes += 1
-            job.waiting_since_s = now_s
-            self._released.setdefault(worker.index, []).append(job)
+            self._rounds.release(self.workers[job.home], job, now_s)
         self._to_pool(jobs)
 
     def _reorder(self, behind: Sequence[Job], first: Sequence[Job]) -> None:
@@ -357,7 +307,9 @@ class Scheduler:
         while worker.queue:
             batch = worker.queue.popleft()
             if batch.keep_cache:
-                self._start_round(worker, batch, now_s)
+                self._rounds.begin(worker, batch, now_s)
+                batch.started_s = now_s
+                worker.running = batch
                 return (batch,)
             cancelled = [job for job in batch.jobs if job.cancelled]
             for job in cancelled:
@@ -370,31 +322,6 @@ class Scheduler:
                 return (batch,)
             self._unload(worker, batch)
         return ()
-
-    def _start_round(self, worker: Worker, batch: Batch, now_s: float) -> None:
-        residents = worker.residents
-        for job in batch.evict:
-            self._evict(worker, job, now_s)
-        if batch.moves is not None:
-            moves.begin(worker, batch.moves, now_s)
-        for job in batch.jobs:
-            residents.join(job)
-            job.slices += 1
-        if worker.index in self._cancelled:
-            batch.evict += tuple(self._cancelled.pop(worker.index))
-        if worker.index in self._released:
-            batch.release = tuple(self._released.pop(worker.index))
-        batch.started_s = now_s
-        worker.running = batch
-
-    def _evict(self, worker: Worker, job: Job, now_s: float) -> None:
-        """Its cache is dropped, its tokens are kept: it waits before all others. Called for the last admitted first."""
-        if job in worker.residents.jobs:
-            job.waiting_since_s = now_s
-        moves.forget(worker, job)
-        job.evictions += 1
-        job.home = worker.index
-        worker.inbox.appendleft(job)
 
     def _try_again(self, worker: Worker, batch: Batch, jobs: list[Job], failure: str) -> None:
         """In two halves, so that memory suffices or a request that kills its worker is found and fails alone."""
