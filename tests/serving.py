@@ -32,9 +32,9 @@ from toolkit.sched.scheduler import Scheduler
 from toolkit.sched.types import Worker
 from toolkit.serve.api import make_app
 from toolkit.serve.driver import Driver
-from toolkit.serve.metrics import Stats
 from toolkit.serve.settings import Settings
-from toolkit.workers.protocol import BatchDone, BatchProgress, OnEvent, WorkerLost, WorkerReady
+from toolkit.serve.stats import Stats
+from toolkit.workers.protocol import BatchDone, BatchProgress, OnEvent, Times, WorkerLost, WorkerReady
 
 LAW = bilinear_law(p=(1e-4, 1e-3, 0.0, 0.01), d=(1e-6, 1e-4, 0.0, 0.01))
 FACTS = samples.fit().engine
@@ -115,7 +115,7 @@ class HandWorkers:
         batch_id, rows, planned = self.running.pop(worker)
         results = [run_row(row, planned if steps is None else steps) for row in rows]
         output = SliceOutput(tuple(tokens for tokens, _ in results), tuple(finish for _, finish in results))
-        self.on_event(BatchDone(worker, batch_id, output, 0.01, failure))
+        self.on_event(BatchDone(worker, batch_id, output, Times(0.01), failure))
 
     def crash(self, worker: int = 0, *, steps: int = 0) -> None:
         self.finish(worker, steps=steps, failure="crashed")

@@ -25,7 +25,7 @@ from toolkit.profiling.process import DEATHS_MAX, Died, EngineProcess, busy_neig
 from toolkit.profiling.run import journal_path, profile
 from toolkit.profiling.slices import run_slices
 from toolkit.workers.pool import ProcessWorkers
-from toolkit.workers.protocol import BatchDone, WorkerLost, WorkerReady
+from toolkit.workers.protocol import BatchDone, Times, WorkerLost, WorkerReady
 
 RECIPE = """
 name: fake
@@ -106,7 +106,7 @@ class InMemory:
         self._busy.discard(worker)
         failure = self.fate(batch_id, rows)
         output = SliceOutput((), ()) if failure else self._engine.run_slice(rows, steps, lambda _: True)
-        self._on_event(BatchDone(worker, batch_id, output, 0.0, failure))
+        self._on_event(BatchDone(worker, batch_id, output, Times(), failure))
         if failure == "crashed":
             self._on_event(WorkerLost(worker, "killed"))
             asyncio.get_running_loop().call_soon(self._on_event, WorkerReady(worker, FACTS))

@@ -10,7 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from serving import HandWorkers, client, make_driver, turns
 
 from toolkit.serve.health import is_ready, problem
-from toolkit.serve.metrics import Histogram
+from toolkit.serve.stats import Histogram
 
 
 def ask(test: Callable[[httpx.AsyncClient], Coroutine], **options) -> None:

@@ -20,10 +20,10 @@ from toolkit.sched.scheduler import Scheduler
 from toolkit.sched.types import Worker
 from toolkit.serve.driver import Driver
 from toolkit.serve.live import Ask, Live
-from toolkit.serve.metrics import Stats
 from toolkit.serve.reply import Reply
+from toolkit.serve.stats import Stats
 from toolkit.serve.text import TextOutput
-from toolkit.workers.protocol import BatchDone, BatchProgress, RoundDone, WorkerLost
+from toolkit.workers.protocol import BatchDone, BatchProgress, RoundDone, Times, WorkerLost
 from toolkit.workers.record import BatchRecord
 
 PROMPTS = [f"request number {number}"[: 4 + number] for number in range(12)]
@@ -70,7 +70,7 @@ class ThreadWorkers(HandWorkers):
         del self.running[worker]
         killed = self.killed[worker].is_set()
         failure = "crashed" if killed else ""
-        self.on_event(BatchDone(worker, record.batch_id, record.output(), 0.0, failure))
+        self.on_event(BatchDone(worker, record.batch_id, record.output(), Times(), failure))
         if killed:
             self._die(worker)
 
@@ -113,7 +113,7 @@ class ThreadRounds(ThreadWorkers):
         killed = self.killed[worker].is_set()
         if killed:
             self.engines[worker] = self.make()
-        self.on_event(RoundDone(worker, batch_id, None if killed else output, 0.0, "crashed" if killed else ""))
+        self.on_event(RoundDone(worker, batch_id, None if killed else output, Times(), "crashed" if killed else ""))
         if killed:
             self._die(worker)
 

@@ -25,6 +25,7 @@ from toolkit.workers.frames import (
     pack,
     worker_side,
 )
+from toolkit.workers.protocol import Times
 from toolkit.workers.record import BatchRecord
 
 SAMPLED = SamplingParams(temperature=0.5, seed=-3, stop_token_ids=(1, 2))
@@ -35,7 +36,12 @@ TO_WORKER = [
     Stop(),
 ]
 STEP = StepOutput((0, 1), (65, 66), ((1, "length"),))
-FROM_WORKER = [Ready("{}"), Progress(7, (STEP, STEP)), Done(7, (), 0.25, out_of_memory=True), Refused("no", "try")]
+FROM_WORKER = [
+    Ready("{}"),
+    Progress(7, (STEP, STEP)),
+    Done(7, (), Times(0.25, 0.01, 0.001), out_of_memory=True),
+    Refused("no", "try"),
+]
 
 
 @given(st.lists(st.integers(1, 40)))

@@ -11,6 +11,7 @@ import numpy as np
 from pydantic import Field
 
 from toolkit.bench.client import INTERRUPTED, Replay, send_lag_s
+from toolkit.bench.costs import Scheduling
 from toolkit.bench.stream import Sample
 from toolkit.files.envelope import Envelope, Strict
 from toolkit.files.io import Head
@@ -64,6 +65,7 @@ class BenchReport(Envelope):
     sla: dict[str, float]
     warmup: Warmup | None
     replay_slowdown: float | None = Field(description="as the warm-up's, of the replay's own batches: known afterwards")
+    scheduling: Scheduling | None = Field(description="what the server spent on scheduling meanwhile; llmctl's tell")
     measured: dict[str, float]
     predicted: dict[str, float]
     predicted_as_fitted: dict[str, float] = Field(description="without the warm-up's slowdown")
@@ -101,6 +103,7 @@ def report(
     sla: Mapping[str, float],
     predicted: Prediction,
     replay_slowdown: float | None = None,
+    scheduling: Scheduling | None = None,
 ) -> BenchReport:
     """The report of a replay.
 
@@ -124,6 +127,7 @@ def report(
         sla=dict(sla),
         warmup=predicted.warmup,
         replay_slowdown=replay_slowdown,
+        scheduling=scheduling,
         measured=measured,
         predicted=dict(predicted.metrics),
         predicted_as_fitted=dict(predicted.as_fitted),

@@ -11,13 +11,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
-import httpx
 import numpy as np
-from prometheus_client.parser import text_string_to_metric_families
 
 from toolkit.bench.client import Load, run
+from toolkit.bench.costs import counts
 from toolkit.bench.report import Warmup
-from toolkit.bench.target import PATIENCE_S, Target
+from toolkit.bench.target import Target
 from toolkit.errors import InputError
 from toolkit.traces.types import Trace
 
@@ -54,20 +53,11 @@ class BatchTimes(NamedTuple):
 
 def batch_times(target: Target) -> BatchTimes:
     """What a server of llmctl's counts. InputError where it does not tell."""
-    url = f"{target.url}/metrics"
-    try:
-        answer = httpx.get(url, headers=target.headers, timeout=PATIENCE_S, trust_env=False)
-    except httpx.HTTPError as error:
-        raise InputError(f"{url} does not answer: {error}", "--warmup 0 does without") from error
-    found = {sample.name: sample.value for family in _families(answer) for sample in family.samples}
+    found = counts(target)
     missing = sorted({TOOK, PREDICTED} - found.keys())
     if missing:
-        raise InputError(f"{url} has no {missing[0]}", "is it llmctl's server? --warmup 0 does without")
+        raise InputError(f"{target.url}/metrics has no {missing[0]}", "is it llmctl's server? --warmup 0 does without")
     return BatchTimes(found[TOOK], found[PREDICTED])
-
-
-def _families(answer: httpx.Response):  # type: ignore[no-untyped-def]  # the parser has no types
-    return text_string_to_metric_families(answer.text) if answer.status_code == 200 else ()
 
 
 def slowdown_since(before: BatchTimes, target: Target) -> float | None:

@@ -68,6 +68,7 @@ def command(
     early and reports what was answered.
     """
     from toolkit.bench.client import Load, run
+    from toolkit.bench.costs import counts_or_none, scheduling
     from toolkit.bench.predict import predict
     from toolkit.bench.report import Prediction, report, request_lines
     from toolkit.bench.target import find_target, try_out
@@ -104,6 +105,7 @@ def command(
     expected_s = predicted.metrics.get("makespan_s", float(replayed.arrival_s[-1]))
     note(f"replaying {len(replayed):,} requests against {target.model}: about {seconds(expected_s)}")
     before = batch_times(target) if predicted.warmup else None
+    counted = counts_or_none(target) if target.own else {}
     with progress("replaying", len(replayed)) as advance:
         replay = run(target, replayed, load, advance)
     result = report(
@@ -115,6 +117,7 @@ def command(
         sla=targets,
         predicted=predicted,
         replay_slowdown=slowdown_since(before, target) if before else None,
+        scheduling=scheduling(counted, counts_or_none(target)) if counted else None,
     )
     if save_requests:
         write_lines(request_lines(replay.samples), save_requests)
@@ -207,6 +210,8 @@ def _remark(result: BenchReport) -> None:
     if result.warmup and result.replay_slowdown:
         slow = f"{result.replay_slowdown:.2f} times as long as fitted; in the warm-up {result.warmup.slowdown:.2f}"
         note(f"during the replay batches took {slow}")
+    if result.scheduling:
+        note(result.scheduling.text())
     if result.interrupted:
         note(f"interrupted: {result.answered:,} of {result.requests:,} requests were answered, and are reported")
     for reason, count in result.failures.items():

@@ -11,8 +11,8 @@ from toolkit.sched.eventlog import Event, Header, Recorder
 from toolkit.sched.policies import make_policy, refuse_unservable
 from toolkit.sched.scheduler import Scheduler
 from toolkit.sched.types import Worker
-from toolkit.serve.metrics import Stats
 from toolkit.serve.settings import Settings
+from toolkit.serve.stats import Stats
 
 
 def make_scheduler(plan: Plan, event_sink: Callable[[Event], None] | None = None) -> Scheduler:

@@ -17,12 +17,12 @@ from typing import Literal
 from toolkit.engines.protocol import FinishReason
 from toolkit.files.profile import EngineFacts
 from toolkit.sched.scheduler import Scheduler
-from toolkit.sched.types import Batch, BatchResult, Request
-from toolkit.serve.live import Ask, Flight, Live, Status, merge
-from toolkit.serve.metrics import Stats
+from toolkit.sched.types import Batch, BatchResult, Request, RoundResult
+from toolkit.serve.live import Ask, Flight, Live, Status
 from toolkit.serve.reply import Delta, Reply
-from toolkit.serve.rounds import KeptRows
+from toolkit.serve.stats import Stats
 from toolkit.serve.text import TextOutput
+from toolkit.serve.underway import UnderWay, slice_result
 from toolkit.workers.protocol import (
     BatchDone,
     BatchProgress,
@@ -68,13 +68,12 @@ class Driver:
         self.state: State = "loading"
         self.leaving = False  # the end was announced: balancers should look elsewhere, though requests are still taken
         self.facts: dict[int, EngineFacts] = {}
-        self.flights: dict[int, Flight] = {}
         self.bug: Exception | None = None  # what ended the driver, which whoever started it must then stop
         self.broke = asyncio.Event()
         self._workers = workers
-        self._kept = [KeptRows() for _ in range(workers.size)]  # of workers that run rounds
         self._on_end = on_end
         self._lives: dict[str, Live] = {}
+        self._under_way = UnderWay(workers, self._lives.__getitem__)
         self._empty = asyncio.Event()
         self._start_s = 0.0
         self._tick_soon: asyncio.Handle | None = None
@@ -86,11 +85,16 @@ class Driver:
         return time.monotonic() - self._start_s
 
     @property
+    def flights(self) -> dict[int, Flight]:
+        """What each worker runs now."""
+        return self._under_way.flights
+
+    @property
     def running(self) -> int:
         """Requests in batches that run now."""
-        in_slices = sum(not live.status for flight in self.flights.values() for live in flight.lives)
         rounds = (worker for worker, flight in self.flights.items() if flight.batch.keep_cache)
-        return in_slices + sum(len(self.scheduler.workers[worker].residents) for worker in rounds)
+        in_rounds = sum(len(self.scheduler.workers[worker].residents) for worker in rounds)
+        return self._under_way.rows_in_slices + in_rounds
 
     @property
     def waiting(self) -> int:
@@ -152,18 +156,13 @@ class Driver:
         if live.status:
             return
         self.scheduler.cancel(live.ask.request_id, self.now_s)
-        self._unwanted(live)
+        self._under_way.unwanted(live)
         self._end(live, "cancelled")
         self._tick_later()
 
-    def _unwanted(self, live: Live) -> None:
-        flight = live.flight
-        if flight:
-            self._workers.cancel(flight.batch.worker, flight.batch.batch_id, (live.ask.request_id,))
-
     def _give_up(self, live: Live, reason: str) -> None:
         self.scheduler.cancel(live.ask.request_id, self.now_s)
-        self._unwanted(live)
+        self._under_way.unwanted(live)
         self._fail(live, reason)
 
     def _fail(self, live: Live, reason: str) -> None:
@@ -188,13 +187,11 @@ class Driver:
         with self._loud():
             self._tick_soon = None
             now_s = self.now_s
-            for batch in self.scheduler.tick(now_s):
-                if batch.keep_cache:
-                    self._launch_round(batch, now_s)
-                else:
-                    self._launch(batch, now_s)
+            with self._deciding():
+                batches = self.scheduler.tick(now_s)
+            self._launch(batches, now_s)
             for worker in self.scheduler.take_interrupts():
-                self._workers.interrupt(worker, self.flights[worker].batch.batch_id)
+                self._under_way.interrupt(worker)
             for refusal in self.scheduler.take_refusals():
                 if refusal.request_id in self._lives:
                     self._fail(self._lives[refusal.request_id], refusal.reason)
@@ -209,28 +206,13 @@ class Driver:
             delay_s = max(wake_at_s - now_s, 0.0) + TIMER_SLACK_S
             self._wake = asyncio.get_running_loop().call_later(delay_s, self._tick_later)
 
-    def _launch(self, batch: Batch, now_s: float) -> None:
-        lives = tuple(self._lives[job.request_id] for job in batch.jobs)
-        flight = Flight(batch, lives, [0] * len(lives), now_s)
-        self.flights[batch.worker] = flight
-        for live in lives:
-            live.flight = flight
-            self._started(live, now_s)
-        self._workers.run(batch.worker, batch.batch_id, [live.row() for live in lives], batch.steps)
-
-    def _launch_round(self, batch: Batch, now_s: float) -> None:
-        self.flights[batch.worker] = Flight(batch, (), [], now_s)
-        for job in batch.jobs:
-            self._started(self._lives[job.request_id], now_s)
-        plan = self._kept[batch.worker].begin(batch, self._lives.__getitem__)
-        evicted = sum(not job.cancelled for job in batch.evict)
-        self.stats.preemptions += evicted + len(plan.pause) + len(plan.swap_out)
-        self._workers.run_round(batch.worker, batch.batch_id, plan)
-
-    def _started(self, live: Live, now_s: float) -> None:
-        if math.isnan(live.started_s):
-            live.started_s = now_s
-            self.stats.queue.observe(now_s - live.arrival_s)
+    def _launch(self, batches: Sequence[Batch], now_s: float) -> None:
+        for batch in batches:
+            self.stats.count_start(batch)
+        for live in self._under_way.launch(batches, now_s):
+            if math.isnan(live.started_s):
+                live.started_s = now_s
+                self.stats.queue.observe(now_s - live.arrival_s)
 
     def _on_event(self, event: WorkerEvent) -> None:
         with self._loud():
@@ -252,50 +234,39 @@ class Driver:
                     self._tick_later()
 
     def _progress(self, event: BatchProgress) -> None:
-        flight = self.flights.get(event.worker)
-        if flight is None or flight.batch.batch_id != event.batch_id:
-            return
-        flight.sign_s = now_s = self.now_s
-        for row, (tokens, finish) in merge(event.steps).items():
-            if flight.batch.keep_cache:
-                live = self._kept[event.worker].receive(row, len(tokens), ended=bool(finish))
-            else:
-                flight.received[row] += len(tokens)
-                live = flight.lives[row]
+        now_s = self.now_s
+        for live, tokens, finish in self._under_way.progress(event, now_s):
             self._deliver(live, tokens, finish, now_s)
 
     def _done(self, event: BatchDone) -> None:
-        flight = self.flights.pop(event.worker)
+        flight, news = self._under_way.slice_done(event)
         now_s = self.now_s
-        output = event.output
-        for live in flight.lives:
-            live.flight = None
-        for live, received, tokens, finish in zip(
-            flight.lives, flight.received, output.tokens, output.finish, strict=True
-        ):
-            self._deliver(live, tokens[received:], finish, now_s)
-        result = BatchResult(
-            event.batch_id,
-            event.worker,
-            tuple(len(tokens) for tokens in output.tokens),
-            tuple(bool(live.status) for live in flight.lives),
-            event.failure,
-        )
+        for live, tokens, finish in news:
+            self._deliver(live, tokens, finish, now_s)
+        result = slice_result(flight, event)
         self.stats.count_batch(flight.batch, result, now_s, self.scheduler.workers[event.worker].latency)
-        self.scheduler.complete(result, now_s)
-        self._tick_later()
+        self._complete(flight, event, result, now_s)
 
     def _round_done(self, event: RoundDone) -> None:
-        flight = self.flights.pop(event.worker)
-        batch, kept, now_s = flight.batch, self._kept[event.worker], self.now_s
         worker = self.scheduler.workers[event.worker]
-        if event.output is None:
-            result = kept.failed(batch, event.failure, worker.swapped.jobs)
-        else:
-            result = kept.result(batch, event.output)
-        self.stats.count_round(batch, result, now_s, worker)
-        self.scheduler.complete(result, now_s)
+        flight, result = self._under_way.round_done(event, worker.swapped.jobs)
+        now_s = self.now_s
+        self.stats.count_round(flight.batch, result, now_s, worker)
+        self._complete(flight, event, result, now_s)
+
+    def _complete(
+        self, flight: Flight, event: BatchDone | RoundDone, result: BatchResult | RoundResult, now_s: float
+    ) -> None:
+        self.stats.count_engine(event, follows=flight.follows)
+        with self._deciding():
+            self.scheduler.complete(result, now_s)
         self._tick_later()
+
+    @contextmanager
+    def _deciding(self) -> Iterator[None]:
+        start_s = time.perf_counter()
+        yield
+        self.stats.deciding.observe(time.perf_counter() - start_s)
 
     def _deliver(self, live: Live, tokens: Sequence[int], finish: FinishReason, now_s: float) -> None:
         """New tokens go to the client at once. A row that has ended gets no more, whatever its batch still does."""
@@ -310,7 +281,7 @@ class Driver:
             live.last_token_s = now_s
         if shown.finish:
             if not finish:  # a stop string, which neither worker nor scheduler know of
-                self._unwanted(live)
+                self._under_way.unwanted(live)
                 if not live.flight:
                     self.scheduler.cancel(live.ask.request_id, now_s)
                     self._tick_later()

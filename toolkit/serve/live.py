@@ -58,6 +58,7 @@ class Flight:
     lives: tuple[Live, ...]
     received: list[int]
     sign_s: float  # the last sign of life of the worker
+    follows: bool = False  # it was sent as soon as the worker's last batch had ended: nothing else kept that waiting
 
 
 def merge(steps: Sequence[StepOutput]) -> dict[int, tuple[list[int], FinishReason]]:

@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from typing import cast
 
 from toolkit.engines.factory import make_engine
-from toolkit.engines.protocol import Engine, OutOfMemory, RoundEngine, Row, StepOutput
+from toolkit.engines.protocol import Engine, OnStep, OutOfMemory, RoundEngine, Row, StepOutput
 from toolkit.errors import LlmctlError
 from toolkit.files.recipe import EngineSpec, HardwareSpec, ModelSpec
 from toolkit.workers.frames import (
@@ -41,6 +41,7 @@ from toolkit.workers.frames import (
     pack,
     worker_side,
 )
+from toolkit.workers.protocol import Times
 
 WARM_UP_ROWS = (Row("warm-up-0", (0,) * 8, 0, 3), Row("warm-up-1", (0,) * 5, 0, 3))
 _CHUNK = 1 << 16
@@ -177,6 +178,36 @@ class RunningRound:
         return True
 
 
+class Stopwatch:
+    """What a batch's time goes into, on the worker's clock."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._start_s = self._gap_s = self._reporting_s = 0.0
+        self._end_s: float | None = None  # of the last batch
+
+    def start(self) -> None:
+        """A batch starts."""
+        self._start_s, self._reporting_s = self._clock(), 0.0
+        self._gap_s = 0.0 if self._end_s is None else self._start_s - self._end_s
+
+    def reporting(self, on_step: OnStep) -> OnStep:
+        """`on_step`, and its time is taken."""
+
+        def timed(step: StepOutput) -> bool:
+            begin_s = self._clock()
+            wanted = on_step(step)
+            self._reporting_s += self._clock() - begin_s
+            return wanted
+
+        return timed
+
+    def stop(self) -> Times:
+        """The batch has ended."""
+        self._end_s = self._clock()
+        return Times(self._end_s - self._start_s, self._reporting_s, self._gap_s)
+
+
 def serve(channel: Channel, clock: Callable[[], float] = time.perf_counter) -> int:
     """Load what the first frame says and serve until the front stops or goes. Returns the exit code."""
     start = channel.receive()
@@ -188,15 +219,15 @@ def serve(channel: Channel, clock: Callable[[], float] = time.perf_counter) -> i
         channel.send(Refused(error.message, error.hint))
         return error.exit_code
     channel.send(Ready(engine.facts.model_dump_json()))
-    outbox = Outbox(channel, start.flush_s, clock)
+    outbox, watch = Outbox(channel, start.flush_s, clock), Stopwatch(clock)
     while True:
         frame = channel.receive()
         if isinstance(frame, Stop):
             return 0
         if isinstance(frame, Run):
-            channel.send(_run(engine, frame, channel, outbox, clock))
+            channel.send(_run(engine, frame, channel, outbox, watch))
         elif isinstance(frame, RunRound):
-            channel.send(_run_round(cast(RoundEngine, engine), frame, channel, outbox, clock))
+            channel.send(_run_round(cast(RoundEngine, engine), frame, channel, outbox, watch))
 
 
 def _load(start: Start) -> Engine:
@@ -211,25 +242,23 @@ def _load(start: Start) -> Engine:
     return engine
 
 
-def _run(engine: Engine, run: Run, channel: Channel, outbox: Outbox, clock: Callable[[], float]) -> Done:
-    start_s = clock()
+def _run(engine: Engine, run: Run, channel: Channel, outbox: Outbox, watch: Stopwatch) -> Done:
+    watch.start()
     outbox.begin(run.batch_id, at_once=True)
-    try:
-        engine.run_slice(run.rows, run.steps, RunningSlice(run, channel, outbox).on_step)
-    except OutOfMemory:
-        return Done(run.batch_id, outbox.take(), clock() - start_s, out_of_memory=True)
-    return Done(run.batch_id, outbox.take(), clock() - start_s)
+    fitted = False
+    with contextlib.suppress(OutOfMemory):
+        engine.run_slice(run.rows, run.steps, watch.reporting(RunningSlice(run, channel, outbox).on_step))
+        fitted = True
+    return Done(run.batch_id, outbox.take(), watch.stop(), out_of_memory=not fitted)
 
 
-def _run_round(
-    engine: RoundEngine, run: RunRound, channel: Channel, outbox: Outbox, clock: Callable[[], float]
-) -> DoneRound:
-    start_s = clock()
+def _run_round(engine: RoundEngine, run: RunRound, channel: Channel, outbox: Outbox, watch: Stopwatch) -> DoneRound:
+    watch.start()
     outbox.begin(run.batch_id, at_once=bool(run.plan.enter))
     output = None
     with contextlib.suppress(OutOfMemory):
-        output = engine.run_round(run.plan, RunningRound(run, channel, outbox).on_step)
-    return DoneRound(run.batch_id, outbox.take(), clock() - start_s, output)
+        output = engine.run_round(run.plan, watch.reporting(RunningRound(run, channel, outbox).on_step))
+    return DoneRound(run.batch_id, outbox.take(), watch.stop(), output)
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -11,6 +11,7 @@ from typing import Generic, TypeVar
 import msgspec
 
 from toolkit.engines.protocol import Round, RoundOutput, Row, StepOutput
+from toolkit.workers.protocol import Times
 
 MAX_FRAME_BYTES = 1 << 28
 _HEAD_BYTES = 4
@@ -78,11 +79,11 @@ class Progress(msgspec.Struct, frozen=True, tag="progress"):
 
 
 class Done(msgspec.Struct, frozen=True, tag="done"):
-    """The batch is over. `steps` are those that were not sent yet; `engine_s` are wall seconds inside the engine."""
+    """The batch is over. `steps` are those that were not sent yet."""
 
     batch_id: int
     steps: tuple[StepOutput, ...]
-    engine_s: float
+    times: Times
     out_of_memory: bool = False
 
 
@@ -91,7 +92,7 @@ class DoneRound(msgspec.Struct, frozen=True, tag="done-round"):
 
     batch_id: int
     steps: tuple[StepOutput, ...]
-    engine_s: float
+    times: Times
     output: RoundOutput | None
 
 

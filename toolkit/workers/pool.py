@@ -28,7 +28,16 @@ from toolkit.workers.frames import (
     ToWorker,
 )
 from toolkit.workers.process import Exit, WorkerProcess
-from toolkit.workers.protocol import BatchDone, BatchProgress, OnEvent, RoundDone, WorkerEvent, WorkerLost, WorkerReady
+from toolkit.workers.protocol import (
+    BatchDone,
+    BatchProgress,
+    OnEvent,
+    RoundDone,
+    Times,
+    WorkerEvent,
+    WorkerLost,
+    WorkerReady,
+)
 from toolkit.workers.record import BatchRecord
 
 MAX_BACKOFF_S = 30.0
@@ -112,7 +121,7 @@ class ProcessWorkers:
         if slot.facts is not None and slot.process is not None:
             slot.process.send(frame)
         else:
-            asyncio.get_running_loop().call_soon(self._end_batch, slot, 0.0, "crashed")
+            asyncio.get_running_loop().call_soon(self._end_batch, slot, Times(), "crashed")
 
     def interrupt(self, worker: int, batch_id: int) -> None:
         """Tell the worker; for a round that is over, nothing happens."""
@@ -194,22 +203,22 @@ class ProcessWorkers:
             self._tell(BatchProgress(slot.index, frame.batch_id, frame.steps))
         if isinstance(frame, Done):
             slot.deaths = 0
-            self._end_batch(slot, frame.engine_s, "oom" if frame.out_of_memory else "")
+            self._end_batch(slot, frame.times, "oom" if frame.out_of_memory else "")
         elif isinstance(frame, DoneRound):
             slot.deaths = 0
-            self._end_batch(slot, frame.engine_s, "" if frame.output else "oom", frame.output)
+            self._end_batch(slot, frame.times, "" if frame.output else "oom", frame.output)
 
-    def _end_batch(self, slot: _Slot, engine_s: float, failure: Failure, output: RoundOutput | None = None) -> None:
+    def _end_batch(self, slot: _Slot, times: Times, failure: Failure, output: RoundOutput | None = None) -> None:
         batch, slot.batch = slot.batch, None
         if isinstance(batch, BatchRecord):
-            self._tell(BatchDone(slot.index, batch.batch_id, batch.output(), engine_s, failure))
+            self._tell(BatchDone(slot.index, batch.batch_id, batch.output(), times, failure))
         elif batch is not None:
-            self._tell(RoundDone(slot.index, batch, output, engine_s, failure))
+            self._tell(RoundDone(slot.index, batch, output, times, failure))
 
     def _lost(self, slot: _Slot, exited: Exit) -> None:
         was_ready, slot.facts = slot.facts is not None, None
         slot.deaths += 1
-        self._end_batch(slot, 0.0, "crashed")
+        self._end_batch(slot, Times(), "crashed")
         if was_ready:
             self._tell(WorkerLost(slot.index, exited.reason))
         if not slot.first_ready.done():

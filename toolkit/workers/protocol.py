@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import msgspec
+
 from toolkit.engines.protocol import Round, RoundOutput, Row, SliceOutput, StepOutput
 from toolkit.files.profile import EngineFacts
 from toolkit.sched.types import Failure
@@ -27,6 +29,14 @@ class WorkerLost:
     reason: str
 
 
+class Times(msgspec.Struct, frozen=True):
+    """What a worker's clock says of a batch, in wall seconds."""
+
+    engine_s: float = 0.0  # inside the engine
+    reporting_s: float = 0.0  # of these: between two steps, where tokens go out and news come in
+    gap_s: float = 0.0  # since the end of the worker's last batch; 0 for its first
+
+
 @dataclass(slots=True, frozen=True)
 class BatchProgress:
     """Tokens of a running batch, one or more steps at once; in a round, rows go by their numbers."""
@@ -43,8 +53,13 @@ class BatchDone:
     worker: int
     batch_id: int
     output: SliceOutput
-    engine_s: float  # wall seconds inside the engine
+    times: Times
     failure: Failure = ""
+
+    @property
+    def steps(self) -> int:
+        """Tokens of the row that got most."""
+        return max(map(len, self.output.tokens), default=0)
 
 
 @dataclass(slots=True, frozen=True)
@@ -57,8 +72,13 @@ class RoundDone:
     worker: int
     batch_id: int
     output: RoundOutput | None
-    engine_s: float  # wall seconds inside the engine
+    times: Times
     failure: Failure = ""
+
+    @property
+    def steps(self) -> int:
+        """Decode steps."""
+        return self.output.steps if self.output else 0
 
 
 WorkerEvent = WorkerReady | WorkerLost | BatchProgress | BatchDone | RoundDone

@@ -1,0 +1,134 @@
+"""What scheduling costs: the worker's stopwatch, the server's counters, and the line that `bench` makes of them."""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from serving import HandWorkers, client, make_driver, turns
+
+from toolkit.bench.costs import COUNTED, scheduling
+from toolkit.engines.bytes_tokenizer import ByteDetokenizer
+from toolkit.engines.protocol import SamplingParams, StepOutput
+from toolkit.serve.driver import Driver
+from toolkit.serve.live import Ask
+from toolkit.serve.reply import Reply
+from toolkit.serve.text import TextOutput
+from toolkit.workers.child import Stopwatch
+from toolkit.workers.protocol import Times
+
+STEP = StepOutput((0,), (65,))
+
+
+def test_a_stopwatch_tells_engine_reporting_and_gap_apart():
+    at_s = iter([0.0, 1.0, 1.5, 2.0, 2.25, 4.0, 6.5, 7.0])
+    watch = Stopwatch(lambda: next(at_s))
+    watch.start()
+    on_step = watch.reporting(lambda step: step is not STEP)
+    assert on_step(StepOutput((), ()))
+    assert not on_step(STEP)
+    assert watch.stop() == Times(engine_s=4.0, reporting_s=0.75, gap_s=0.0)
+    watch.start()
+    assert watch.stop() == Times(engine_s=0.5, reporting_s=0.0, gap_s=2.5)
+
+
+def submit(driver: Driver, name: str, limit: int) -> None:
+    ask = Ask(name, tuple(b"hello"), limit, SamplingParams())
+    driver.submit(ask, TextOutput(ByteDetokenizer(), ()), Reply(1), 0)
+
+
+def drive(test: Callable[[Driver, HandWorkers], Coroutine]) -> None:
+    async def run() -> None:
+        hands = HandWorkers()
+        driver = make_driver(hands)
+        await driver.start()
+        await test(driver, hands)
+        await driver.stop()
+        assert driver.bug is None
+
+    asyncio.run(run())
+
+
+def test_a_hop_is_counted_where_the_next_batch_was_there_and_not_where_work_had_to_come():
+    async def test(driver: Driver, hands: HandWorkers) -> None:
+        hops = driver.stats.hop.counts
+        submit(driver, "a", 20)  # slices of 8: the second follows the first
+        await turns()
+        hands.finish()
+        await turns()
+        assert sum(hops) == 0
+        hands.finish()
+        await turns()
+        assert sum(hops) == 1
+        hands.finish()
+        await turns()
+        assert sum(hops) == 2
+        submit(driver, "b", 5)
+        await turns()
+        hands.finish()
+        assert sum(hops) == 2
+
+    drive(test)
+
+
+def test_a_batch_that_crashed_has_no_times():
+    async def test(driver: Driver, hands: HandWorkers) -> None:
+        submit(driver, "a", 8)
+        await turns()
+        hands.crash(steps=3)
+        await turns()
+        hands.recover()
+        await turns()
+        hands.finish()
+        assert sum(driver.stats.hop.counts) == 0
+        assert (driver.stats.engine_s, driver.stats.engine_steps) == (0.01, 5)
+
+    drive(test)
+
+
+def test_every_call_of_the_scheduler_is_timed():
+    async def test(driver: Driver, hands: HandWorkers) -> None:
+        submit(driver, "a", 8)
+        await turns()
+        assert sum(driver.stats.deciding.counts) == 1
+        hands.finish()
+        await turns()
+        assert sum(driver.stats.deciding.counts) == 3  # what has ended, and the tick after it
+        assert driver.stats.deciding.total > 0
+
+    drive(test)
+
+
+def test_the_server_exposes_what_the_bench_reads():
+    async def test() -> None:
+        async with client() as http:
+            families = text_string_to_metric_families((await http.get("/metrics")).text)
+            assert set(COUNTED.values()) <= {sample.name for family in families for sample in family.samples}
+
+    asyncio.run(test())
+
+
+def test_shares_are_of_the_engines_time_between_two_looks():
+    before = dict.fromkeys(COUNTED.values(), 5.0)
+    grown = {
+        "batches": 4,
+        "steps": 40,
+        "engine_s": 2.0,
+        "reporting_s": 0.01,
+        "deciding_s": 0.02,
+        "hops": 2,
+        "hop_s": 0.03,
+    }
+    after = {series: 5.0 + grown[name] for name, series in COUNTED.items()}
+    found = scheduling(before, after)
+    assert found.model_dump() == pytest.approx(grown)
+    assert found.text() == (
+        "scheduler: deciding 1.00 %, hop 1.50 %, reporting 0.50 % of engine time; "
+        "per batch of 10.0 steps of 50.00 ms: 5.000 and 15.000 ms"
+    )
+
+
+def test_where_nothing_ran_or_nothing_is_told_there_are_no_shares():
+    still = dict.fromkeys(COUNTED.values(), 5.0)
+    assert scheduling(still, still) is None
+    assert scheduling({}, still) is None

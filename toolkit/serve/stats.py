@@ -1,0 +1,154 @@
+"""What the server counts while it serves: plain numbers, cheap enough to touch per progress frame.
+
+How Prometheus reads them is in `toolkit.serve.metrics`.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from toolkit.sched.protocols import LatencyLaw
+from toolkit.sched.residents import LENGTH
+from toolkit.sched.types import Batch, BatchResult, RoundResult, Worker
+from toolkit.workers.protocol import BatchDone, RoundDone
+
+# vLLM's own buckets, so that its dashboards read ours.
+TTFT_BUCKETS = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5),
+    *(10, 20, 40, 80, 160, 640, 2560),
+)
+TOKEN_BUCKETS = (
+    *(0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5),
+    *(10, 20, 40, 80),
+)
+E2E_BUCKETS = (
+    *(0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60),
+    *(120, 240, 480, 960, 1920, 7680),
+)
+RATIO_BUCKETS = (0.25, 0.5, 0.67, 0.8, 0.9, 0.95, 1, 1.05, 1.1, 1.25, 1.5, 2, 4)
+COST_BUCKETS = (1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1, 0.2, 0.5)
+
+
+class Histogram:
+    """Counts by bucket; bounds are upper ones, inclusive."""
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self.bounds = tuple(bounds)
+        self.counts = [0] * (len(bounds) + 1)
+        self.total = 0.0
+
+    def observe(self, value: float, times: int = 1) -> None:
+        self.counts[bisect_left(self.bounds, value)] += times
+        self.total += value * times
+
+    def cumulative(self) -> list[tuple[str, float]]:
+        """What Prometheus wants: each upper bound as text, and how many values are not above it."""
+        running = 0
+        buckets = []
+        for bound, count in zip((*self.bounds, math.inf), self.counts, strict=True):
+            running += count
+            buckets.append(("+Inf" if bound == math.inf else str(float(bound)), float(running)))
+        return buckets
+
+
+@dataclass(slots=True)
+class Stats:
+    """All counters of one server. Times in seconds.
+
+    `max_batch_size` and `max_length` say how far the latency laws were measured.
+    """
+
+    max_batch_size: int = 1 << 62
+    max_length: int = 1 << 62
+    ttft: Histogram = field(default_factory=lambda: Histogram(TTFT_BUCKETS))
+    itl: Histogram = field(default_factory=lambda: Histogram(TOKEN_BUCKETS))
+    tpot: Histogram = field(default_factory=lambda: Histogram(TOKEN_BUCKETS))
+    e2e: Histogram = field(default_factory=lambda: Histogram(E2E_BUCKETS))
+    queue: Histogram = field(default_factory=lambda: Histogram(E2E_BUCKETS))
+    batch_ratio: Histogram = field(default_factory=lambda: Histogram(RATIO_BUCKETS))
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    ended: Counter[str] = field(default_factory=Counter)
+    batches: int = 0
+    batch_s: float = 0.0  # of batches that the law can be held against
+    predicted_batch_s: float = 0.0  # what it says of them
+    extrapolated_batches: int = 0
+    oom_events: int = 0
+    preemptions: int = 0
+    worker_restarts: int = 0
+    deciding: Histogram = field(default_factory=lambda: Histogram(COST_BUCKETS))  # of the scheduler's calls
+    hop: Histogram = field(default_factory=lambda: Histogram(COST_BUCKETS))  # of batches that follow one at once
+    engine_s: float = 0.0
+    engine_steps: int = 0
+    reporting_s: float = 0.0  # of `engine_s`
+
+    def count_tokens(self, tokens: int, arrival_s: float, last_token_s: float, now_s: float) -> None:
+        """`tokens` came at once, the ones before at `last_token_s` (NaN: they are the first)."""
+        self.generation_tokens += tokens
+        if math.isnan(last_token_s):
+            self.ttft.observe(now_s - arrival_s)
+        else:
+            self.itl.observe((now_s - last_token_s) / tokens, tokens)
+
+    def count_end(self, status: str, arrival_s: float, first_token_s: float, last_token_s: float, tokens: int) -> None:
+        """A request has ended. Latencies are of those that ended well."""
+        self.ended[status] += 1
+        if status not in ("stop", "length"):
+            return
+        self.e2e.observe(last_token_s - arrival_s)
+        if tokens > 1:
+            self.tpot.observe((last_token_s - first_token_s) / (tokens - 1))
+
+    def count_start(self, batch: Batch) -> None:
+        """A batch is sent."""
+        moves = batch.moves
+        self.preemptions += sum(not job.cancelled for job in batch.evict)
+        self.preemptions += len(moves.pause) + len(moves.swap_out) if moves else 0
+
+    def count_batch(self, batch: Batch, result: BatchResult, now_s: float, law: LatencyLaw) -> None:
+        """A batch has ended. Its time is held against the law for the steps that it ran, which may be fewer."""
+        self._count_batch(result.failure, batch.size, batch.input_length + batch.steps)
+        steps = max(result.generated, default=0)
+        if not result.failure and steps:
+            iterations = steps - law.prefill_emits_token
+            expected_s = law.prefill_s(batch.size, batch.input_length)
+            expected_s += law.decode_s(batch.size, batch.input_length, iterations)
+            self._compare(now_s - batch.started_s, expected_s)
+
+    def count_round(self, batch: Batch, result: RoundResult, now_s: float, worker: Worker) -> None:
+        """A round has ended, of which the worker's residents do not know yet."""
+        residents, law = worker.residents, worker.latency
+        rows, longest = len(residents), 0
+        if rows:
+            longest = int(residents.table()[LENGTH].max()) + residents.steps
+        self._count_batch(result.failure, rows, longest + result.steps)
+        if not result.failure:
+            length = longest if law.padded or not rows else residents.used / rows
+            expected_s = law.prefill_s(batch.size, batch.input_length) if batch.jobs else 0.0
+            expected_s += law.decode_s(rows, length, result.steps) if result.steps else 0.0
+            self._compare(now_s - batch.started_s, expected_s)
+
+    def count_engine(self, event: BatchDone | RoundDone, *, follows: bool) -> None:
+        """What the worker says of a batch's times; `follows`: it had been sent as soon as the one before had ended."""
+        if event.failure == "crashed":
+            return
+        if follows:
+            self.hop.observe(event.times.gap_s)
+        self.engine_s += event.times.engine_s
+        self.reporting_s += event.times.reporting_s
+        self.engine_steps += event.steps
+
+    def _count_batch(self, failure: str, rows: int, length: int) -> None:
+        self.batches += 1
+        self.oom_events += failure == "oom"
+        self.extrapolated_batches += rows > self.max_batch_size or length > self.max_length
+
+    def _compare(self, took_s: float, expected_s: float) -> None:
+        if expected_s > 0:
+            self.batch_ratio.observe(took_s / expected_s)
+            self.batch_s += took_s
+            self.predicted_batch_s += expected_s
