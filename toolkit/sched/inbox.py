@@ -1,8 +1,11 @@
-"""The jobs that wait at a worker, in their order, and how many tokens they bring."""
+"""The jobs that wait at a worker, in their order, and how many tokens they bring.
+
+The more urgent come first: a smaller `Request.priority`. Of equals who came first, and before them who was evicted.
+"""
 
 from __future__ import annotations
 
-from bisect import insort
+from bisect import bisect_left, bisect_right, insort
 from collections import deque
 from collections.abc import Iterator
 from itertools import chain
@@ -18,7 +21,8 @@ class Inbox(deque["Job"]):
     """A queue of jobs that keeps `tokens`, the sum of their inputs' lengths: nobody has to walk a long backlog for it.
 
     Jobs are taken from near the front, where taking one costs its position. A policy may put some `behind` all others,
-    in the order of their tickets; they come forward when nobody else waits. The deque itself is who waits before them.
+    in the order of urgency and tickets; they come forward when nobody else waits. The deque itself is who waits before
+    them.
     """
 
     __slots__ = ("behind", "tokens")
@@ -49,11 +53,13 @@ class Inbox(deque["Job"]):
         return super().__contains__(job) or job in self.behind
 
     def append(self, job: Job) -> None:
-        super().append(job)
+        """Behind all who are as urgent."""
+        self._place(job, last=True)
         self.tokens += job.length
 
     def appendleft(self, job: Job) -> None:
-        super().appendleft(job)
+        """Before all who are as urgent."""
+        self._place(job, last=False)
         self.tokens += job.length
 
     def popleft(self) -> Job:
@@ -73,18 +79,32 @@ class Inbox(deque["Job"]):
     def defer(self, job: Job) -> None:
         """Put a job behind the others."""
         super().remove(job)
-        insort(self.behind, job, key=_ticket)
+        insort(self.behind, job, key=_turn)
         self._recall()
 
     def advance(self, job: Job) -> None:
-        """Put a job that is behind the others before them."""
+        """Put a job that is behind the others before those who are as urgent."""
         self.behind.remove(job)
-        super().appendleft(job)
+        self._place(job, last=False)
+
+    def _place(self, job: Job, *, last: bool) -> None:
+        """Among those who do not wait behind, as the last or the first of its own urgency."""
+        priority = job.request.priority
+        if last and (not self or self[-1].request.priority <= priority):
+            super().append(job)
+        elif not last and (not self or priority <= self[0].request.priority):
+            super().appendleft(job)
+        else:
+            self.insert((bisect_right if last else bisect_left)(self, priority, key=_priority), job)
 
     def _recall(self) -> None:
         while not self and self.behind:
             self.extend([self.behind.popleft() for _ in range(min(RECALLED, len(self.behind)))])
 
 
-def _ticket(job: Job) -> int:
-    return job.ticket
+def _priority(job: Job) -> int:
+    return job.request.priority
+
+
+def _turn(job: Job) -> tuple[int, int]:
+    return job.request.priority, job.ticket

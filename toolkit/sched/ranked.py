@@ -8,6 +8,7 @@ that comes or goes.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 
 class RankedInbox(Inbox):
     """An `Inbox` that also knows its jobs by standing, by how long they have waited, and by length.
+
+    The deque itself is in the order in which they came: how urgent they are is a matter of their standing.
 
     Args:
         standing: of a job and what it has generated, less is served first; equals go by their tickets.
@@ -57,6 +60,9 @@ class RankedInbox(Inbox):
     def remove(self, job: Any) -> None:
         super().remove(job)
         self._leave(job)
+
+    def _place(self, job: Job, *, last: bool) -> None:
+        (deque.append if last else deque.appendleft)(self, job)
 
     def starving(self, now_s: float, patience_s: float) -> Iterator[tuple[float, Job]]:
         """Who has waited for `patience_s` or more, and how long, the longest first."""

@@ -94,6 +94,8 @@ class Scheduler:
             raise ValueError(f"request {request.request_id!r} is already here")
         job = Job(request, 0, request.prompt_tokens, waiting_since_s=now_s)
         self._jobs[request.request_id] = job
+        if request.priority:
+            self._view.prioritised = True
         self._to_pool((job,))
         return None
 

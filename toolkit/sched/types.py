@@ -31,7 +31,8 @@ Joining = Literal["embed", "shape"]  # how newcomers join a padded batch, as in 
 class Request:
     """What a client asked for, as far as scheduling goes.
 
-    `max_new_tokens` is the limit that the client set, not the length that the output will have.
+    `max_new_tokens` is the limit that the client set, not the length that the output will have. Of two requests the one
+    with the smaller `priority` is the more urgent.
     """
 
     request_id: str
@@ -196,6 +197,7 @@ class View:
     finished: History  # output lengths of the last requests that ended
     rng: np.random.Generator  # the only randomness: a scheduler made with the same seed decides the same
     now_s: float = 0.0
+    prioritised: bool = False  # some request had another priority than the default: until then nobody has to look
     arrived: list[int] = field(default_factory=list)  # workers that jobs were routed to since the last plan
     free: list[Worker] = field(init=False)  # alive and running nothing, by index: those that a plan can be for
     _alive: list[Worker] = field(init=False)

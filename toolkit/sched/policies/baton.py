@@ -107,16 +107,16 @@ class BatonPolicy:
         return slab.takes(worker.inbox[entering].length, enters=True)
 
     def _leaving(self, worker: Worker) -> tuple[list[Job], list[Job]]:
-        """Who stays, and who leaves so that one more step fits: the last who joined first."""
-        stay, leave = list(worker.residents.jobs), []
+        """Who stays, and who leaves so that one more step fits: the least urgent, and of these who joined last."""
+        stay, leave = sorted(worker.residents.jobs, key=_priority), []
         while len(stay) > 1 and _Slab(self, worker, stay).room < 1:
             leave.append(stay.pop())
         return stay, leave
 
     def _coming_back(self, worker: Worker, slab: _Slab) -> list[Job]:
-        """Of those in host memory, who was there first comes first, and nobody before him."""
+        """Of those in host memory, the most urgent who was there first comes first, and nobody before him."""
         back: list[Job] = []
-        for job in sorted(worker.swapped.jobs, key=lambda job: job.ticket):
+        for job in sorted(worker.swapped.jobs, key=lambda job: (_priority(job), job.ticket)):
             if slab.rows >= slab.most or not slab.takes(job.length, enters=False):
                 break
             slab.add(job.length, enters=False)
@@ -201,6 +201,10 @@ class _Slab:
     def _passing(self, rows: int, width: int, length: int) -> int:
         """Tokens while they enter: a newcomer's cache lies beside the slab until it is in; shaping pads all rows."""
         return rows * (width + length) if self._shapes else rows * width + length
+
+
+def _priority(job: Job) -> int:
+    return job.request.priority
 
 
 def _placed(worker: Worker, leave: Sequence[Job]) -> tuple[list[Job], list[Job]]:

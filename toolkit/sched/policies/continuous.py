@@ -4,6 +4,9 @@ A worker runs one round after the other. Each `interval_steps` decode steps, and
 it may enter, first come first served; how many, is the policy's own question. Before a round, the last admitted are
 evicted until one more step fits; they wait again before all others, and keep their tokens. A round ends before memory
 is passed, so capacity holds at every step.
+
+Where requests have priorities, those who are more urgent come first: the least urgent are evicted first, and where the
+most urgent who waits may not enter, as many of those who are less urgent are evicted as it takes, if that suffices.
 """
 
 from __future__ import annotations
@@ -78,15 +81,17 @@ class ContinuousPolicy(ABC):
         batches = [self._round(view, worker) for worker in view.free if worker.inbox or worker.residents.jobs]
         if not view.arrived:
             return Decision(batches)
-        interrupts = [index for index in view.arrived if self._could_use(view.workers[index])]
+        interrupts = [index for index in view.arrived if self._could_use(view, view.workers[index])]
         return Decision(batches, interrupt=interrupts)
 
-    def _could_use(self, worker: Worker) -> bool:
+    def _could_use(self, view: View, worker: Worker) -> bool:
         """Whether the running round should stop, since the first who waits may enter before one ends."""
         running, inbox, residents = worker.running, worker.inbox, worker.residents
         if running is None or running.interrupted or not inbox:
             return False
-        return self._may_enter(worker, inbox[0], len(residents.jobs), residents.used, residents.committed)
+        if self._may_enter(worker, inbox[0], len(residents.jobs), residents.used, residents.committed):
+            return True
+        return view.prioritised and bool(self._giving_way(worker, inbox[0])[0])
 
     def _round(self, view: View, worker: Worker) -> Batch:
         residents, inbox, interval = worker.residents, worker.inbox, self.interval_steps
@@ -96,7 +101,7 @@ class ContinuousPolicy(ABC):
         evicted: list[Job] = []
         longest = 0
         if used + rows > capacity:
-            for job in reversed(residents.jobs):
+            for job in last_first(worker) if view.prioritised else reversed(residents.jobs):
                 evicted.append(job)
                 used -= job.length + residents.steps - job.joined
                 committed -= limit_tokens(job)
@@ -105,6 +110,9 @@ class ContinuousPolicy(ABC):
                     break
         elif inbox and (not rows or residents.steps % interval == 0):
             entering = self._entering(view, worker)
+            if not entering and view.prioritised:
+                evicted, rows, used, committed = self._giving_way(worker, inbox[0])
+                entering = [inbox[0]] if evicted else []
             emits = worker.latency.prefill_emits_token
             for job in entering:
                 used += job.length + emits
@@ -114,7 +122,8 @@ class ContinuousPolicy(ABC):
                     longest = job.length
         steps = max(min((capacity - used) // rows, self.longest_round(worker, len(entering))), 1)
         if evicted or len(inbox) > len(entering) or inbox.behind:
-            first = evicted[-1] if evicted else inbox.after(len(entering))
+            others = inbox.waiting > len(entering) and (entering or not evicted)
+            first = inbox.after(len(entering)) if others else evicted[-1]
             if self._may_enter(worker, first, rows, used, committed):
                 steps = min(steps, interval - residents.steps % interval)
         return Batch(
@@ -153,6 +162,27 @@ class ContinuousPolicy(ABC):
         admitted = self.admit(view, worker, candidates)
         return candidates[: admitted if resident else admitted or 1]
 
+    def _giving_way(self, worker: Worker, job: Job) -> tuple[list[Job], int, int, int]:
+        """The less urgent residents who must leave so that `job` may enter; nobody, where it may not even so.
+
+        Then the rows, used and committed tokens of those who stay.
+        """
+        residents = worker.residents
+        rows, used, committed = len(residents.jobs), residents.used, residents.committed
+        grows = 1 + worker.latency.prefill_emits_token
+        leaving: list[Job] = []
+        for other in last_first(worker):
+            if other.request.priority <= job.request.priority:
+                break
+            leaving.append(other)
+            used -= other.length + residents.steps - other.joined
+            committed -= limit_tokens(other)
+            rows -= 1
+            fits = used + rows + job.length + grows <= worker.capacity_tokens
+            if fits and self._may_enter(worker, job, rows, used, committed):
+                return leaving, rows, used, committed
+        return [], len(residents.jobs), residents.used, residents.committed
+
     def _may_enter(self, worker: Worker, job: Job, rows: int, used: int, committed: int) -> bool:
         """Whether an attempt makes sense before one ends: both kinds of room only shrink until then."""
         if not rows:
@@ -162,6 +192,11 @@ class ContinuousPolicy(ABC):
         if used + job.length + rows + 1 > worker.capacity_tokens and not self.overfill:
             return False
         return self.hopeful(worker, job, used, committed)
+
+
+def last_first(worker: Worker) -> list[Job]:
+    """Residents in the order in which they are evicted: the least urgent, and of these who was admitted last."""
+    return sorted(worker.residents.jobs, key=lambda job: job.request.priority)[::-1]
 
 
 def limit_tokens(job: Job) -> int:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from toolkit.sched.policies.parameters import knob
-from toolkit.sched.policies.placement import Place, Rank, Row
+from toolkit.sched.policies.placement import STARVES, Place, Rank, Row
 from toolkit.sched.policies.preemptive import PreemptivePolicy
 from toolkit.sched.policies.queues import Queues, queues_of
 from toolkit.sched.protocols import LatencyLaw, Standing
@@ -22,6 +22,8 @@ class MlfqPolicy(PreemptivePolicy):
     A job joins the first queue whose quantum covers its prefill, leaves a queue for the next when it has used up the
     quantum, and goes to the first when it has waited for `starvation_s`: it then runs before all who have not, and has
     that queue's quantum anew. Of the queues, the first comes first; within one, who arrived first. See `Queues`.
+
+    Each priority has queues of its own: all of a more urgent one come before those of the next.
     """
 
     name: ClassVar[str] = "mlfq"
@@ -37,8 +39,13 @@ class MlfqPolicy(PreemptivePolicy):
         return self.starvation_s
 
     def standings(self, law: LatencyLaw) -> Standing:
-        find = self._queues(law).find
-        return lambda job, generated: find(job.request.prompt_tokens, generated, job.promoted_at)[0]
+        find, queues = self._queues(law).find, self.queues
+
+        def standing(job: Job, generated: int) -> float:
+            request = job.request
+            return request.priority * queues + find(request.prompt_tokens, generated, job.promoted_at)[0]
+
+        return standing
 
     def next_runs(
         self, worker: Worker, cached: Sequence[Row], rows: Sequence[Row], now_s: float
@@ -51,15 +58,21 @@ class MlfqPolicy(PreemptivePolicy):
         before_s = 0.0
         for row in cached:
             if row.job in asked:
-                if row.rank[0] < 0.0:
+                if row.rank[0] == STARVES:
                     waiting_s = inbox.starving_before(now_s, row.waits_s, row.job.ticket) * quanta_s[0]
                 else:
                     starving, counts = inbox.standings_before(now_s, starvation_s, row.rank[0], row.job.ticket)
-                    waiting_s = starving * quanta_s[0] + sum([count * quanta_s[int(queue)] for queue, count in counts])
+                    waiting_s = starving * quanta_s[0] + sum(
+                        [count * self._quantum_s(quanta_s, at) for at, count in counts]
+                    )
                 promotion_s = starvation_s - row.waits_s if row.waits_s > 0.0 else starvation_s
                 found[row.job] = min(before_s + waiting_s, promotion_s), row.rank
-            before_s += quanta_s[max(int(row.rank[0]), 0)]
+            before_s += self._quantum_s(quanta_s, row.rank[0])
         return found
+
+    def _quantum_s(self, quanta_s: Sequence[float], standing: float) -> float:
+        """Of the queue that a standing is in."""
+        return quanta_s[0] if standing == STARVES else quanta_s[int(standing) % self.queues]
 
     def horizon(self, worker: Worker, running: Sequence[Row], steps: int) -> int:
         """Until the first of `running` has used up its quantum."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -12,6 +13,7 @@ from toolkit.sched.ranked import RankedInbox
 from toolkit.sched.types import Job, Moves, Worker
 
 Rank = tuple[float, float, int]  # less is served first; the last is the ticket, so that no two are equal
+STARVES = -math.inf  # the first part of the rank of one that does
 RUNS = -1.0  # `Row.waits_s` of one that runs
 
 
@@ -61,7 +63,7 @@ class Newcomers:
                 self._open = False
                 return None
             if needs <= free:
-                return self._row(job, waits_s, (-1.0, -waits_s, job.ticket))
+                return self._row(job, waits_s, (STARVES, -waits_s, job.ticket))
         room = min(free, place)
         for standing, job in self._others:
             if job.length + grows <= room:

@@ -28,6 +28,7 @@ from typing import ClassVar
 from toolkit.sched.policies.parameters import choice, knob, validate
 from toolkit.sched.policies.placement import (
     RUNS,
+    STARVES,
     Newcomers,
     Place,
     Placement,
@@ -166,7 +167,7 @@ class PreemptivePolicy(ABC):
             for job in shelf.jobs:
                 waits_s = now_s - job.waiting_since_s
                 starves = waits_s >= patience_s
-                rank = (-1.0, -waits_s, job.ticket) if starves else (standing(job, job.generated), 0.0, job.ticket)
+                rank = (STARVES, -waits_s, job.ticket) if starves else (standing(job, job.generated), 0.0, job.ticket)
                 rows.append(Row(job, place, job.length, job.generated, job.length + 1, waits_s, rank))
         rows.sort(key=attrgetter("rank"))
         return rows

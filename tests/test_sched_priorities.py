@@ -1,0 +1,164 @@
+"""A smaller priority is more urgent: it waits less, and the less urgent make way for it where the policy evicts."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from toolkit.estimators.laws import bilinear_law, unit_step
+from toolkit.estimators.memory import ZetaMemory
+from toolkit.estimators.swap import LinearSwap
+from toolkit.sched.inbox import Inbox
+from toolkit.sched.policies import make_policy
+from toolkit.sched.scheduler import Scheduler
+from toolkit.sched.types import Batch, Job, Request, RoundResult, Worker
+
+CONTINUOUS = {
+    "conservative": {},
+    "aggressive": {"watermark": 1.0},
+    "past-future": {"reserve": 0.0},
+    "past-future-sla": {"reserve": 0.0, "ttft_s": 1000.0, "mtpot_s": 1000.0},
+    "fcfs": {"max_batch_size": 3},
+    "slice-continuous": {"slice_tokens": 16},
+}
+
+
+def make(policy: str, capacity: int = 130, **parameters) -> Scheduler:
+    return Scheduler(make_policy(policy, parameters), [Worker(0, unit_step(), ZetaMemory(capacity))])
+
+
+def submit(scheduler: Scheduler, name: str, priority: int = 0, prompt: int = 20) -> None:
+    assert scheduler.submit(Request(name, 0.0, prompt, 20, priority), 0.0) is None
+
+
+def start(scheduler: Scheduler, now_s: float) -> Batch:
+    (batch,) = scheduler.tick(now_s)
+    return batch
+
+
+def finish(scheduler: Scheduler, batch: Batch, steps: int, now_s: float) -> None:
+    scheduler.complete(RoundResult(batch.batch_id, batch.worker, steps), now_s)
+
+
+def ids(jobs) -> list[str]:
+    return [job.request_id for job in jobs]
+
+
+@given(st.lists(st.tuples(st.integers(-2, 2), st.sampled_from(["append", "appendleft", "defer", "advance"]))))
+def test_an_inbox_is_always_in_the_order_of_urgency(steps: list[tuple[int, str]]):
+    inbox, tokens = Inbox(), 0
+    for ticket, (priority, step) in enumerate(steps):
+        if step == "defer" and inbox:
+            inbox.defer(inbox[len(inbox) // 2])
+        elif step == "advance" and inbox.behind:
+            inbox.advance(inbox.behind[0])
+        else:
+            job = Job(Request(str(ticket), 0.0, ticket, 1, priority), ticket, ticket)
+            (inbox.appendleft if step == "appendleft" else inbox.append)(job)
+            tokens += ticket
+        for waiting in (inbox, inbox.behind):
+            urgency = [job.request.priority for job in waiting]
+            assert urgency == sorted(urgency)
+        assert inbox.tokens == tokens == sum(job.length for job in inbox.everybody())
+
+
+@pytest.mark.parametrize("policy", [*CONTINUOUS, "sequence", "baton"])
+def test_the_most_urgent_who_waits_enters_first(policy: str):
+    scheduler = make(
+        policy, **CONTINUOUS.get(policy, {"max_batch_size": 3} if policy == "baton" else {"batch_size": 3})
+    )
+    for name, priority in (("a", 1), ("b", 0), ("c", -1), ("d", 1), ("e", 0)):
+        submit(scheduler, name, priority)
+    assert ids(start(scheduler, 0.0).jobs)[:2] == ["c", "b"]
+
+
+@pytest.mark.parametrize("policy", CONTINUOUS)
+def test_the_least_urgent_of_the_last_admitted_makes_way_for_one_who_is_more_urgent(policy: str):
+    scheduler = make(policy, capacity=3 * 41, interval_steps=4, **CONTINUOUS[policy])
+    for name, priority in (("a", 1), ("b", 2), ("c", 2)):
+        submit(scheduler, name, priority)
+    first = start(scheduler, 0.0)
+    assert ids(first.jobs) == ["a", "b", "c"]
+    submit(scheduler, "urgent", prompt=50)
+    assert scheduler.tick(0.5) == []
+    assert scheduler.take_interrupts() == [0]
+    finish(scheduler, first, 4, 4.0)
+    second = start(scheduler, 4.0)
+    assert (ids(second.evict)[:1], ids(second.jobs)) == (["c"], ["urgent"])
+    residents = scheduler.workers[0].residents
+    assert ids(residents.jobs)[0] == "a"
+    assert residents.used + len(residents) <= 3 * 41
+
+
+@pytest.mark.parametrize("policy", CONTINUOUS)
+def test_nobody_makes_way_for_one_who_is_no_more_urgent(policy: str):
+    scheduler = make(policy, capacity=3 * 41, **CONTINUOUS[policy])
+    for name in ("a", "b", "c"):
+        submit(scheduler, name, 1)
+    first = start(scheduler, 0.0)
+    submit(scheduler, "later", 1, prompt=70)
+    scheduler.tick(0.5)
+    finish(scheduler, first, 10, 10.0)
+    assert not start(scheduler, 10.0).evict
+
+
+def test_nobody_makes_way_in_vain():
+    scheduler = make("conservative", capacity=100)
+    submit(scheduler, "urgent", -1, prompt=40)
+    submit(scheduler, "calm", 1)
+    first = start(scheduler, 0.0)
+    submit(scheduler, "large", 0, prompt=60)
+    scheduler.tick(0.5)
+    assert scheduler.take_interrupts() == []
+    finish(scheduler, first, 10, 10.0)
+    assert not start(scheduler, 10.0).evict
+
+
+def test_where_memory_is_short_the_least_urgent_leaves_and_not_the_last_admitted():
+    scheduler = make("aggressive", capacity=62, watermark=1.0)
+    for name, priority in (("a", 0), ("b", 2), ("c", 0)):
+        submit(scheduler, name, priority, prompt=10)
+    finish(scheduler, start(scheduler, 0.0), 10, 10.0)
+    assert ids(start(scheduler, 10.0).evict) == ["b"]
+
+
+def test_in_a_slab_the_least_urgent_leaves_first():
+    scheduler = make("baton", capacity=100, memory_threshold=1.0, headroom_steps=1)
+    for name, priority in (("a", 1), ("b", 0), ("c", 0)):
+        submit(scheduler, name, priority)
+    first = start(scheduler, 0.0)
+    assert (ids(first.jobs), first.steps) == (["b", "c", "a"], 13)
+    submit(scheduler, "d", 0)
+    finish(scheduler, first, 13, 13.0)
+    assert ids(start(scheduler, 13.0).evict) == ["a"]
+
+
+def test_an_urgent_job_preempts_under_feedback_queues_and_nobody_loses_his_cache():
+    law = bilinear_law(p=(0.0, 0.0, 0.0, 0.1), d=(0.0, 0.0, 0.0, 1.0), prefill_emits_token=True)
+    worker = Worker(0, law, ZetaMemory(1000), swap=LinearSwap(0.0, 1e6, 1e6), host_tokens=1000)
+    scheduler = Scheduler(make_policy("mlfq", {"quantum_s": 50.0, "max_batch_size": 2}), [worker])
+    for name in ("a", "b"):
+        submit(scheduler, name)
+    first = start(scheduler, 0.0)
+    submit(scheduler, "calm", 1)
+    scheduler.tick(0.4)
+    assert scheduler.take_interrupts() == []
+    submit(scheduler, "urgent", -1)
+    scheduler.tick(0.5)
+    assert scheduler.take_interrupts() == [0]
+    scheduler.complete(RoundResult(first.batch_id, 0, 1), 1.1)
+    second = start(scheduler, 1.1)
+    assert second.moves is not None
+    assert (ids(second.jobs), ids(second.moves.pause), second.evict) == (["urgent"], ["b"], ())
+
+
+def test_who_starves_comes_before_who_is_urgent():
+    law = bilinear_law(p=(0.0, 0.0, 0.0, 0.1), d=(0.0, 0.0, 0.0, 1.0), prefill_emits_token=True)
+    scheduler = Scheduler(
+        make_policy("mlfq", {"max_batch_size": 1, "starvation_s": 10.0}), [Worker(0, law, ZetaMemory(1000))]
+    )
+    submit(scheduler, "calm", 5)
+    submit(scheduler, "urgent", -5)
+    first = start(scheduler, 0.0)
+    assert ids(first.jobs) == ["urgent"]
+    finish(scheduler, first, first.steps, 11.0)
+    assert ids(start(scheduler, 11.0).jobs) == ["calm"]
