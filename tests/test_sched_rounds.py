@@ -125,3 +125,34 @@ def test_no_server_runs_an_oracle():
     with pytest.raises(InputError, match="exists in simulations only"):
         refuse_oracle("past-future-oracle")
     refuse_oracle("past-future")
+
+
+def test_a_row_that_its_client_saw_end_leaves_with_its_round_and_its_length_is_remembered():
+    scheduler = make()
+    submit(scheduler, "a", "b")
+    (batch,) = scheduler.tick(0.0)
+    scheduler.end("a", 3, 1.0)
+    scheduler.end("a", 3, 1.0)
+    assert scheduler.take_interrupts() == [0]
+    scheduler.complete(RoundResult(batch.batch_id, 0, 10), 10.0)
+    assert (scheduler.jobs, list(scheduler._view.finished_lengths)) == (1, [3])
+    (following,) = scheduler.tick(10.0)
+    assert ids(following.evict) == ["a"]
+
+
+def test_a_row_that_ends_in_the_round_in_which_its_client_saw_it_end_counts_once():
+    scheduler = make()
+    submit(scheduler, "a", "b")
+    (batch,) = scheduler.tick(0.0)
+    scheduler.end("a", 9, 1.0)
+    scheduler.complete(RoundResult(batch.batch_id, 0, 10, ("a",)), 10.0)
+    assert (scheduler.jobs, list(scheduler._view.finished_lengths)) == (1, [9])
+    (following,) = scheduler.tick(10.0)
+    assert following.evict == ()
+
+
+def test_a_request_that_waits_may_end_too():
+    scheduler = make()
+    submit(scheduler, "a")
+    scheduler.end("a", 4, 1.0)
+    assert (scheduler.jobs, list(scheduler._view.finished_lengths)) == (0, [4])

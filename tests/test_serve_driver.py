@@ -195,6 +195,19 @@ def test_a_stop_string_ends_a_row_that_its_worker_would_go_on_with():
         await turns()
         assert not hands.running
         assert live.output.tokens == 5
+        assert list(driver.scheduler._finished.recent) == [5]
+
+    drive(test)
+
+
+def test_a_stop_string_in_what_comes_last_is_an_ordinary_end_too():
+    async def test(driver: Driver, hands: HandWorkers) -> None:
+        whole = bytes(generate("hello", 8)).decode()
+        live, _ = submit(driver, ask(limit=8), stops=(whole[3:5],))
+        await turns()
+        hands.finish()
+        assert (live.status, live.tokens) == ("stop", generate("hello", 5))
+        assert (driver.scheduler.jobs, list(driver.scheduler._finished.recent)) == (0, [5])
 
     drive(test)
 

@@ -76,13 +76,19 @@ class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
     request_id: str
 
 
+class End(msgspec.Struct, frozen=True, tag="end"):
+    now_s: float
+    request_id: str
+    generated: int
+
+
 class WorkerChange(msgspec.Struct, frozen=True, tag="worker"):
     now_s: float
     worker: int
     alive: bool
 
 
-Event = Header | Submit | Tick | Complete | CompleteRound | Cancel | WorkerChange
+Event = Header | Submit | Tick | Complete | CompleteRound | End | Cancel | WorkerChange
 _encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder(Event).decode
 
@@ -129,6 +135,10 @@ class Recorder(Scheduler):
     def complete(self, result: BatchResult | RoundResult, now_s: float) -> None:
         super().complete(result, now_s)
         self._sink(CompleteRound(now_s, result) if isinstance(result, RoundResult) else Complete(now_s, result))
+
+    def end(self, request_id: str, generated: int, now_s: float) -> None:
+        super().end(request_id, generated, now_s)
+        self._sink(End(now_s, request_id, generated))
 
     def cancel(self, request_id: str, now_s: float) -> None:
         super().cancel(request_id, now_s)
@@ -191,6 +201,8 @@ def replay(events: Iterable[Event], scheduler: Scheduler) -> Iterator[str]:
                 scheduler.complete(result, now_s)
             case CompleteRound(now_s, result):
                 scheduler.complete(result, now_s)
+            case End(now_s, request_id, generated):
+                scheduler.end(request_id, generated, now_s)
             case Cancel(now_s, request_id):
                 scheduler.cancel(request_id, now_s)
             case WorkerChange(now_s, worker, alive):

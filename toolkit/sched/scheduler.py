@@ -1,7 +1,7 @@
 """The sans-IO scheduler: what every policy shares.
 
-A driver tells it what happens (`submit`, `complete`, `cancel`, `worker_lost`, `worker_ready`) and asks what to run
-(`tick`); time comes in with every call. It keeps the pool, the workers' queues and their loads, and it owns what no
+A driver tells it what happens (`submit`, `complete`, `end`, `cancel`, `worker_lost`, `worker_ready`) and asks what to
+run (`tick`); time comes in with every call. It keeps the pool, the workers' queues and their loads, and it owns what no
 policy should have to get right: requests that can never fit, batches that ran out of memory or lost their worker,
 cancellation. The decisions themselves are the policy's.
 """
@@ -195,11 +195,25 @@ class Scheduler:
             batch.interrupted = True
             self._interrupts.append(index)
 
+    def end(self, request_id: str, generated: int, now_s: float) -> None:
+        """The driver saw it end after `generated` tokens, of which the worker cannot know: at a stop string.
+
+        An ordinary end, and its length one of those that policies look back on. A row that still runs is taken out as a
+        cancelled one is. Unknown or ended requests are ignored.
+        """
+        job = self._jobs.get(request_id)
+        if job is not None and not job.cancelled:
+            self._finished.add(generated)
+            self._take_out(job)
+
     def cancel(self, request_id: str, now_s: float) -> None:
         """The client does not want it any more. Unknown or ended requests are ignored."""
         job = self._jobs.get(request_id)
-        if job is None:
-            return
+        if job is not None and not job.cancelled:
+            self._take_out(job)
+
+    def _take_out(self, job: Job) -> None:
+        """At once where it waits, with its batch where it runs."""
         job.cancelled = True
         for worker in self.workers:
             if job in worker.residents.jobs or job in worker.held.jobs or job in worker.swapped.jobs:

@@ -57,7 +57,7 @@ class Job:
     strikes: int = 0  # batches of one job that failed
     waiting_since_s: float = 0.0  # since when it has not run: submitted, back in the pool, paused, swapped out, evicted
     home: int = -1  # the worker whose inbox holds it; -1: the pool
-    cancelled: bool = False
+    cancelled: bool = False  # nobody wants more of it
     evictions: int = 0  # how often its cache was dropped to make room
     reroutes: int = 0  # how often it left its worker after a slice, to be routed anew
     joined: int = 0  # the worker's decode steps when it became resident

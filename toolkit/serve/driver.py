@@ -236,7 +236,10 @@ class Driver:
     def _progress(self, event: BatchProgress) -> None:
         now_s = self.now_s
         for live, tokens, finish in self._under_way.progress(event, now_s):
-            self._deliver(live, tokens, finish, now_s)
+            stopped = self._deliver(live, tokens, finish, now_s)
+            if stopped and not live.flight:  # of a slice, its result will say so
+                self.scheduler.end(live.ask.request_id, len(live.tokens), now_s)
+                self._tick_later()
 
     def _done(self, event: BatchDone) -> None:
         flight, news = self._under_way.slice_done(event)
@@ -244,7 +247,8 @@ class Driver:
         for live, tokens, finish in news:
             self._deliver(live, tokens, finish, now_s)
         result = slice_result(flight, event)
-        self.stats.count_batch(flight.batch, result, now_s, self.scheduler.workers[event.worker].latency)
+        steps = max(map(len, event.output.tokens), default=0)
+        self.stats.count_batch(flight.batch, result, steps, now_s, self.scheduler.workers[event.worker].latency)
         self._complete(flight, event, result, now_s)
 
     def _round_done(self, event: RoundDone) -> None:
@@ -268,10 +272,13 @@ class Driver:
         yield
         self.stats.deciding.observe(time.perf_counter() - start_s)
 
-    def _deliver(self, live: Live, tokens: Sequence[int], finish: FinishReason, now_s: float) -> None:
-        """New tokens go to the client at once. A row that has ended gets no more, whatever its batch still does."""
+    def _deliver(self, live: Live, tokens: Sequence[int], finish: FinishReason, now_s: float) -> bool:
+        """New tokens go to the client at once. A row that has ended gets no more, whatever its batch still does.
+
+        True where a stop string ended it, and the worker or the scheduler may think that it goes on.
+        """
         if live.status or not (tokens or finish):
-            return
+            return False
         live.tokens += tokens
         shown = live.output.feed(tokens, finish)
         if shown.tokens:
@@ -279,14 +286,14 @@ class Driver:
                 live.first_token_s = now_s
             self.stats.count_tokens(shown.tokens, live.arrival_s, live.last_token_s, now_s)
             live.last_token_s = now_s
+        stopped = bool(shown.finish) and (not finish or live.output.tokens < len(live.tokens))
+        if stopped:
+            del live.tokens[live.output.tokens :]
+            self._under_way.unwanted(live)
         if shown.finish:
-            if not finish:  # a stop string, which neither worker nor scheduler know of
-                self._under_way.unwanted(live)
-                if not live.flight:
-                    self.scheduler.cancel(live.ask.request_id, now_s)
-                    self._tick_later()
             self._end(live, shown.finish)
         live.reply.put(Delta(live.index, shown.text, shown.tokens, shown.finish))
+        return stopped
 
     @contextmanager
     def _loud(self) -> Iterator[None]:

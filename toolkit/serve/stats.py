@@ -109,10 +109,9 @@ class Stats:
         self.preemptions += sum(not job.cancelled for job in batch.evict)
         self.preemptions += len(moves.pause) + len(moves.swap_out) if moves else 0
 
-    def count_batch(self, batch: Batch, result: BatchResult, now_s: float, law: LatencyLaw) -> None:
-        """A batch has ended. Its time is held against the law for the steps that it ran, which may be fewer."""
+    def count_batch(self, batch: Batch, result: BatchResult, steps: int, now_s: float, law: LatencyLaw) -> None:
+        """A batch has ended. Its time is held against the law for the `steps` that it ran, which may be fewer."""
         self._count_batch(result.failure, batch.size, batch.input_length + batch.steps)
-        steps = max(result.generated, default=0)
         if not result.failure and steps:
             iterations = steps - law.prefill_emits_token
             expected_s = law.prefill_s(batch.size, batch.input_length)

@@ -116,11 +116,15 @@ class UnderWay:
 
 
 def slice_result(flight: Flight, event: BatchDone) -> BatchResult:
-    """A slice in the scheduler's words, once its last tokens were delivered: a stop string ends a request, too."""
+    """A slice in the scheduler's words, once its last tokens were delivered: a stop string ends a request, too.
+
+    What came behind a stop string does not count.
+    """
+    kept = zip(flight.lives, flight.batch.jobs, strict=True)
     return BatchResult(
         event.batch_id,
         event.worker,
-        tuple(len(tokens) for tokens in event.output.tokens),
+        tuple(len(live.tokens) - job.generated for live, job in kept),
         tuple(bool(live.status) for live in flight.lives),
         event.failure,
     )
