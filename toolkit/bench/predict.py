@@ -25,5 +25,7 @@ def predict(plan: Plan, trace: Trace, sla: Mapping[str, float], slowdown: float 
         seed=recipe.tune.seed,
         flush_s=recipe.engine.flush_s,
     )
+    policy = make_policy(plan.policy.name, plan.policy.parameters)
+    world = world.under(policy)
     world = replace(world, latency=WithOverhead(world.latency, 0.0, slowdown), believed=world.latency)
-    return simulate(trace, make_policy(plan.policy.name, plan.policy.parameters), world).metrics(sla)
+    return simulate(trace, policy, world).metrics(sla)

@@ -85,6 +85,8 @@ class RoundOutput(msgspec.Struct, frozen=True):
     padded_tokens: int  # of KV cache that they take there, their padding counted
 
 
+Part = Literal["join", "leave", "grow", "swap_out", "swap_in"]  # of a round, besides prefills and decode steps
+
 OnStep = Callable[[StepOutput], bool]  # False: stop the slice at this step boundary
 
 
@@ -116,6 +118,15 @@ class RoundEngine(Engine, Protocol):
         """Run one round. `on_step` sees the tokens as they come, and may ask to stop.
 
         Raises `OutOfMemory` with all rows dropped, but for those in host memory.
+        """
+        ...
+
+    def time_part(self, part: Part, rows: int, length: int, others: int, clock: Callable[[], float]) -> float:
+        """Seconds on `clock` of a part of a round: `rows` rows, the longest of `length` tokens, beside `others` more.
+
+        join: prefilled rows are embedded into the batch of the others; leave: they leave it. grow: the cache moves to
+        where it has room for more steps, per step until it has to move again. swap_out: caches leave the batch and go
+        to host memory; swap_in: they come back and go on. The engine holds no rows before or after.
         """
         ...
 

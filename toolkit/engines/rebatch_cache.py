@@ -88,6 +88,11 @@ class RebatchCache(Cache):  # type: ignore[misc]
         """Tokens that the slabs have room for: what memory is taken for."""
         return self.row_capacity * self.columns
 
+    @property
+    def columns_ahead(self) -> int:
+        """Steps that the window can take before it has to move."""
+        return self.columns - self._window.end
+
     def make_room(self, rows: int, width: int, ahead: int) -> None:
         """See that `rows` rows, the longest of `width` tokens, can take `ahead` columns more."""
         width = max(width, self.width)

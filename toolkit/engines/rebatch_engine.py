@@ -3,12 +3,12 @@
 Newcomers are prefilled apart, grouped by length and in bounded passes, and embedded into the running batch between two
 of its steps; or, for comparison, within it. Rows may be paused, swapped to host memory and back without a prefill, or
 evicted. Who does what when is the scheduler's to say: this engine offers the moves, and counts tokens and bytes.
-Slices (`run_slice`) and timings are the static engine's, beside the rows that are kept.
+Slices (`run_slice`) are the static engine's, beside the rows that are kept; timings are of rounds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -16,8 +16,9 @@ from toolkit.engines.endings import LiveRow
 from toolkit.engines.memory import MIB, ByteLedger, at_the_seam
 from toolkit.engines.parked import Parked, ParkedRows
 from toolkit.engines.prefill import Prefiller
-from toolkit.engines.protocol import OnStep, OutOfMemory, Round, RoundOutput, Row, StepOutput
+from toolkit.engines.protocol import OnStep, OutOfMemory, Part, Round, RoundOutput, Row, StepOutput
 from toolkit.engines.rebatch_cache import RebatchCache
+from toolkit.engines.round_parts import RoundParts
 from toolkit.engines.running import RunningBatch
 from toolkit.engines.sampling import Sampler
 from toolkit.engines.transformers_engine import TransformersEngine
@@ -44,6 +45,7 @@ class RebatchEngine(TransformersEngine):
         self._parked = ParkedRows(self._kv_shapes, like, self.ledger, self.host_ledger)
         passes = self._prefill_columns, self._padded, self._shape, self.ledger, cache, engine.chunk_tokens
         self._prefiller = Prefiller(*passes, mixes=self._shapes_in)
+        self._parts = RoundParts(self._batch, self._prefiller, self._parked, self._kv_shapes, like, self._synchronize)
         self._steps = 0  # decode steps since the start
 
     def run_round(self, plan: Round, on_step: OnStep) -> RoundOutput:
@@ -55,6 +57,23 @@ class RebatchEngine(TransformersEngine):
             self._prefiller.clear()
             self._parked.drop_all_on_device()
             raise
+
+    def time_part(self, part: Part, rows: int, length: int, others: int, clock: Callable[[], float]) -> float:
+        """See `RoundEngine.time_part`."""
+        return self._timed(lambda: self._parts.time(part, rows, length, others, clock))
+
+    def time_prefill(self, batch_size: int, input_length: int, clock: Callable[[], float]) -> float:
+        """See `Engine.time_prefill`: newcomers of like length, as they are prefilled before they join."""
+        rows = self._timed_rows(batch_size, input_length)
+        return self._timed(lambda: self._parts.prefill(rows, clock))
+
+    def time_decode(self, batch_size: int, cached_length: int, clock: Callable[[], float]) -> float:
+        """See `Engine.time_decode`: rows from a quarter of `cached_length` up, each at its own length in the slab."""
+        return self._timed(lambda: self._parts.step(batch_size, cached_length, clock))
+
+    @torch.inference_mode()
+    def _timed(self, work: Callable[[], float]) -> float:
+        return at_the_seam(work)
 
     @torch.inference_mode()
     def _run(self, plan: Round, on_step: OnStep) -> RoundOutput:

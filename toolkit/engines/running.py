@@ -45,12 +45,16 @@ class RunningBatch:
 
     def welcome(self, newcomers: Sequence[Newcomer], caches: Sequence[RowKV], logits: torch.Tensor) -> StepOutput:
         """The first tokens of newcomers who were prefilled apart; those who do not end with them join."""
-        drawn = self._make_sampler([live.as_row() for _, live in newcomers]).draw(logits, 0).tolist()
-        step = _advance(newcomers, drawn)
+        step = self.first_tokens(newcomers, logits)
         ended = {number for number, _ in step.ended}
         stay = [index for index, (number, _) in enumerate(newcomers) if number not in ended]
         self.join([newcomers[index] for index in stay], [caches[index] for index in stay])
         return step
+
+    def first_tokens(self, newcomers: Sequence[Newcomer], logits: torch.Tensor) -> StepOutput:
+        """What newcomers who were prefilled apart draw from `logits` [N, V]."""
+        drawn = self._make_sampler([live.as_row() for _, live in newcomers]).draw(logits, 0).tolist()
+        return _advance(newcomers, drawn)
 
     def join(self, newcomers: Sequence[Newcomer], caches: Sequence[RowKV]) -> None:
         """Embed rows whose tokens but for the last are cached. They decode from the next step on."""

@@ -35,6 +35,8 @@ class SegmentedLaw:
     decode: tuple[Segment, ...]
     prefill_emits_token: bool
     padded: bool = True  # rows cost what the longest costs; False: l is the mean of a paged engine's rows
+    round_s: float = 0.0  # of a round, besides its prefills and steps
+    leaving: tuple[float, float] = (0.0, 0.0)  # seconds of a row that leaves, and more per token that it has
     # Coefficients by N as plain floats, and tables by their arguments: both are derived, and asked for once per batch.
     _sizes: dict[int, tuple[float, float, float, float, float]] = field(
         init=False, repr=False, compare=False, default_factory=dict
@@ -60,6 +62,11 @@ class SegmentedLaw:
         sizes = self._sizes
         _, _, _, fixed, slope = sizes[batch_size] if batch_size in sizes else self._coefficients(batch_size)
         return steps * (fixed + slope * (input_length + (steps + 1) * 0.5))
+
+    def leave_s(self, length: float) -> float:
+        """Seconds until a row of about `length` tokens has left a running batch."""
+        fixed, slope = self.leaving
+        return fixed + slope * length
 
     def iterations(self, tokens: int) -> int:
         """Decode iterations that give a row `tokens` tokens, prefill included."""
@@ -159,6 +166,14 @@ class WithOverhead:
     @property
     def padded(self) -> bool:
         return self.law.padded
+
+    @property
+    def round_s(self) -> float:
+        return self.stretch * self.law.round_s
+
+    def leave_s(self, length: float) -> float:
+        """Seconds until a row of about `length` tokens has left a running batch."""
+        return self.stretch * self.law.leave_s(length)
 
     def prefill_s(self, batch_size: int, input_length: float) -> float:
         """The batch's flat cost and its prefill, in seconds."""

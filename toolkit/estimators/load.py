@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from toolkit.estimators.edge import MemoryEdge, RuleEdge, ZetaEdge
 from toolkit.estimators.laws import SegmentedLaw, WithOverhead
 from toolkit.estimators.memory import RuleMemory, ZetaMemory
+from toolkit.estimators.rounds import law_of_rounds
 from toolkit.estimators.swap import LinearSwap, swap_from_fit
 from toolkit.files.fit import Fit, MemoryFit
-from toolkit.sched.protocols import MemoryLaw
+from toolkit.sched.protocols import LatencyLaw, MemoryLaw
 
 
 @dataclass(slots=True, frozen=True)
 class Laws:
     """One worker's laws. `latency` includes what serving adds to the `engine`'s own time; `edge` is for simulation.
 
+    `rounds` and `round_memory` are those of a worker that keeps its rows; without measured rounds, those of batches.
     Without a measured link to host memory there is no `swap` and there are no `host_tokens`.
     """
 
@@ -25,6 +27,8 @@ class Laws:
     edge: MemoryEdge
     swap: LinearSwap | None = None
     host_tokens: int = 0
+    rounds: LatencyLaw = field(kw_only=True)
+    round_memory: MemoryLaw = field(kw_only=True)
 
 
 def laws_from_fit(fit: Fit) -> Laws:
@@ -34,7 +38,12 @@ def laws_from_fit(fit: Fit) -> Laws:
     latency = WithOverhead(engine, fit.overhead.batch_s, fit.overhead.stretch)
     memory, edge = memory_from_fit(fit.memory)
     swap, host_tokens = swap_from_fit(fit.swap, fit.memory.kv_bytes_per_token) if fit.swap else (None, 0)
-    return Laws(latency, engine, memory, edge, swap, host_tokens)
+    rounds: LatencyLaw = latency
+    round_memory = memory
+    if fit.rounds:
+        rounds = law_of_rounds(engine, fit.rounds)
+        round_memory = ZetaMemory(fit.memory.capacity_tokens, fit.rounds.usable_share)
+    return Laws(latency, engine, memory, edge, swap, host_tokens, rounds=rounds, round_memory=round_memory)
 
 
 def memory_from_fit(fit: MemoryFit) -> tuple[MemoryLaw, MemoryEdge]:

@@ -95,6 +95,31 @@ class SwapFit(Strict):
     host_bytes: int = Field(description="host memory for caches, per worker")
 
 
+class PartFit(Strict):
+    """A part of a round: seconds = flat_s + row_s * N + token_s * N * L. A term is 0 where the data do not show it."""
+
+    flat_s: float
+    row_s: float
+    token_s: float
+    error: HeldOutError
+
+
+class RoundsFit(Strict):
+    """What a round takes beside its prefills and decode steps, and what memory is usable in rounds.
+
+    `join` is of a group of newcomers, `leave` of each row that leaves, `grow` of each decode step. All of them and the
+    laws make up a round: seconds = batch_s + stretch * their sum.
+    """
+
+    join: PartFit
+    leave: PartFit
+    grow: PartFit
+    overhead: OverheadFit
+    usable_share: float = Field(
+        description="of the capacity that rows x the longest may fill, newcomers prefilled beside"
+    )
+
+
 class Fit(Envelope):
     """fit.json, whole."""
 
@@ -109,4 +134,5 @@ class Fit(Envelope):
     decode: LatencyFit
     overhead: OverheadFit
     memory: MemoryFit
+    rounds: RoundsFit | None = Field(default=None, description="none: no rounds were measured, batches tell of them")
     swap: SwapFit | None = Field(default=None, description="none: caches cannot be swapped, what leaves is recomputed")

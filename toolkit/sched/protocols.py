@@ -38,6 +38,15 @@ class LatencyLaw(Protocol):
         """Seconds of `steps` decode iterations after an input of L: sum over i = 1..steps of tau(L + i, N), Eq. 2."""
         ...
 
+    @property
+    def round_s(self) -> float:
+        """Seconds of a round besides its prefills and steps: dispatch and result. 0 where rounds were not measured."""
+        ...
+
+    def leave_s(self, length: float) -> float:
+        """Seconds until a row of about `length` tokens has left a running batch; 0 where rounds were not measured."""
+        ...
+
     def serve_table(self, max_batch_size: int, steps: int) -> NDArray[np.float64]:
         """T_serve as coefficients t [3, max_batch_size + 1]: T_serve(N, L, S) = t[0,N] + t[1,N] L + t[2,N] L^2.
 

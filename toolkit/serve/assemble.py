@@ -26,9 +26,9 @@ def make_scheduler(plan: Plan, event_sink: Callable[[Event], None] | None = None
             "leave it out of the recipe and profile it anew",
         )
     laws = laws_from_fit(plan.fit)
+    latency, memory = (laws.rounds, laws.round_memory) if policy.continuous else (laws.latency, laws.memory)
     workers = [
-        Worker(index, laws.latency, laws.memory, swap=laws.swap, host_tokens=laws.host_tokens)
-        for index in range(plan.workers)
+        Worker(index, latency, memory, swap=laws.swap, host_tokens=laws.host_tokens) for index in range(plan.workers)
     ]
     if event_sink is None:
         return Scheduler(policy, workers)

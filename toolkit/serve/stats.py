@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from toolkit.sched.likeness import groups_alike
 from toolkit.sched.protocols import LatencyLaw
 from toolkit.sched.residents import LENGTH
 from toolkit.sched.types import Batch, BatchResult, RoundResult, Worker
@@ -127,7 +128,7 @@ class Stats:
         self._count_batch(result.failure, rows, longest + result.steps)
         if not result.failure:
             length = longest if law.padded or not rows else residents.used / rows
-            expected_s = law.prefill_s(batch.size, batch.input_length) if batch.jobs else 0.0
+            expected_s = law.round_s + _prefills_s(batch, law) + len(result.ended) * law.leave_s(length)
             expected_s += law.decode_s(rows, length, result.steps) if result.steps else 0.0
             self._compare(now_s - batch.started_s, expected_s)
 
@@ -151,3 +152,10 @@ class Stats:
             self.batch_ratio.observe(took_s / expected_s)
             self.batch_s += took_s
             self.predicted_batch_s += expected_s
+
+
+def _prefills_s(batch: Batch, law: LatencyLaw) -> float:
+    """Those of a round's newcomers, group by group."""
+    lengths = [job.length for job in batch.jobs]
+    groups = groups_alike(lengths)
+    return sum(law.prefill_s(len(group), max(lengths[index] for index in group)) for group in groups)

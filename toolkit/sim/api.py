@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from toolkit.estimators.edge import MemoryEdge, uniform_draw
@@ -25,6 +25,15 @@ from toolkit.traces.types import Trace
 
 
 @dataclass(slots=True, frozen=True)
+class RoundLaws:
+    """What a worker takes and holds when it runs rounds. `believed` as in `World`."""
+
+    latency: LatencyLaw
+    memory: MemoryLaw
+    believed: LatencyLaw | None = None
+
+
+@dataclass(slots=True, frozen=True)
 class World:
     """What is simulated besides the policy: the laws of a worker, how many there are, and how tokens reach clients.
 
@@ -36,6 +45,7 @@ class World:
     be longer than the limits that the policy sees, as they are in Past-Future's Table 1. `believed` is the latency law
     that the scheduler knows, where it is not the one that holds. `valid` is where the laws were measured; None: they
     hold everywhere. Where there is a law `swap`, caches can be swapped to `host_tokens` of host memory per worker.
+    `rounds` has the laws under continuous policies, where they are others.
     """
 
     latency: LatencyLaw
@@ -55,6 +65,14 @@ class World:
     valid: Validity | None = None
     swap: SwapLaw | None = None
     host_tokens: int = 0
+    rounds: RoundLaws | None = None
+
+    def under(self, policy: Policy) -> World:
+        """The same world with the laws of what `policy` runs: batches or rounds."""
+        laws = self.rounds if policy.continuous else None
+        if laws is None:
+            return self
+        return replace(self, latency=laws.latency, memory=laws.memory, believed=laws.believed, rounds=None)
 
     def worker(self, index: int) -> Worker:
         """A worker as the scheduler knows it."""
@@ -65,7 +83,7 @@ class World:
 def world_from_fit(fit: Fit, *, workers: int, max_new_tokens: int, seed: int = 0, flush_s: float = 0.0) -> World:
     """The world that a fit describes: its laws, and for static batches a memory edge drawn per batch from `seed`.
 
-    The edge was probed with static batches; no engine that runs rounds has been probed yet.
+    Rounds have no such edge: where they were probed, what counts as usable ran at every length.
     """
     laws = laws_from_fit(fit)
     return World(
@@ -79,6 +97,7 @@ def world_from_fit(fit: Fit, *, workers: int, max_new_tokens: int, seed: int = 0
         valid=Validity.of(fit),
         swap=laws.swap,
         host_tokens=laws.host_tokens,
+        rounds=RoundLaws(laws.rounds, laws.round_memory) if fit.rounds else None,
     )
 
 
@@ -129,6 +148,7 @@ def requests_of(trace: Trace, max_new_tokens: int, *, limits_hold: bool = True) 
 
 def simulate(trace: Trace, policy: Policy, world: World) -> SimResult:
     """Serve `trace` under `policy`: deterministic, in time proportional to the number of decisions."""
+    world = world.under(policy)
     requests, outputs = requests_of(trace, world.max_new_tokens, limits_hold=world.limits_hold)
     if isinstance(policy, Oracle):
         policy = policy.told({request.request_id: k for request, k in zip(requests, outputs, strict=True)})

@@ -67,7 +67,7 @@ class RoundWorker:
         self._resumed: list[Job] = []  # the same of those who came back with their caches
         self._shelves = Shelves(swap, ledger)
         self._batch: Batch | None = None
-        self._start_s = self._prefilled_s = self._stepped_s = self._done_s = 0.0
+        self._start_s = self._begun_s = self._prefilled_s = self._stepped_s = self._done_s = 0.0
         self._moved_s = 0.0  # when the current round's transfers end
         self._ran = 0  # steps that the current round will have made
         self._failure: Failure = ""
@@ -84,7 +84,7 @@ class RoundWorker:
         for job in batch.release:
             self._ledger.reroutes += self._drop(job)
         self._batch, self._start_s, self._failure = batch, now_s, ""
-        prefilled_s = now_s if batch.moves is None else self._move(batch.moves, now_s)
+        self._begun_s = prefilled_s = self._begin(batch, now_s)
         if batch.jobs:
             prefilled_s += self._prefill(batch)
             if self._failure:
@@ -93,14 +93,23 @@ class RoundWorker:
         ends, n = self._ends, len(self._resident)
         if len(ends) > n:
             self._drop_stale_ends()
-        ran = ends[0][0] - self._steps
-        if ran > batch.steps:
-            ran = batch.steps
+        due = ends[0][0] - self._steps
+        ran = due if due < batch.steps else batch.steps
         self._ran, self._prefilled_s = ran, prefilled_s
         stepped_s = prefilled_s + self._decode_s(n, self._length(), ran) if ran else prefilled_s
+        if ran and ran == due:
+            stepped_s += self._latency.leave_s(self._length() + ran)
         self._stepped_s = stepped_s
         self._done_s = done_s = stepped_s if stepped_s > self._moved_s else self._moved_s
         return done_s
+
+    def _begin(self, batch: Batch, now_s: float) -> float:
+        """Rows leave and caches change places; when the first prefill or step begins."""
+        left = len(batch.evict) + len(batch.release)
+        begin_s = now_s + self._latency.round_s
+        if left and self._resident:
+            begin_s += left * self._latency.leave_s(self._length())
+        return begin_s if batch.moves is None else self._move(batch.moves, begin_s)
 
     def _drop_stale_ends(self) -> None:
         """What is on top of the heap belongs to a resident, not to one who was evicted or paused meanwhile."""

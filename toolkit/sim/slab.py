@@ -89,8 +89,6 @@ class SlabWorker(RoundWorker):
         if self._shapes or len(batch.jobs) == 1:
             return super()._prefill(batch)
         groups = groups_alike([job.length for job in batch.jobs])
-        moves = batch.moves
-        begin_s = self._start_s if moves is None or moves.overlap else self._moved_s
         seconds = 0.0
         for number, group in enumerate(groups, start=1):
             jobs = tuple([batch.jobs[index] for index in group])
@@ -98,7 +96,7 @@ class SlabWorker(RoundWorker):
             if self._failure:
                 break
             if self._emits and number < len(groups):
-                self._passes.append((len(jobs), self._resident[jobs[0]][2], begin_s + seconds))
+                self._passes.append((len(jobs), self._resident[jobs[0]][2], self._begun_s + seconds))
         return seconds
 
     def _shape(self, batch: Batch, there: int) -> float:

@@ -64,8 +64,14 @@ def _worlds(bench: Bench, laws: Laws) -> list[World]:
         fits = scaled_fits(laws.fit, laws.draws, laws.seed)
     else:
         fits = resampled_fits(laws.profile, laws.fit, laws.draws, laws.seed)
-    believed = bench.world.latency
-    return [replace(bench.world, latency=laws_from_fit(fit).latency, believed=believed) for fit in fits]
+    return [_drawn(bench.world, fit) for fit in fits]
+
+
+def _drawn(world: World, fit: Fit) -> World:
+    laws, rounds = laws_from_fit(fit), world.rounds
+    if rounds is not None:
+        rounds = replace(rounds, latency=laws.rounds, believed=rounds.latency)
+    return replace(world, latency=laws.latency, believed=world.latency, rounds=rounds)
 
 
 def _interval(values: Sequence[float]) -> Interval:

@@ -1,0 +1,80 @@
+"""What a round costs beside its prefills and steps: dispatch and result, and rows that leave."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import samples
+
+from toolkit.estimators.laws import WithOverhead, bilinear_law
+from toolkit.estimators.load import laws_from_fit
+from toolkit.estimators.memory import ZetaMemory
+from toolkit.files.fit import OverheadFit, PartFit, RoundsFit
+from toolkit.sched.policies import make_policy
+from toolkit.sim.api import World, simulate, world_from_fit
+from toolkit.traces.types import Trace
+
+LAW = bilinear_law(p=(1e-4, 0.0, 0.0, 1e-2), d=(0.0, 0.0, 0.0, 1e-2), prefill_emits_token=True)
+ROUNDS = replace(LAW, round_s=0.5, leaving=(0.25, 0.125))
+
+
+def trace(*outputs: int) -> Trace:
+    count = len(outputs)
+    return Trace(np.zeros(count), np.full(count, 8), np.array(outputs), np.zeros(count, dtype=np.int64), ())
+
+
+def makespan_s(law, *outputs: int) -> float:
+    world = World(law, ZetaMemory(1000), 1, 64)
+    return simulate(trace(*outputs), make_policy("fcfs", {}), world).metrics({})["makespan_s"]
+
+
+def test_a_round_takes_its_dispatch_and_what_leaves_it():
+    """One round: 8 tokens of prompt, a first token with the prefill, four steps, one row of 12 tokens that leaves."""
+    assert makespan_s(ROUNDS, 5) == pytest.approx(makespan_s(LAW, 5) + 0.5 + 0.25 + 12 * 0.125)
+
+
+def test_each_round_pays_anew():
+    assert makespan_s(replace(LAW, round_s=0.5), 5, 9) == pytest.approx(makespan_s(LAW, 5, 9) + 2 * 0.5)
+
+
+def test_a_slowdown_slows_all_of_it():
+    assert makespan_s(WithOverhead(ROUNDS, 0.0, 3.0), 5, 9) == pytest.approx(3.0 * makespan_s(ROUNDS, 5, 9))
+
+
+def part(flat_s=0.0, row_s=0.0, token_s=0.0) -> PartFit:
+    return PartFit(flat_s=flat_s, row_s=row_s, token_s=token_s, error=samples.ERROR)
+
+
+FIT = samples.fit().model_copy(
+    update={
+        "rounds": RoundsFit(
+            join=part(1e-3, 2e-3, 3e-6),
+            leave=part(4e-3, 0.0, 5e-6),
+            grow=part(0.0, 6e-5, 0.0),
+            overhead=OverheadFit(batch_s=7e-3, stretch=2.0, error=samples.ERROR),
+            usable_share=0.75,
+        )
+    }
+)
+
+
+def test_the_law_of_rounds_is_the_parts_stretched():
+    laws = laws_from_fit(FIT)
+    engine, rounds = laws.engine, laws.rounds
+    assert rounds.prefill_s(3, 50) == pytest.approx(2 * (engine.prefill_s(3, 50) + 1e-3 + 3 * 2e-3 + 150 * 3e-6))
+    assert rounds.decode_s(3, 50, 10) == pytest.approx(2 * (engine.decode_s(3, 50, 10) + 10 * 3 * 6e-5))
+    assert rounds.leave_s(50) == pytest.approx(2 * (4e-3 + 50 * 5e-6))
+    assert rounds.round_s == 7e-3
+
+
+def test_rounds_have_laws_and_memory_of_their_own_and_batches_keep_theirs():
+    world = world_from_fit(FIT, workers=1, max_new_tokens=64)
+    laws = laws_from_fit(FIT)
+    rounds, batches = world.under(make_policy("fcfs", {})), world.under(make_policy("slice", {}))
+    assert (rounds.latency, rounds.memory.usable_tokens) == (laws.rounds, int(0.75 * 8192))
+    assert (batches.latency, batches.memory) == (laws.latency, laws.memory)
+
+
+def test_without_measured_rounds_batches_tell_of_them():
+    world = world_from_fit(samples.fit(), workers=1, max_new_tokens=64)
+    assert world.under(make_policy("fcfs", {})) is world
