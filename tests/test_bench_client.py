@@ -10,7 +10,7 @@ import pytest
 from sse_server import chunked, event, serve_request, sse_server, tokens_event, usage_event, whole
 
 from toolkit.bench.client import Load, replay, run, send_lag_s
-from toolkit.bench.target import Target, find_target
+from toolkit.endpoints.target import Target, find_target
 from toolkit.errors import InputError
 from toolkit.traces.types import Trace
 

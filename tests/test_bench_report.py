@@ -3,9 +3,10 @@
 import pytest
 import samples
 
-from toolkit.bench.client import INTERRUPTED, Replay
+from toolkit.bench.client import Replay
 from toolkit.bench.report import Prediction, compare, report, request_lines
-from toolkit.bench.stream import Sample
+from toolkit.endpoints.connection import INTERRUPTED
+from toolkit.endpoints.stream import Sample
 from toolkit.traces.read import read_trace
 from toolkit.traces.write import write_lines
 

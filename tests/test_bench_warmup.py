@@ -9,10 +9,10 @@ from sse_server import serve_request, sse_server
 
 from toolkit.bench.client import Load
 from toolkit.bench.predict import predict
-from toolkit.bench.target import find_target
 from toolkit.bench.warmup import batch_times, others, slowdown_since, warm_up
 from toolkit.cli.main import run
 from toolkit.deploy.plan import make_plan
+from toolkit.endpoints.target import find_target
 from toolkit.errors import InputError
 from toolkit.files.io import write_file
 from toolkit.traces.types import Trace

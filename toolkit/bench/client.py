@@ -12,17 +12,19 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from urllib.parse import urlsplit
+from typing import Literal
 
-import msgspec
 import numpy as np
 
-from toolkit.bench.stream import Sample, StreamCall
-from toolkit.bench.target import Lengths, Target, completion
+from toolkit.endpoints.connection import Connection, loop_factory
+from toolkit.endpoints.dialect import FULL, Dialect, learn
+from toolkit.endpoints.stream import Sample
+from toolkit.endpoints.target import Target, post, refusal
 from toolkit.traces.types import Trace
 
-INTERRUPTED = "interrupted"
 PREPARED = 2000  # requests made before the clock starts: making one costs the machine that is measured
+
+Lengths = Literal["hidden", "given"]
 
 
 @dataclass(slots=True, frozen=True)
@@ -38,6 +40,7 @@ class Load:
     vocab_size: int
     timeout_s: float = 600.0
     seed: int = 0
+    dialect: Dialect = FULL
 
 
 @dataclass(slots=True, frozen=True)
@@ -48,22 +51,28 @@ class Replay:
     interrupted: bool
 
 
+def try_out(target: Target, lengths: Lengths, max_tokens: int) -> Dialect:
+    """How the server wants to be asked, found out with a request of one token or a few of them.
+
+    Raises InputError with the server's own words where it is refused.
+    """
+    if lengths == "given":
+        return learn(target)
+    dialect = FULL
+    fields = dialect.request(target.model, [1], max_tokens, end_after=1, stream=False)
+    status, body = post(target, "/v1/completions", fields)
+    if status != 200:
+        raise refusal(target, "/v1/completions", status, body)
+    return dialect
+
+
 def run(target: Target, trace: Trace, load: Load, on_done: Callable[[], None]) -> Replay:
     """Replay `trace` from start to end; `on_done` is called as each request ends.
 
     Ctrl-C ends it early: what was not answered by then has the failure 'interrupted' or 'not sent'.
     """
-    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+    with asyncio.Runner(loop_factory=loop_factory()) as runner:
         return runner.run(replay(target, trace, load, on_done))
-
-
-def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
-    try:
-        import uvloop
-    except ImportError:  # Windows
-        return asyncio.new_event_loop
-    factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
-    return factory
 
 
 async def replay(target: Target, trace: Trace, load: Load, on_done: Callable[[], None]) -> Replay:
@@ -97,18 +106,10 @@ class _Sender:
     """Makes requests and sends them. Its clock is 0 at `start`."""
 
     def __init__(self, target: Target, load: Load) -> None:
-        parts = urlsplit(target.url)
-        self._tls = parts.scheme == "https"
-        self._host = parts.hostname or ""
-        self._port = parts.port or (443 if self._tls else 80)
-        self._target = target
+        self._connection = Connection(target)
+        self._model = target.model
         self._load = load
         self._start_s = 0.0
-        host = parts.netloc.rpartition("@")[2]
-        lines = [f"POST {parts.path}/v1/completions HTTP/1.1", f"host: {host}", "connection: close"]
-        lines += ["content-type: application/json", "accept: text/event-stream"]
-        lines += [f"{name}: {value}" for name, value in target.headers.items()]
-        self._head = "\r\n".join(lines).encode()
 
     def start(self) -> None:
         self._start_s = time.perf_counter()
@@ -117,32 +118,17 @@ class _Sender:
         return time.perf_counter() - self._start_s
 
     def request(self, number: int, sample: Sample, limit: int) -> bytes:
-        """The bytes of one request, head and body."""
+        """The bytes of one request."""
         load = self._load
-        rng = np.random.default_rng([load.seed, number])
-        prompt = rng.integers(0, load.vocab_size, sample.prompt_tokens).tolist()
-        hidden = load.lengths == "hidden"
-        max_tokens = (limit or load.max_new_tokens) if hidden else sample.wanted_tokens
-        end_after = sample.wanted_tokens if hidden else None
-        body = msgspec.json.encode(completion(self._target.model, prompt, max_tokens, end_after))
-        return b"%s\r\ncontent-length: %d\r\n\r\n%s" % (self._head, len(body), body)
+        prompt = load.dialect.prompt(np.random.default_rng([load.seed, number]), sample.prompt_tokens, load.vocab_size)
+        if load.lengths == "hidden":
+            tokens, end_after = limit or load.max_new_tokens, sample.wanted_tokens
+        else:
+            tokens, end_after = sample.wanted_tokens, None
+        return self._connection.request(load.dialect.request(self._model, prompt, tokens, end_after=end_after))
 
     async def send(self, request: bytes, sample: Sample) -> None:
-        """Send one request and wait for its end, whatever it is; only `sample` tells."""
-        call = StreamCall(request, sample, self.clock)
-        try:
-            async with asyncio.timeout(self._load.timeout_s):
-                await asyncio.get_running_loop().create_connection(
-                    lambda: call, self._host, self._port, ssl=self._tls or None
-                )
-                await call.closed.wait()
-        except TimeoutError:
-            call.end(f"no end within {self._load.timeout_s:g} s")
-        except OSError as error:
-            call.end(f"cannot connect: {error.strerror or error}")
-        except asyncio.CancelledError:
-            call.end(INTERRUPTED)
-        await call.closed.wait()
+        await self._connection.send(request, sample, self.clock, self._load.timeout_s)
 
 
 def send_lag_s(samples: list[Sample]) -> float:

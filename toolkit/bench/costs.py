@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import httpx
-from prometheus_client.parser import text_string_to_metric_families
 from pydantic import Field
 
-from toolkit.bench.target import PATIENCE_S, Target
+from toolkit.endpoints.scrape import scrape
+from toolkit.endpoints.target import Target
 from toolkit.errors import InputError
 from toolkit.files.envelope import Strict
 
@@ -43,13 +42,7 @@ class Scheduling(Strict):
 
 def counts(target: Target) -> dict[str, float]:
     """What a server of llmctl's counts, by series. InputError where it is silent."""
-    url = f"{target.url}/metrics"
-    try:
-        answer = httpx.get(url, headers=target.headers, timeout=PATIENCE_S, trust_env=False)
-    except httpx.HTTPError as error:
-        raise InputError(f"{url} does not answer: {error}", "--warmup 0 does without") from error
-    families = text_string_to_metric_families(answer.text) if answer.status_code == 200 else ()
-    return {sample.name: sample.value for family in families for sample in family.samples}
+    return {sample.name: sample.value for sample in scrape(target)}
 
 
 def counts_or_none(target: Target) -> dict[str, float]:

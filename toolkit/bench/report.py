@@ -10,9 +10,10 @@ from typing import ClassVar, Literal
 import numpy as np
 from pydantic import Field
 
-from toolkit.bench.client import INTERRUPTED, Replay, send_lag_s
+from toolkit.bench.client import Replay, send_lag_s
 from toolkit.bench.costs import Scheduling
-from toolkit.bench.stream import Sample
+from toolkit.endpoints.connection import INTERRUPTED
+from toolkit.endpoints.stream import Sample
 from toolkit.files.envelope import Envelope, Strict
 from toolkit.files.io import Head
 from toolkit.metrics import Served, summarize

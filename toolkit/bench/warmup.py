@@ -16,7 +16,7 @@ import numpy as np
 from toolkit.bench.client import Load, run
 from toolkit.bench.costs import counts
 from toolkit.bench.report import Warmup
-from toolkit.bench.target import Target
+from toolkit.endpoints.target import Target
 from toolkit.errors import InputError
 from toolkit.traces.types import Trace
 

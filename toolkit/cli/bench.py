@@ -12,7 +12,7 @@ from toolkit.cli.arguments import JsonOption, SlaOption, parse_sla
 if TYPE_CHECKING:
     from toolkit.bench.client import Load
     from toolkit.bench.report import BenchReport, Warmup
-    from toolkit.bench.target import Target
+    from toolkit.endpoints.target import Target
     from toolkit.files.plan import Plan
     from toolkit.traces.types import Trace
 
@@ -67,13 +67,13 @@ def command(
     Requests go out at the trace's times, whatever the server does; latencies count from there. Ctrl-C ends the replay
     early and reports what was answered.
     """
-    from toolkit.bench.client import Load, run
+    from toolkit.bench.client import Load, run, try_out
     from toolkit.bench.costs import counts_or_none, scheduling
     from toolkit.bench.predict import predict
     from toolkit.bench.report import Prediction, report, request_lines
-    from toolkit.bench.target import find_target, try_out
     from toolkit.bench.warmup import batch_times, others, slowdown_since
     from toolkit.cli.output import emit, note, progress, seconds
+    from toolkit.endpoints.target import find_target
     from toolkit.errors import LlmctlError
     from toolkit.files.io import check_writable, head, read_file, write_file
     from toolkit.files.plan import Plan
@@ -91,8 +91,11 @@ def command(
     limits = _limits(planned, target, max_new_tokens, vocab_size)
     whole = _fitted(loaded, limits, rate)
     replayed = _excerpt(whole, start, duration)
-    load = Load(lengths or ("hidden" if target.own else "given"), limits.output, limits.vocabulary, timeout, seed)
-    try_out(target, load.lengths, limits.output)
+    lengths = lengths or ("hidden" if target.own else "given")
+    dialect = try_out(target, lengths, limits.output)
+    load = Load(lengths, limits.output, limits.vocabulary, timeout, seed, dialect)
+    for lacking in dialect.lacks:
+        note(f"the server does not take {lacking}: lengths may differ from the trace's")
     for line in replayed.notes:
         note(f"trace: {line}")
     predicted = Prediction()

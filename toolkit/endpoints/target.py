@@ -1,9 +1,8 @@
-"""The server that is measured: found, asked what it serves, and tried with one request before the replay begins."""
+"""The server that is measured: found, and asked what it serves."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 import httpx
 import msgspec
@@ -11,8 +10,6 @@ import msgspec
 from toolkit.errors import InputError
 
 PATIENCE_S = 60.0  # for a first answer; a server that is loading its model refuses earlier
-
-Lengths = Literal["hidden", "given"]
 
 
 class Model(msgspec.Struct):
@@ -65,7 +62,7 @@ def find_target(url: str, model: str | None = None, api_key: str = "") -> Target
     """
     base = _base(url)
     target = Target(base, api_key, "", None, own=False)
-    body = _request(target, "GET", "/v1/models", None)
+    body = get(target, "/v1/models")
     try:
         found = msgspec.json.decode(body, type=Models).data
     except msgspec.DecodeError as error:
@@ -75,31 +72,6 @@ def find_target(url: str, model: str | None = None, api_key: str = "") -> Target
         names = ", ".join(one.id for one in found) or "none"
         raise InputError(f"{base} does not serve the model '{model}'", f"it serves: {names}")
     return Target(base, api_key, chosen.id, chosen.max_model_len, own=chosen.owned_by == "llmctl")
-
-
-def try_out(target: Target, lengths: Lengths, max_tokens: int) -> None:
-    """Send one request of one token, with the `max_tokens` to come where that is only a limit.
-
-    Raises InputError with the server's own words where it is refused.
-    """
-    hidden = lengths == "hidden"
-    fields = completion(target.model, [1], max_tokens if hidden else 1, 1 if hidden else None) | {"stream": False}
-    del fields["stream_options"]
-    _request(target, "POST", "/v1/completions", fields)
-
-
-def completion(model: str, prompt: list[int], max_tokens: int, end_after: int | None) -> dict[str, object]:
-    """The body of a request for exactly `end_after` tokens (known to the engine alone), or for `max_tokens`."""
-    fields: dict[str, object] = {
-        "model": model,
-        "prompt": prompt,
-        "max_tokens": max_tokens,
-        "temperature": 0,
-        "ignore_eos": True,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-    }
-    return fields if end_after is None else fields | {"llmctl_end_after": end_after}
 
 
 def error_text(body: bytes) -> str:
@@ -121,16 +93,32 @@ def _base(url: str) -> str:
     return str(parsed.copy_with(query=None, fragment=None)).rstrip("/").removesuffix("/v1")
 
 
-def _request(target: Target, method: str, path: str, fields: dict[str, object] | None) -> bytes:
+def post(target: Target, path: str, fields: dict[str, object]) -> tuple[int, bytes]:
+    """Status and body of an answer, whatever it is. `InputError`, naming the URL, where nobody answers."""
+    answer = _answer(target, "POST", path, fields)
+    return answer.status_code, answer.content
+
+
+def get(target: Target, path: str) -> bytes:
+    """The body of an answer. `InputError`, naming the URL, where nobody answers, or with anything but 200."""
+    answer = _answer(target, "GET", path, None)
+    if answer.status_code != 200:
+        raise refusal(target, path, answer.status_code, answer.content)
+    return answer.content
+
+
+def refusal(target: Target, path: str, status: int, body: bytes) -> InputError:
+    """A server's no, in its own words."""
+    hint = "give the key in LLMCTL_API_KEY" if status in (401, 403) else ""
+    return InputError(f"{target.url}{path}: HTTP {status}: {error_text(body)}", hint)
+
+
+def _answer(target: Target, method: str, path: str, fields: dict[str, object] | None) -> httpx.Response:
     url = target.url + path
     try:
-        answer = httpx.request(method, url, headers=target.headers, json=fields, timeout=PATIENCE_S, trust_env=False)
+        return httpx.request(method, url, headers=target.headers, json=fields, timeout=PATIENCE_S, trust_env=False)
     except httpx.HTTPError as error:
         reason = str(error) or type(error).__name__
         raise InputError(
             f"{url} does not answer: {reason}", "is the server running? start one: llmctl serve"
         ) from error
-    if answer.status_code != 200:
-        hint = "give the key in LLMCTL_API_KEY" if answer.status_code in (401, 403) else ""
-        raise InputError(f"{url}: HTTP {answer.status_code}: {error_text(answer.content)}", hint)
-    return answer.content

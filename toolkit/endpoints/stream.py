@@ -16,7 +16,7 @@ from typing import cast
 import httptools
 import msgspec
 
-from toolkit.bench.target import Problem, error_text
+from toolkit.endpoints.target import Problem, error_text
 
 MAX_ERROR_BYTES = 1 << 16
 
