@@ -92,7 +92,12 @@ def show(profile: Profile) -> None:
         (point.input_length, point.steps, point.largest_ok, point.smallest_oom or "not reached")
         for point in profile.memory
     ]
-    table([">L", ">S", ">largest batch that ran", ">smallest that did not"], edges, "memory edge")
+    if edges:
+        table([">L", ">S", ">largest batch that ran", ">smallest that did not"], edges, "memory edge")
+    if facts.max_rows is not None:
+        note(f"at most {facts.max_rows} requests ran at once")
+    for lacking in facts.lacks:
+        note(f"the server does not take {lacking}")
     for reason, count in Counter(point.reason for point in profile.failed).items():
         note(f"{_points(count)} not measured: {reason}")
 

@@ -24,6 +24,9 @@ SAME_MEMORY = 0.98  # drivers differ by a little in what they keep for themselve
 def check_recipe(recipe: Recipe, devices: Devices) -> list[Check]:
     """The checks of a recipe on this machine. `InputError` where its own numbers contradict each other."""
     check_kv_bytes(recipe.model)
+    if recipe.engine.url is not None:
+        remedy = "start it before you profile; nothing of it has to be on this machine"
+        return [Check("engine", "note", f"a server at {recipe.engine.url}", remedy)]
     return [_check_hardware(recipe, devices), _check_model(recipe.model), _check_capacity(recipe)]
 
 

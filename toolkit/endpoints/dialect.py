@@ -126,6 +126,4 @@ def _counted(target: Target, dialect: Dialect, words: int) -> int:
             return msgspec.json.decode(body, type=Answer).usage.prompt_tokens
     except msgspec.DecodeError:
         pass
-    raise InputError(
-        f"{target.url}: no usage came with a prompt of {words} words, HTTP {status}", "tokens must be counted"
-    )
+    raise InputError(f"{target.url}: HTTP {status} without usage for {words} words", "a server must count its tokens")

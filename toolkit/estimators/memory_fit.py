@@ -43,8 +43,17 @@ def fit_memory(probes: Sequence[MemoryPoint], engine: EngineFacts) -> MemoryFit:
     """The memory law that the probes show: zeta alone, zeta with a prefill's workspace, or rules.
 
     The first that explains them is taken: that is off by at most one row or 5 % everywhere. Raises `InputError`
-    without probes, where one contradicts itself, or where not even one row ever ran.
+    without probes, where one contradicts itself, or where not even one row ever ran. A server is not probed: its
+    capacity is what it says.
     """
+    if engine.engine == "openai":
+        return MemoryFit(
+            form="zeta",
+            capacity_tokens=engine.capacity_tokens,
+            kv_bytes_per_token=engine.kv_bytes_per_token,
+            zeta=1.0,
+            zeta_std=0.0,
+        )
     _check(probes)
     found = _Probes(
         length=np.array([probe.input_length for probe in probes], dtype=float),

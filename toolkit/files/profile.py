@@ -70,6 +70,8 @@ class EngineFacts(Strict):
     max_model_len: int
     vocab_size: int
     prefill_emits_token: bool = Field(description="True: a slice of S tokens is a prefill and S - 1 decode iterations")
+    max_rows: int | None = Field(default=None, description="requests that run at once; None: memory alone limits")
+    lacks: list[str] = Field(default=[], description="of a server: what it does not do as OpenAI's API has it")
 
 
 class Profile(Envelope):

@@ -66,7 +66,9 @@ class HardwareSpec(Strict):
 class EngineSpec(Strict):
     """What runs the model."""
 
-    name: Literal["transformers", "rebatch", "fake"] = "transformers"
+    name: Literal["transformers", "rebatch", "openai", "fake"] = "transformers"
+    url: str | None = Field(default=None, description="openai: the server, like http://127.0.0.1:8000")
+    served_model: str | None = Field(default=None, description="openai: the model's name there; None: its first")
     threads: Positive | None = Field(default=None, description="CPU threads of one worker; None: all")
     kv_cache_memory_mib: Annotated[float, Field(gt=0)] | None = Field(
         default=None, description="KV budget of one worker; None on a GPU: from gpu_memory_utilization"
@@ -88,6 +90,14 @@ class EngineSpec(Strict):
         default=0.05,
         description="a worker reports tokens at most this often, but for first ones; longer where cores are scarce",
     )
+
+    @model_validator(mode="after")
+    def _servers_have_an_address(self) -> EngineSpec:
+        if self.name == "openai" and self.url is None:
+            raise ValueError("engine.name is 'openai', so engine.url says where the server is")
+        if self.name != "openai" and (self.url or self.served_model):
+            raise ValueError(f"engine.url and served_model are for engine 'openai'; engine.name is '{self.name}'")
+        return self
 
 
 class ProfileSpec(Strict):
@@ -194,6 +204,12 @@ class Recipe(Strict):
             if longest > self.model.max_model_len:
                 limit = f"model.max_model_len is {self.model.max_model_len}"
                 raise ValueError(f"profile.{key}: {longest} is too long; {limit}")
+        return self
+
+    @model_validator(mode="after")
+    def _a_server_is_one_worker(self) -> Recipe:
+        if self.engine.name == "openai" and self.workers > 1:
+            raise ValueError(f"workers: {self.workers}: a server is one worker, whatever is behind its url")
         return self
 
     @model_validator(mode="after")

@@ -51,6 +51,8 @@ def _too_large(point: GridPoint, facts: EngineFacts) -> str:
     """Why the point cannot be measured, or ''. One token is generated in each."""
     if point.length + 1 > facts.max_model_len:
         return f"longer than the model's {facts.max_model_len} tokens"
+    if facts.max_rows is not None and point.batch_size > facts.max_rows:
+        return f"more than the {facts.max_rows} requests that run at once"
     if point.batch_size * (point.length + 1) > facts.capacity_tokens:
         return f"more than the {facts.capacity_tokens} tokens that the KV cache holds"
     return ""

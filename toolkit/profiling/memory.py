@@ -44,8 +44,10 @@ def find_edge(
 def probe_shapes(spec: ProfileSpec, facts: EngineFacts) -> list[tuple[int, int]]:
     """(L, S) of every probe: at each memory length the recipe's longest slice, and all that the model can generate.
 
-    The two ends tell what a row's prompt takes from what its output takes.
+    The two ends tell what a row's prompt takes from what its output takes. A server is not probed: it queues.
     """
+    if facts.engine == "openai":
+        return []
     lengths = [length for length in sorted(set(spec.memory_lengths)) if length < facts.max_model_len]
     return [
         (length, steps)

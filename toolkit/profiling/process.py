@@ -32,6 +32,7 @@ from toolkit.profiling.frames import (
 )
 from toolkit.profiling.grid import GridPoint, Shape
 from toolkit.workers.process import engine_environment
+from toolkit.workers.protocol import Workers
 
 COMMAND = (sys.executable, "-m", "toolkit.profiling.child")
 DEATHS_MAX = 5  # of one bench: where every point kills its process, something else is wrong
@@ -98,6 +99,13 @@ class EngineProcess:
             return False
         assert isinstance(reply, Tried)
         return reply.fitted
+
+    def workers(self, recipe: Recipe) -> Workers:
+        """The processes that will serve: several of the same, all of them busy."""
+        from toolkit.workers.pool import ProcessWorkers
+
+        model, engine, hardware = recipe.model, recipe.engine, recipe.hardware
+        return ProcessWorkers(model, engine, hardware, recipe.workers, flush_s=engine.flush_s)
 
     def keep_busy(self, shapes: Sequence[Shape]) -> None:
         """Serve these slices over and over until `stop`."""

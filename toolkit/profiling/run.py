@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -25,12 +26,24 @@ from toolkit.profiling.journal import Conditions, Journal
 from toolkit.profiling.measure import grid_points, measure, visits_left
 from toolkit.profiling.memory import TIME_LIMIT_S, probe_memory, probe_shapes, safe_tokens
 from toolkit.profiling.plan import Plan, Work, estimate_s, skip_reasons
-from toolkit.profiling.process import EngineProcess, busy_neighbours, engine_process
+from toolkit.profiling.process import busy_neighbours, engine_process
 from toolkit.profiling.slices import run_slices
 from toolkit.workers.protocol import Workers
 
 MakeWorkers = Callable[[Recipe], Workers]
 ResultT = TypeVar("ResultT")
+
+
+class ProfileBench(Bench, Protocol):
+    """A bench that knows the workers which run whole slices."""
+
+    def stop(self) -> None:
+        """Nothing more is asked of it; its memory is the workers'."""
+        ...
+
+    def workers(self, recipe: Recipe) -> Workers:
+        """What the server, or whoever serves, will run slices on."""
+        ...
 
 
 class Watch(Protocol):
@@ -68,7 +81,7 @@ def profile(
     where the engine cannot be loaded, keeps dying, or nothing of the grid can be measured.
     """
     started_s = time.perf_counter()
-    with engine_process(recipe) as bench:
+    with _bench(recipe) as bench:
         load_s = time.perf_counter() - started_s
         made_from = head(inputs={"recipe": source}, device=bench.facts.device)
         with Journal(journal_path(out), _conditions(made_from, bench.facts), fresh=fresh) as journal:
@@ -77,14 +90,16 @@ def profile(
             session.probe_memory(bench)
             session.measure(bench)
             bench.stop()  # its memory is the workers' now
-            session.run_slices(make_workers or _process_workers)
+            session.run_slices(make_workers or bench.workers)
             return session.result(made_from)
 
 
-def _process_workers(recipe: Recipe) -> Workers:
-    from toolkit.workers.pool import ProcessWorkers
+def _bench(recipe: Recipe) -> AbstractContextManager[ProfileBench]:
+    if recipe.engine.name == "openai":
+        from toolkit.profiling.endpoint import endpoint_bench
 
-    return ProcessWorkers(recipe.model, recipe.engine, recipe.hardware, recipe.workers, flush_s=recipe.engine.flush_s)
+        return endpoint_bench(recipe)
+    return engine_process(recipe)
 
 
 def _conditions(made_from: Head, facts: EngineFacts) -> Conditions:
@@ -128,7 +143,7 @@ class _Session:
         shapes = slice_shapes(self._spec, tokens_max, self._facts.max_model_len)
         return {number: shape for number, shape in shapes.items() if _slice_key(number) not in results}
 
-    def plan(self, bench: EngineProcess, load_s: float) -> Plan:
+    def plan(self, bench: Bench, load_s: float) -> Plan:
         work = self._work
         loads = (1 if work.visits else 0) + (1 if work.slices else 0)  # the neighbours', the workers'
         work_s = estimate_s(work, self._points, self._spec, bench, self._recipe.workers)

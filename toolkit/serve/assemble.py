@@ -8,7 +8,7 @@ from toolkit.errors import InputError
 from toolkit.estimators.load import laws_from_fit
 from toolkit.files.plan import Plan
 from toolkit.sched.eventlog import Event, Header, Recorder
-from toolkit.sched.policies import make_policy, refuse_unservable
+from toolkit.sched.policies import ELSEWHERE, make_policy, refuse_unservable
 from toolkit.sched.scheduler import Scheduler
 from toolkit.sched.types import Worker
 from toolkit.serve.settings import Settings
@@ -19,6 +19,9 @@ def make_scheduler(plan: Plan, event_sink: Callable[[Event], None] | None = None
     """The plan's scheduler in its first state: for a server, or for the replay of a server's log."""
     policy = make_policy(plan.policy.name, plan.policy.parameters)
     engine = plan.recipe.engine
+    if engine.name == ELSEWHERE:
+        hint = "replay a trace against it with: llmctl bench --plan plan.json --url " + str(engine.url)
+        raise InputError(f"engine '{ELSEWHERE}' is a server already, at {engine.url}; there is nothing to start", hint)
     refuse_unservable(policy, engine.name, engine.joining)
     if policy.continuous and engine.chunk_tokens:
         raise InputError(

@@ -38,6 +38,7 @@ POLICIES: dict[str, type[Policy]] = {
     )
 }
 REBATCHING = ("rebatch", "fake")  # engines that keep their rows between rounds
+ELSEWHERE = "openai"  # the engine that is a server already
 ORACLES = frozenset({PastFutureOracle.name, SrptOracle.name})  # they know the output lengths: for simulations only
 
 
@@ -61,6 +62,8 @@ def refuse_oracle(name: str) -> None:
 def refuse_unservable(policy: Policy, engine: str, joining: str = "embed") -> None:
     """`InputError` if no server can run `policy` on the recipe's `engine.name` and `engine.joining`."""
     refuse_oracle(policy.name)
+    if engine == ELSEWHERE:
+        return  # the policy says what that server does
     if policy.continuous and engine not in REBATCHING:
         raise InputError(
             f"policy '{policy.name}' needs an engine that re-batches; '{engine}' runs static batches",

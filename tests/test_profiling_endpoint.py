@@ -1,0 +1,153 @@
+"""A server profiled from outside: how many requests it runs at once, its times, and what becomes of failures."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import samples
+from serving import Server, fake_plan
+from sse_server import chunked, serve_request, sse_server, tokens_event, usage_event, whole
+
+from toolkit.cli.main import run
+from toolkit.endpoints.scrape import Metric
+from toolkit.errors import EngineError, InputError
+from toolkit.estimators.fitting import fit_profile
+from toolkit.files.recipe import Recipe
+from toolkit.profiling.bench import Unmeasurable
+from toolkit.profiling.endpoint import EndpointBench
+from toolkit.profiling.endpoint_facts import kv_tokens
+from toolkit.profiling.grid import GridPoint
+from toolkit.profiling.run import profile
+
+DECODE_S = 0.002
+PREFILL = GridPoint("prefill", 1, 8)
+
+
+def recipe_for(url: str, **engine: object) -> Recipe:
+    return samples.recipe(
+        engine={"name": "openai", "url": url, "kv_cache_memory_mib": 1.0} | engine,
+        model={"source": "toy", "config": {}, "max_model_len": 128, "kv_bytes_per_token": 1024},
+        workers=1,
+        profile={
+            "batch_sizes": [1, 2, 4],
+            "input_lengths": [8, 16, 32],
+            "cached_lengths": [16, 32, 64],
+            "memory_lengths": [16],
+            "repeats": 1,
+            "slices": 6,
+            "slice_tokens": [4],
+        },
+        policy={"name": "aggressive"},
+    )
+
+
+class Watch:
+    def planned(self, plan):
+        pass
+
+    def advanced(self, text):
+        pass
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("endpoint")
+    fake_plan(folder, eos_one_in=0, decode_s=DECODE_S)
+    with Server(folder / "plan.json", "--served-model-name", "toy", "--policy", "aggressive") as running:
+        yield running
+
+
+def test_a_server_is_profiled_and_fitted_like_an_engine(server: Server, tmp_path: Path):
+    recipe = recipe_for(server.url)
+    source = tmp_path / "recipe.yaml"
+    source.write_text(recipe.model_dump_json(exclude_defaults=True))
+    found = profile(recipe, source, tmp_path / "profile.json", Watch())
+    assert (found.engine.engine, found.engine.capacity_tokens, found.engine.model_type) == ("openai", 1024, "toy")
+    assert found.engine.lacks == []
+    assert len(found.prefill) == len(found.decode) == 9
+    assert len(found.slices) == 6
+    assert min(min(point.seconds) for point in found.decode) > 0.0
+    fitted = fit_profile(found)
+    assert (fitted.memory.zeta, fitted.memory.zeta_std) == (1.0, 0.0)
+
+
+def test_a_key_comes_from_the_environment_alone(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("LLMCTL_ENGINE_API_KEY", "canary")
+    with sse_server() as stub:
+        bench = EndpointBench(recipe_for(stub.url))
+        bench.stop()
+    assert all("authorization: Bearer canary" in head for head in stub.heads)
+    assert "canary" not in bench.facts.model_dump_json()
+
+
+def test_an_output_of_another_length_fails_the_point_and_says_why():
+    def ends_early(body: dict) -> bytes:
+        if "ignore_eos" in body:
+            return whole({"message": "unexpected field"}, 400)
+        count = 1 if body["max_tokens"] == 1 else body["max_tokens"] - 1
+        return chunked(*[tokens_event()] * count, usage_event(count))
+
+    with sse_server(ends_early) as stub, pytest.raises(EngineError, match="47 tokens came where 48 were asked for"):
+        EndpointBench(recipe_for(stub.url))
+
+
+def test_a_server_that_does_not_stream_has_no_decode_steps():
+    with sse_server() as stub:  # all of an answer in one piece
+        bench = EndpointBench(recipe_for(stub.url))
+        with pytest.raises(Unmeasurable, match="does not stream"):
+            bench.time(GridPoint("decode", 1, 32), 0)
+        bench.stop()
+
+
+def test_points_fail_with_the_reason_until_the_server_is_given_up():
+    broken = False
+
+    def answer(body: dict) -> bytes:
+        return whole({"error": {"message": "the GPU fell off"}}, 500) if broken else serve_request(body)
+
+    with sse_server(answer) as stub:
+        bench = EndpointBench(recipe_for(stub.url))
+        broken = True
+        for _ in range(4):
+            with pytest.raises(Unmeasurable, match="HTTP 500: the GPU fell off"):
+                bench.time(PREFILL, 0)
+        with pytest.raises(EngineError, match="5 points failed in a row"):
+            bench.time(PREFILL, 0)
+        bench.stop()
+
+
+def test_a_capacity_that_nobody_tells_is_asked_for():
+    with sse_server() as stub, pytest.raises(InputError, match="how many tokens the KV cache holds") as error:
+        EndpointBench(recipe_for(stub.url, kv_cache_memory_mib=None))
+    assert "engine.kv_cache_memory_mib" in error.value.hint
+
+
+@pytest.mark.parametrize(
+    ("metric", "tokens"),
+    [
+        (Metric("vllm:cache_config_info", {"block_size": "16", "num_gpu_blocks": "100"}, 1.0), 1600),
+        (Metric("vllm:cache_config_info", {"block_size": "16", "num_gpu_blocks": "None"}, 1.0), None),
+        (Metric("sglang:max_total_num_tokens", {}, 4096.0), 4096),
+        (Metric("llmctl_kv_cache_tokens", {}, 2048.0), 2048),
+        (Metric("process_open_fds", {}, 7.0), None),
+    ],
+)
+def test_the_capacity_is_read_where_servers_tell_it(metric: Metric, tokens: int | None):
+    assert kv_tokens([metric]) == tokens
+
+
+def test_an_address_belongs_to_servers_and_they_are_one_worker():
+    with pytest.raises(ValueError, match=r"engine\.url says where"):
+        samples.recipe(engine={"name": "openai"}, workers=1)
+    with pytest.raises(ValueError, match="for engine 'openai'"):
+        samples.recipe(engine={"name": "fake", "url": "http://127.0.0.1:1"})
+    with pytest.raises(ValueError, match="a server is one worker"):
+        samples.recipe(engine={"name": "openai", "url": "http://127.0.0.1:1"}, workers=2)
+
+
+def test_nobody_at_the_address_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(recipe_for("http://127.0.0.1:9").model_dump_json(exclude_defaults=True))
+    with pytest.raises(SystemExit, match="2"):
+        run(["profile", str(recipe), "--out", str(tmp_path / "profile.json")])
+    assert "http://127.0.0.1:9/v1/models does not answer" in capsys.readouterr().err

@@ -1,0 +1,180 @@
+"""An engine that is a server somewhere else, timed from outside: any that speaks OpenAI's API of completions.
+
+Requests are sent together, each with a prompt of its own, so that no cache of prefixes helps. A prefill of [N, L] is N
+requests for one token, from the first that was sent to the last that was answered. A decode step of N rows is read off
+N requests for some tokens: between the first and the last token of the one that came last, all N decode. What a server
+does with them inside is its own affair: these are the times that its clients see.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import time
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from toolkit.endpoints.connection import Connection, loop_factory
+from toolkit.endpoints.dialect import Dialect, learn
+from toolkit.endpoints.stream import Sample
+from toolkit.endpoints.target import Target, find_target
+from toolkit.errors import EngineError
+from toolkit.files.profile import EngineFacts
+from toolkit.files.recipe import Recipe
+from toolkit.profiling.bench import VISIT_S, VISIT_SAMPLES, Unmeasurable
+from toolkit.profiling.endpoint_facts import facts_of
+from toolkit.profiling.grid import GridPoint, Shape
+from toolkit.workers.protocol import Workers
+
+KEY_VARIABLE = "LLMCTL_ENGINE_API_KEY"  # never in a recipe: profiles and logs carry those
+STEPS = 24  # tokens of a request whose decode steps are timed
+PATIENCE_S = 300.0  # for one group of requests
+FAILURES_MAX = 5  # groups in a row that were not answered: the server is gone
+ADMISSION_TOKENS = 8, 48  # prompt and output of the requests that find out how many run at once
+
+
+class Endpoint:
+    """A server, and how it is asked. The key comes from the environment.
+
+    Raises `InputError`, naming the URL, where nobody answers, the key is refused, or the model is not served.
+    """
+
+    def __init__(self, recipe: Recipe) -> None:
+        url = recipe.engine.url
+        assert url is not None, "the recipe was checked"
+        self.target: Target = find_target(url, recipe.engine.served_model, os.environ.get(KEY_VARIABLE, ""))
+        self.dialect: Dialect = learn(self.target)
+        self._connection = Connection(self.target)
+        self._rng = np.random.default_rng(time.time_ns())  # prompts that no earlier run has put into a cache
+        self._vocab_size = 1
+
+    def draws_below(self, vocab_size: int) -> None:
+        """Token ids of prompts are below this from now on."""
+        self._vocab_size = vocab_size
+
+    async def together(self, prompts: Sequence[int], max_tokens: int) -> list[Sample]:
+        """Send a request for each prompt length at once, and wait for all.
+
+        Raises `Unmeasurable` with the first failure, or where an output has another length than it was asked for.
+        """
+        requests = [
+            self._connection.request(
+                self.dialect.request(
+                    self.target.model, self.dialect.prompt(self._rng, length, self._vocab_size), max_tokens
+                )
+            )
+            for length in prompts
+        ]
+        samples = [Sample(0.0, length, max_tokens) for length in prompts]
+        start_s = time.perf_counter()
+
+        def clock() -> float:
+            return time.perf_counter() - start_s
+
+        pairs = zip(requests, samples, strict=True)
+        await asyncio.gather(*[self._connection.send(*pair, clock, PATIENCE_S) for pair in pairs])
+        for sample in samples:
+            if sample.failure:
+                raise Unmeasurable(sample.failure)
+            if sample.output_tokens != max_tokens:
+                why = "" if self.dialect.ignore_eos else ": the server does not take ignore_eos"
+                raise Unmeasurable(f"{sample.output_tokens} tokens came where {max_tokens} were asked for{why}")
+        return samples
+
+
+class EndpointBench:
+    """`toolkit.profiling.bench.Bench` on a server. It has no memory edge: it queues what does not fit."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self._endpoint = Endpoint(recipe)
+        self._runner = asyncio.Runner(loop_factory=loop_factory())
+        self._failures = 0
+        try:
+            rows = self._admission(4 * max(recipe.profile.batch_sizes))
+            self.facts: EngineFacts = facts_of(recipe, self._endpoint.target, self._endpoint.dialect, rows)
+        except Unmeasurable as reason:
+            self._runner.close()
+            raise EngineError(
+                f"{self._endpoint.target.url} does not serve: {reason}", "try it with: llmctl bench"
+            ) from None
+        self._endpoint.draws_below(self.facts.vocab_size)
+
+    def stop(self) -> None:
+        """The server goes on."""
+        self._runner.close()
+
+    def workers(self, recipe: Recipe) -> Workers:
+        """Whole slices go to the same server."""
+        from toolkit.profiling.endpoint_workers import EndpointWorkers
+
+        return EndpointWorkers(self._endpoint, self.facts)
+
+    def time(self, point: GridPoint, warmups: int) -> list[float]:
+        """See `Bench.time`. Raises `EngineError` where the server does not answer any more."""
+        measure = self._prefill_s if point.kind == "prefill" else self._decode_s
+        for _ in range(warmups):
+            measure(point)
+        samples: list[float] = []
+        end_s = time.perf_counter() + VISIT_S
+        while not samples or (len(samples) < VISIT_SAMPLES and time.perf_counter() < end_s):
+            samples.append(measure(point))
+        return samples
+
+    def fits(self, shape: Shape) -> bool:
+        """Always: what does not fit waits there."""
+        return True
+
+    def _prefill_s(self, point: GridPoint) -> float:
+        samples = self._together([point.length] * point.batch_size, 1)
+        return max(one.last_token_s for one in samples) - min(one.sent_s for one in samples)
+
+    def _decode_s(self, point: GridPoint) -> float:
+        """Mean of the steps around the cached length: half of them come before it, half after."""
+        steps = min(STEPS, self.facts.max_model_len - 1)
+        prompt = max(min(point.length - steps // 2, self.facts.max_model_len - steps), 1)
+        samples = self._together([prompt] * point.batch_size, steps)
+        last = max(samples, key=lambda one: one.first_token_s)
+        seconds = last.last_token_s - last.first_token_s
+        if seconds <= 0.0:
+            raise Unmeasurable("all tokens of an output came at once: the server does not stream")
+        return seconds / (steps - 1)
+
+    def _admission(self, limit: int) -> int | None:
+        """How many requests run at once at most; None: at least `limit`.
+
+        Those run at once whose first token comes before the first of them ends.
+        """
+        size = 8
+        while size <= limit:
+            prompt, tokens = ADMISSION_TOKENS
+            samples = self._together([prompt] * size, tokens)
+            first_end_s = min(one.last_token_s for one in samples)
+            at_once = sum(one.first_token_s < first_end_s for one in samples)
+            if at_once < size:
+                return at_once
+            size *= 2
+        return None
+
+    def _together(self, prompts: Sequence[int], max_tokens: int) -> list[Sample]:
+        try:
+            samples = self._runner.run(self._endpoint.together(prompts, max_tokens))
+        except Unmeasurable as reason:
+            self._failures += 1
+            if self._failures >= FAILURES_MAX:
+                message = f"{self._endpoint.target.url}: {FAILURES_MAX} points failed in a row, the last one: {reason}"
+                raise EngineError(message, "what was measured is kept: the same command goes on from there") from None
+            raise
+        self._failures = 0
+        return samples
+
+
+@contextlib.contextmanager
+def endpoint_bench(recipe: Recipe) -> Iterator[EndpointBench]:
+    """A bench on the recipe's server."""
+    bench = EndpointBench(recipe)
+    try:
+        yield bench
+    finally:
+        bench.stop()
