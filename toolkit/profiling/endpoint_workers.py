@@ -11,7 +11,7 @@ from toolkit.engines.protocol import FinishReason, Round, Row, SliceOutput
 from toolkit.files.profile import EngineFacts
 from toolkit.profiling.bench import Unmeasurable
 from toolkit.profiling.endpoint import Endpoint
-from toolkit.workers.protocol import BatchDone, OnEvent, WorkerReady
+from toolkit.workers.protocol import BatchDone, OnEvent, Times, WorkerReady
 
 
 class EndpointWorkers:
@@ -59,4 +59,4 @@ class EndpointWorkers:
         finish: FinishReason = "length"
         output = SliceOutput(tuple((0,) * count for count in counts), (finish,) * len(counts))
         if self._on_event is not None:
-            self._on_event(BatchDone(0, batch_id, output, time.perf_counter() - start_s))
+            self._on_event(BatchDone(0, batch_id, output, Times(engine_s=time.perf_counter() - start_s)))
