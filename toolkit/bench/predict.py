@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from toolkit.estimators.laws import WithOverhead
@@ -12,10 +12,13 @@ from toolkit.sim.api import simulate, world_from_fit
 from toolkit.traces.types import Trace
 
 
-def predict(plan: Plan, trace: Trace, sla: Mapping[str, float], slowdown: float = 1.0) -> dict[str, float]:
+def predict(
+    plan: Plan, trace: Trace, sla: Mapping[str, float], slowdown: float = 1.0, finished: Iterable[int] = ()
+) -> dict[str, float]:
     """Metric name to value, as in `toolkit.metrics.summarize`, for `trace` served by the plan.
 
-    With a `slowdown` every batch takes so many times as long as the scheduler believes.
+    With a `slowdown` every batch takes so many times as long as the scheduler believes. `finished` are the output
+    lengths that the server's scheduler has seen before, as those of a warm-up: Past-Future admits by them.
     """
     recipe = plan.recipe
     world = world_from_fit(
@@ -27,5 +30,6 @@ def predict(plan: Plan, trace: Trace, sla: Mapping[str, float], slowdown: float 
     )
     policy = make_policy(plan.policy.name, plan.policy.parameters)
     world = world.under(policy)
-    world = replace(world, latency=WithOverhead(world.latency, 0.0, slowdown), believed=world.latency)
+    slowed = WithOverhead(world.latency, 0.0, slowdown)
+    world = replace(world, latency=slowed, believed=world.latency, finished=tuple(finished))
     return simulate(trace, policy, world).metrics(sla)

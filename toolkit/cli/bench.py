@@ -102,8 +102,10 @@ def command(
     if planned:
         as_fitted = predict(planned, replayed, targets)
         count = round(warmup * as_fitted["throughput_rps"]) if target.own else 0
-        warm = _warm_up(target, others(whole, start + float(replayed.arrival_s[-1]), count), load, warmup)
-        metrics = predict(planned, replayed, targets, warm.slowdown) if warm else as_fitted
+        warming = others(whole, start + float(replayed.arrival_s[-1]), count)
+        warm = _warm_up(target, warming, load, warmup)
+        seen = warming.output_tokens.tolist()
+        metrics = predict(planned, replayed, targets, warm.slowdown, seen) if warm else as_fitted
         predicted = Prediction(metrics, as_fitted, warm)
     expected_s = predicted.metrics.get("makespan_s", float(replayed.arrival_s[-1]))
     note(f"replaying {len(replayed):,} requests against {target.model}: about {seconds(expected_s)}")

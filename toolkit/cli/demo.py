@@ -79,7 +79,7 @@ class Stages:
             raise typer.Exit(code)
 
     def serve_and_bench(self, plan: Path, trace: str, excerpt: Sequence[str], report: Path) -> None:
-        with self._server(plan) as url:
+        with self.server(plan) as url:
             self.llmctl("bench", "--url", url, "--plan", plan, "--trace", trace, *excerpt, "--out", report)
 
     def _start(self, words: Sequence[object], end: str = "") -> subprocess.Popen[bytes]:
@@ -88,10 +88,10 @@ class Stages:
         return subprocess.Popen([sys.executable, "-m", "toolkit", *line], stdout=self.out)
 
     @contextmanager
-    def _server(self, plan: Path) -> Iterator[str]:
+    def server(self, plan: Path, *options: object) -> Iterator[str]:
         """`llmctl serve` in the background until the block ends; yields its URL once it is ready."""
         port = _free_port()
-        server = self._start(["serve", "--plan", plan, "--port", port, "--allow-end-after"], " &")
+        server = self._start(["serve", "--plan", plan, "--port", port, "--allow-end-after", *options], " &")
         try:
             url = f"http://127.0.0.1:{port}"
             _wait_until_ready(url, server)

@@ -34,14 +34,25 @@ class Scheduler:
         workers: one `Worker` per engine instance, numbered from 0.
         history: how many finished output lengths the policy may look back on, where it does not say so itself.
         seed: of the policy's random draws.
+        finished: output lengths of requests that ended before, which a policy looks back on like those to come.
     """
 
-    def __init__(self, policy: Policy, workers: Sequence[Worker], *, history: int = 1000, seed: int = 0) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        workers: Sequence[Worker],
+        *,
+        history: int = 1000,
+        seed: int = 0,
+        finished: Iterable[int] = (),
+    ) -> None:
         self.policy = policy
         self.workers = list(workers)
         self._pool: list[Job] = []
         self._jobs: dict[str, Job] = {}
         self._finished = policy.first_history() if isinstance(policy, LooksBack) else History(history)
+        for length in finished:
+            self._finished.add(length)
         self._refusals: list[Refusal] = []
         self._tickets = 0
         self._batches = 0

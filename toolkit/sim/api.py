@@ -45,7 +45,8 @@ class World:
     be longer than the limits that the policy sees, as they are in Past-Future's Table 1. `believed` is the latency law
     that the scheduler knows, where it is not the one that holds. `valid` is where the laws were measured; None: they
     hold everywhere. Where there is a law `swap`, caches can be swapped to `host_tokens` of host memory per worker.
-    `rounds` has the laws under continuous policies, where they are others.
+    `rounds` has the laws under continuous policies, where they are others. `finished` are the output lengths of
+    requests that ended before the first arrives, for policies that look back.
     """
 
     latency: LatencyLaw
@@ -66,6 +67,7 @@ class World:
     swap: SwapLaw | None = None
     host_tokens: int = 0
     rounds: RoundLaws | None = None
+    finished: tuple[int, ...] = ()
 
     def under(self, policy: Policy) -> World:
         """The same world with the laws of what `policy` runs: batches or rounds."""
@@ -155,7 +157,8 @@ def simulate(trace: Trace, policy: Policy, world: World) -> SimResult:
     ledger = Ledger(trace.arrival_s.tolist(), outputs, world.workers)
     if world.token_gaps:
         ledger.token_gaps = TokenGaps()
-    scheduler = Scheduler(policy, [world.worker(k) for k in range(world.workers)], seed=world.seed)
+    workers = [world.worker(k) for k in range(world.workers)]
+    scheduler = Scheduler(policy, workers, seed=world.seed, finished=world.finished)
     refusals = run(scheduler, requests, virtual_workers(policy, world, ledger, requests), drain=world.drain)
     return SimResult(ledger.served(), counters(ledger, len(refusals), world.memory.usable_tokens), refusals)
 
