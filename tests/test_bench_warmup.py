@@ -85,6 +85,16 @@ def test_a_slow_machine_makes_batches_longer_and_decides_nothing_else():
     assert slow["tpot_mean_s"] == pytest.approx(2 * fitted["tpot_mean_s"])
 
 
+def test_the_prediction_knows_the_output_lengths_that_the_server_has_seen():
+    """Past-Future counts requests as long as they may become, until it has seen how long they are."""
+    recipe = samples.recipe(policy={"name": "past-future"}, engine={"name": "fake"})
+    plan = make_plan(recipe, samples.fit(capacity_tokens=1024), None, {})
+    backlog = Trace(np.zeros(40), np.full(40, 20), np.full(40, 9), np.zeros(40, dtype=np.int64))
+    first, later = (predict(plan, backlog, {}, finished=seen) for seen in ((), [9] * 100))
+    assert later["batch_size_mean"] > first["batch_size_mean"]
+    assert later["ttft_mean_s"] < first["ttft_mean_s"]
+
+
 def test_the_command_warms_up_and_predicts_at_the_speed_that_it_saw(capsys, tmp_path):
     def answer(body):
         server.batch_s = (server.batch_s[0] + 1.25, server.batch_s[1] + 1.0)
