@@ -19,7 +19,7 @@ from toolkit.files.plan import Plan
 from toolkit.sched.eventlog import CompleteRound, Event, Submit, Tick, from_lines, replay
 from toolkit.sched.types import RoundResult, Worker
 from toolkit.serve.assemble import make_scheduler, make_stats
-from toolkit.serve.metrics import Stats
+from toolkit.serve.stats import Stats
 
 ROWS = (1, 4, 8, 16, 32, 64)  # the groups' lower bounds
 
