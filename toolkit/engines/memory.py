@@ -20,6 +20,7 @@ from toolkit.errors import EngineError, InputError
 from toolkit.files.recipe import EngineSpec
 
 MIB = 1 << 20
+OUT_OF_MEMORY_SIGNS = ("DefaultCPUAllocator", "CUBLAS_STATUS_ALLOC_FAILED", "CUDA error: out of memory")
 
 Result = TypeVar("Result")
 
@@ -147,8 +148,8 @@ def _cuda_budget_bytes(engine: EngineSpec, device: torch.device) -> int:
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:
-    """CUDA and the ledger raise `torch.OutOfMemoryError`; the CPU allocator a plain RuntimeError that says so."""
-    return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
+    """CUDA and the ledger raise `torch.OutOfMemoryError`; the CPU allocator and cuBLAS a plain one that says so."""
+    return isinstance(error, torch.OutOfMemoryError) or any(sign in str(error) for sign in OUT_OF_MEMORY_SIGNS)
 
 
 def at_the_seam(work: Callable[[], Result]) -> Result:

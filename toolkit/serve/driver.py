@@ -183,6 +183,13 @@ class Driver:
         if self._tick_soon is None and self.state != "stopped":
             self._tick_soon = asyncio.get_running_loop().call_soon(self._tick)
 
+    def _tick_now(self) -> None:
+        """A worker waits: it gets its next batch before anything is written to clients, or anybody else is heard."""
+        if self._tick_soon:
+            self._tick_soon.cancel()
+        if self.state != "stopped":
+            self._tick()
+
     def _tick(self) -> None:
         with self._loud():
             self._tick_soon = None
@@ -264,7 +271,10 @@ class Driver:
         self.stats.count_engine(event, follows=flight.follows)
         with self._deciding():
             self.scheduler.complete(result, now_s)
-        self._tick_later()
+        if event.failure == "crashed":
+            self._tick_later()  # the scheduler has yet to hear that the worker is lost
+        else:
+            self._tick_now()
 
     @contextmanager
     def _deciding(self) -> Iterator[None]:

@@ -1,0 +1,138 @@
+"""What only a GPU can show: copies on a stream of their own, a real end of memory, timings. Skipped without one.
+
+Weights drawn on a GPU are others than those drawn on a CPU, so the engines that are compared share the CPU's.
+"""
+
+import random
+from collections.abc import Iterator
+
+import pytest
+import tiny
+import torch
+from rounds import RUNS, SWAPPED, WAITS, Desk, free_row, random_rows, rebatch_engine
+
+from toolkit.engines.protocol import OutOfMemory, Round, StepOutput
+from toolkit.engines.rebatch_engine import RebatchEngine
+from toolkit.engines.transformers_engine import TransformersEngine
+from toolkit.files.recipe import EngineSpec, HardwareSpec, ModelSpec
+from toolkit.profiling.bench import LocalBench
+from toolkit.profiling.grid import GridPoint, Shape
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, and torch finds none"),
+]
+
+GPU = HardwareSpec(device="cuda", name="any GPU")
+ROWS = random_rows(0, 24)
+LARGE = {  # 64 KiB of KV cache per token, 32 MiB per row: some dozens of rows fill a small share of a GPU
+    "model_type": "llama",
+    "hidden_size": 1024,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 16,
+    "vocab_size": 300,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.12,
+}
+SHARE = 0.03  # of the GPU's memory
+
+
+def go_on(_: StepOutput) -> bool:
+    return True
+
+
+def on_gpu(cpu: RebatchEngine, **changes: object) -> RebatchEngine:
+    """The same tiny model on the GPU."""
+    engine = RebatchEngine(tiny.model_spec(), tiny.engine_spec("rebatch", **changes), GPU)
+    engine._model.load_state_dict(cpu._model.state_dict())
+    return engine
+
+
+@pytest.fixture
+def small_gpu() -> Iterator[EngineSpec]:
+    """An engine that may take `SHARE` of the memory; the allocator's limit is lifted again afterwards."""
+    torch.cuda.empty_cache()
+    yield EngineSpec(name="rebatch", gpu_memory_utilization=SHARE)
+    torch.cuda.set_per_process_memory_fraction(1.0)
+    torch.cuda.empty_cache()
+
+
+def large_spec() -> ModelSpec:
+    return ModelSpec(source="random", config=LARGE, dtype="float32", tokenizer="bytes", max_model_len=512)
+
+
+@pytest.mark.parametrize("changes", [{}, {"joining": "shape"}, {"chunk_tokens": 9}], ids=["embed", "shape", "chunks"])
+def test_rows_that_come_go_and_are_swapped_get_the_cpu_s_tokens(changes: dict[str, object]) -> None:
+    cpu = rebatch_engine(**changes)
+    desk = Desk(on_gpu(cpu, **changes), ROWS, whole=not changes)
+    rng = random.Random(5)
+    for _ in range(25):
+        desk.at_random(rng)
+    assert desk.finish() == [cpu.run_slice([row], 1000, go_on).tokens[0] for row in ROWS]
+    assert desk.engine.ledger.used_bytes == desk.engine.host_ledger.used_bytes == 0
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_transfers_beside_compute_move_every_value(overlap: bool) -> None:
+    """Each swap out is followed at once by steps that reuse the device's memory, and each swap in by a step."""
+    cpu = rebatch_engine()
+    desk = Desk(on_gpu(cpu), ROWS)
+    while desk.having(WAITS):
+        desk.run(2, enter=desk.having(WAITS)[:4])
+        runs = desk.having(RUNS)[:2]
+        desk.run(3, swap_out=runs, overlap=overlap)
+        back = [number for number in runs if number in desk.having(SWAPPED)]
+        desk.run(1, swap_in=back, resume=() if overlap else back, overlap=overlap)
+    assert desk.finish() == [cpu.run_slice([row], 1000, go_on).tokens[0] for row in ROWS]
+
+
+def test_swapped_rows_lie_in_pinned_memory() -> None:
+    engine = on_gpu(rebatch_engine())
+    engine.run_round(Round(steps=2, enter=(free_row(20, 30),), numbers=(0,)), go_on)
+    engine.run_round(Round(steps=0, swap_out=(0,)), go_on)
+    block = engine._parked._rows[0].block
+    assert block is not None
+    assert block.is_pinned()
+
+
+def test_the_device_s_end_of_memory_is_survived_by_slices(small_gpu: EngineSpec) -> None:
+    engine = TransformersEngine(large_spec(), small_gpu.model_copy(update={"name": "transformers"}), GPU)
+    row = free_row(300, 8)
+    before = engine.run_slice([row], 8, go_on)
+    too_many = 2 * engine.facts.capacity_tokens // 512 + 1
+    with pytest.raises(OutOfMemory):
+        engine.run_slice([free_row(400, 112)] * too_many, 112, go_on)
+    assert engine.run_slice([row], 8, go_on) == before
+
+
+def test_the_device_s_end_of_memory_drops_running_rows_and_no_swapped_one(small_gpu: EngineSpec) -> None:
+    engine = RebatchEngine(large_spec(), small_gpu, GPU)
+    row = free_row(300, 40)
+    alone = engine.run_slice([row], 40, go_on).tokens[0]
+    got: list[int] = []
+
+    def keep(step: StepOutput) -> bool:
+        got.extend(token for number, token in zip(step.rows, step.tokens, strict=True) if number == 0)
+        return True
+
+    engine.run_round(Round(steps=4, enter=(row,), numbers=(0,)), keep)
+    engine.run_round(Round(steps=0, swap_out=(0,)), keep)
+    count = 2 * engine.facts.capacity_tokens // 512 + 1
+    many = tuple(free_row(400, 112, first=number) for number in range(count))
+    with pytest.raises(OutOfMemory):
+        engine.run_round(Round(steps=112, enter=many, numbers=tuple(range(1, count + 1))), go_on)
+    engine.run_round(Round(steps=40, swap_in=(0,), resume=(0,)), keep)
+    assert tuple(got) == alone
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_points_of_a_profile_are_timed_on_the_device(dtype: str) -> None:
+    spec = tiny.model_spec(dtype=dtype)
+    bench = LocalBench(TransformersEngine(spec, tiny.engine_spec(), GPU), "wall")
+    for kind in ("prefill", "decode"):
+        assert min(bench.time(GridPoint(kind, 4, 64), 1)) > 0
+    assert bench.facts.device == torch.cuda.get_device_name()
+    rows = bench.facts.capacity_tokens // 96
+    assert bench.fits(Shape(1, 64, 8))
+    assert not bench.fits(Shape(2 * rows, 64, 32))
