@@ -34,10 +34,11 @@ from toolkit.traces.generate import Arrivals, backlog, generate
 from toolkit.traces.lengths import Lengths
 from toolkit.traces.types import Trace
 from toolkit.workers.pool import ProcessWorkers
-from toolkit.workers.protocol import OnEvent, WorkerEvent, WorkerReady, Workers
+from toolkit.workers.protocol import OnEvent, RoundDone, WorkerEvent, WorkerReady, Workers
 
 OVERLOAD = 1.5  # arrivals, over what the best contender is predicted to serve
 SETTLE_S = 60.0  # for rows that were given up to leave their workers
+LAST_BATCH = 1 << 40  # a number that no scheduler gives
 SAMPLE = 300  # requests of the backlog that tells the capacity
 
 
@@ -69,6 +70,7 @@ class Outcome(Strict):
     predicted: dict[str, float] = Field(description="simulated with the fit, without a limit of time")
     evictions: int
     oom_events: int
+    worker_restarts: int
     slowdown: float | None = Field(description="of batches, over what the laws say")
     deciding_percent: float = Field(description="of engine time")
     hop_percent: float = Field(description="of engine time")
@@ -163,6 +165,7 @@ async def _replay(plan: Plan, title: str, trace: Trace, workers: KeptWorkers, li
     if driver.bug:
         raise driver.bug
     await driver.stop()
+    await workers.forget()
     return _outcome(plan, title, trace, lives, start_s, stats)
 
 
@@ -208,6 +211,7 @@ def _outcome(plan: Plan, title: str, trace: Trace, lives: Sequence[Live], start_
         predicted=_predicted(plan, trace),
         evictions=stats.preemptions,
         oom_events=stats.oom_events,
+        worker_restarts=stats.worker_restarts,
         slowdown=stats.batch_s / stats.predicted_batch_s if stats.predicted_batch_s else None,
         deciding_percent=100.0 * stats.deciding.total / engine_s,
         hop_percent=100.0 * stats.hop.total / engine_s,
@@ -234,6 +238,7 @@ class KeptWorkers:
         self._workers = workers
         self._on_event: OnEvent | None = None
         self._ready: dict[int, WorkerReady] = {}
+        self._rows: dict[int, int] = {}  # by worker: numbers that rows of rounds have had
 
     async def start(self, on_event: OnEvent) -> None:
         self._on_event = on_event
@@ -253,7 +258,17 @@ class KeptWorkers:
         self._workers.run(worker, batch_id, rows, steps)
 
     def run_round(self, worker: int, batch_id: int, plan: Round) -> None:
+        self._rows[worker] = max(self._rows.get(worker, 0), *(number + 1 for number in plan.numbers), 0)
         self._workers.run_round(worker, batch_id, plan)
+
+    async def forget(self) -> None:
+        """Have idle engines drop the rows that were given up: the next driver's rows get the same numbers."""
+        for worker, count in self._rows.items():
+            done = asyncio.Event()
+            self._on_event = lambda event, done=done: done.set() if isinstance(event, RoundDone) else None
+            self._workers.run_round(worker, LAST_BATCH, Round(steps=0, evict=tuple(range(count))))
+            await done.wait()
+        self._rows.clear()
 
     def interrupt(self, worker: int, batch_id: int) -> None:
         self._workers.interrupt(worker, batch_id)

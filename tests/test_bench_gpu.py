@@ -9,7 +9,7 @@ import gpu_live
 import psutil
 import pytest
 import samples
-from gpu_stages import SLICES, derive, write_recipes
+from gpu_stages import ROUNDS, SLICES, derive, write_recipes
 from gpu_table import tables
 
 from toolkit.errors import InputError
@@ -81,18 +81,35 @@ def test_it_needs_no_more_than_a_bare_gpu_machine_has():
     subprocess.run([sys.executable, "-c", code], check=True, env=gpu._environment(), cwd=gpu.ROOT / "bench")
 
 
-def test_contenders_serve_the_same_requests_on_live_workers(tmp_path):
-    model = {"source": "random", "config": {"model_type": "fake"}, "max_model_len": 512, "tokenizer": "bytes"}
+@pytest.fixture
+def fake_folder(tmp_path):
+    config = {"model_type": "fake", "decode_s": 0.001, "eos_one_in": 0}
+    model = {"source": "random", "config": config, "max_model_len": 512, "tokenizer": "bytes"}
     write_file(samples.recipe(model=model), tmp_path / "recipe-fake.json")
     write_file(samples.fit(), tmp_path / "fit-fake.json")
-    gpu_live.replay_all(tmp_path, "fake", SLICES, gpu_live.Pace(0.5, 30.0), "slices.json")
-    found = json.loads((tmp_path / "slices.json").read_text())
-    assert [one["title"] for one in found["outcomes"]] == ["SLS", "SCLS"]
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("contenders", "titles"), [(SLICES, ["SLS", "SCLS"]), (ROUNDS[:2], ["conservative", "aggressive"])]
+)
+def test_contenders_serve_the_same_requests_on_live_workers(fake_folder, contenders, titles):
+    gpu_live.replay_all(fake_folder, "fake", contenders, gpu_live.Pace(0.5, 30.0), "live.json")
+    found = json.loads((fake_folder / "live.json").read_text())
+    assert [one["title"] for one in found["outcomes"]] == titles
     for one in found["outcomes"]:
         assert one["served"] == one["requests"] > 0
-        assert one["oom_events"] == 0
+        assert one["oom_events"] == one["worker_restarts"] == 0
         assert one["measured"]["throughput_rps"] > 0 < one["predicted"]["throughput_rps"]
     assert found["environment"]["packages"].keys() >= {"torch", "transformers"}
+
+
+def test_rows_that_one_contender_left_behind_are_not_met_by_the_next(fake_folder):
+    """No time at all: every request is given up, some of them on their way."""
+    gpu_live.replay_all(fake_folder, "fake", ROUNDS, gpu_live.Pace(0.2, 0.0), "live.json")
+    found = json.loads((fake_folder / "live.json").read_text())
+    assert [one["served"] < one["requests"] for one in found["outcomes"]] == [True, True, True]
+    assert [one["worker_restarts"] for one in found["outcomes"]] == [0, 0, 0]
 
 
 def test_tables_show_what_is_done(tmp_path):
