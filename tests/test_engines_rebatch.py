@@ -24,9 +24,13 @@ def alone(kind: str) -> list[tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("kind", ARCHITECTURES)
-@pytest.mark.parametrize("changes", [{}, {"chunk_tokens": 9}, {"joining": "shape"}], ids=["whole", "chunks", "shaped"])
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"chunk_tokens": 9}, {"joining": "shape"}, {"kv_layout": "rows"}, {"kv_layout": "rows", "chunk_tokens": 9}],
+    ids=["whole", "chunks", "shaped", "rows", "rows in chunks"],
+)
 def test_tokens_equal_those_of_each_request_alone(kind: str, changes: dict[str, object]) -> None:
-    desk = Desk(rebatch_engine(kind, **changes), ROWS, whole=not changes)
+    desk = Desk(rebatch_engine(kind, **changes), ROWS, whole="chunk_tokens" not in changes and "joining" not in changes)
     rng = random.Random(len(kind))
     for _ in range(25):
         desk.at_random(rng)

@@ -15,7 +15,8 @@ import torch
 from toolkit.engines.batch import PaddedBatch
 from toolkit.engines.endings import LiveRow
 from toolkit.engines.memory import ByteLedger, ModelShape
-from toolkit.engines.rebatch_cache import RebatchCache, RowKV
+from toolkit.engines.rebatch_cache import RowKV
+from toolkit.engines.row_cache import BatchCache
 from toolkit.sched.likeness import alike
 
 Newcomer = tuple[int, LiveRow]  # its number, and the row
@@ -58,7 +59,7 @@ class Prefiller:
         make_batch: Callable[[Sequence[Sequence[int]], int], PaddedBatch],
         shape: ModelShape,
         ledger: ByteLedger,
-        cache: RebatchCache,
+        cache: BatchCache,
         chunk_tokens: int | None,
         *,
         mixes: bool = False,

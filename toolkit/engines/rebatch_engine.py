@@ -19,9 +19,12 @@ from toolkit.engines.prefill import Prefiller
 from toolkit.engines.protocol import OnStep, OutOfMemory, Part, Round, RoundOutput, Row, StepOutput
 from toolkit.engines.rebatch_cache import RebatchCache
 from toolkit.engines.round_parts import RoundParts
+from toolkit.engines.row_attention import use_row_attention
+from toolkit.engines.row_cache import BatchCache, RowCache
 from toolkit.engines.running import RunningBatch
 from toolkit.engines.sampling import Sampler
 from toolkit.engines.transformers_engine import TransformersEngine
+from toolkit.errors import InputError
 from toolkit.files.recipe import EngineSpec, HardwareSpec, ModelSpec
 
 
@@ -40,7 +43,7 @@ class RebatchEngine(TransformersEngine):
         swap = engine.swap_memory_mib
         self.host_ledger = ByteLedger(None if swap is None else int(swap * MIB))
         like = torch.empty(0, dtype=self._dtype, device=self._device)
-        cache = RebatchCache(self._kv_shapes, like, self.ledger)
+        cache = self._make_cache(engine.kv_layout, like)
         self._batch = RunningBatch(self._forward, cache, self._sampler, masks_as_4d=self._bool_masks)
         self._parked = ParkedRows(self._kv_shapes, like, self.ledger, self.host_ledger)
         passes = self._prefill_columns, self._padded, self._shape, self.ledger, cache, engine.chunk_tokens
@@ -175,6 +178,17 @@ class RebatchEngine(TransformersEngine):
                 progress.saw(step)
             if bounded:
                 return
+
+    def _make_cache(self, layout: str, like: torch.Tensor) -> BatchCache:
+        if layout == "slab":
+            return RebatchCache(self._kv_shapes, like, self.ledger)
+        if self._shapes_in:
+            raise InputError(
+                "engine.joining is shape: newcomers are shaped into a padded slab, and engine.kv_layout is rows",
+                "set engine.joining to embed, or engine.kv_layout to slab",
+            )
+        use_row_attention(self._model)
+        return RowCache(self._kv_shapes, like, self.ledger)
 
     def _usage(self) -> tuple[int, int]:
         """Tokens of KV cache that are held on the device, and what these take with their padding."""

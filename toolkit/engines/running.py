@@ -10,15 +10,16 @@ from toolkit.engines.endings import LiveRow
 from toolkit.engines.prefill import Newcomer
 from toolkit.engines.protocol import FinishReason, Row, StepOutput
 from toolkit.engines.rebatch_cache import RebatchCache, RowKV
+from toolkit.engines.row_cache import BatchCache
 from toolkit.engines.sampling import Sampler
 
 # (input_ids [N, L], mask, position_ids [N, L], cache) to the last column's logits [N, V]
-Forward = Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor, RebatchCache], torch.Tensor]
+Forward = Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor, BatchCache], torch.Tensor]
 MakeSampler = Callable[[Sequence[Row]], Sampler]
 
 
 class RunningBatch:
-    """N rows in a `RebatchCache`, and what each drew.
+    """N rows in a cache, and what each drew.
 
     Args:
         forward: the model.
@@ -27,7 +28,7 @@ class RunningBatch:
         masks_as_4d: whether the model takes boolean masks of four dimensions.
     """
 
-    def __init__(self, forward: Forward, cache: RebatchCache, make_sampler: MakeSampler, *, masks_as_4d: bool) -> None:
+    def __init__(self, forward: Forward, cache: BatchCache, make_sampler: MakeSampler, *, masks_as_4d: bool) -> None:
         self.cache = cache
         self._forward = forward
         self._make_sampler = make_sampler
@@ -91,6 +92,7 @@ class RunningBatch:
         taken out of the cache afterwards, where the paper keeps it until all columns before it are released.
         """
         cache, old = self.cache, len(self)
+        assert isinstance(cache, RebatchCache)
         tokens = [live.row.tokens for _, live in newcomers]
         lengths = [len(one) for one in tokens]
         width = max(lengths)
@@ -105,7 +107,7 @@ class RunningBatch:
         column = torch.arange(width, device=device)[None, :] - (width - own)
         positions = column.clamp(min=0)
         positions[:old, -1:] = cache.positions()
-        mask = torch.cat([self._past(len(newcomers)), column >= 0], dim=1)
+        mask = torch.cat([self._past(cache, len(newcomers)), column >= 0], dim=1)
         logits = self._forward(ids, mask, positions, cache)
         cache.take_in(width, lengths)
         self._regroup(range(old), newcomers)
@@ -117,9 +119,9 @@ class RunningBatch:
         self.cache.clear()
         self._sampler, self._draws = self._make_sampler([]), 0
 
-    def _past(self, newcomers: int) -> torch.Tensor:
+    def _past(self, cache: RebatchCache, newcomers: int) -> torch.Tensor:
         """[N + newcomers, width] what each may see of the window: a newcomer nothing."""
-        cache, device = self.cache, self._last.device
+        device = self._last.device
         mask = cache.mask(as_4d=False)
         past = torch.ones(len(self), cache.width, dtype=torch.bool, device=device) if mask is None else mask[:, :-1]
         return torch.cat([past, torch.zeros(newcomers, cache.width, dtype=torch.bool, device=device)])

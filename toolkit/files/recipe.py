@@ -83,6 +83,10 @@ class EngineSpec(Strict):
         default="embed",
         description="rebatch: newcomers are prefilled apart and embedded, or (for comparison) within the running batch",
     )
+    kv_layout: Literal["slab", "rows"] = Field(
+        default="slab",
+        description="rebatch: one padded slab for all rows, or a block for each, which is faster on a CPU",
+    )
     swap_memory_mib: Annotated[float, Field(gt=0)] | None = Field(
         default=None, description="rebatch: host memory of one worker for swapped caches; None: without a limit"
     )

@@ -1,0 +1,201 @@
+"""A KV cache in which each row has memory of its own: no padding, and nothing moves when rows come and go.
+
+    block of a row   [2 * layers, kv_heads, room, head_dim]: keys and values of its first `length` tokens, by layer
+
+A step writes one token at the end of every block, and attention reads each block up to there
+(`toolkit.engines.row_attention`). Blocks grow by `GROWTH` tokens. What a batch takes is what its rows hold, so a
+scheduler that counts real tokens counts right; `RebatchCache` has the padded slab of BATON, which suits GPUs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from transformers.cache_utils import Cache, DynamicLayer
+
+from toolkit.engines.memory import ByteLedger
+from toolkit.engines.rebatch_cache import RebatchCache, RowKV
+from toolkit.engines.slab import KVShape
+from toolkit.errors import EngineError
+
+GROWTH = 32  # tokens: a smaller one copies blocks more often, a larger one leaves more of them empty
+Views = tuple[torch.Tensor, ...]  # one per row
+
+
+class RowCache(Cache):  # type: ignore[misc]
+    """The rows 0..N-1 of a running batch, with what `RunningBatch` asks of a cache.
+
+    Args:
+        shapes: what each layer caches, from any earlier cache of the model: the same in all layers.
+        like: a tensor of the cache's dtype, on its device.
+        ledger: is charged for the blocks. `torch.OutOfMemoryError` where they do not fit.
+    """
+
+    def __init__(self, shapes: Sequence[KVShape], like: torch.Tensor, ledger: ByteLedger) -> None:
+        first = shapes[0][0]
+        if any(shape != first for pair in shapes for shape in pair):
+            raise EngineError("keys and values of this model differ in shape", "set engine.kv_layout to slab")
+        super().__init__(layers=[_RowLayer(self, index) for index in range(len(shapes))])
+        self._like = like
+        self._ledger = ledger
+        self._heads, self._dim = first[1], first[3]
+        self.bytes_per_token = like.itemsize * 2 * len(shapes) * self._heads * self._dim
+        self._blocks: list[torch.Tensor] = []
+        self._lengths: list[int] = []
+        self._ends: list[Views] | None = None  # where the next step writes, by layer: keys and values in turn
+        self._read: list[Views] = []  # what it reads then
+        self._refresh()
+
+    @property
+    def device(self) -> torch.device:
+        return self._like.device
+
+    @property
+    def rows(self) -> int:
+        """N."""
+        return len(self._blocks)
+
+    @property
+    def width(self) -> int:
+        """The length of the longest row."""
+        return max(self._lengths, default=0)
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each row."""
+        return list(self._lengths)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all rows."""
+        return sum(self._lengths)
+
+    @property
+    def padded_tokens(self) -> int:
+        """Tokens that the blocks have room for: what memory is taken for."""
+        return sum(block.shape[2] for block in self._blocks)
+
+    @property
+    def columns(self) -> int:
+        """Tokens that the largest block has room for."""
+        return max((block.shape[2] for block in self._blocks), default=0)
+
+    @property
+    def columns_ahead(self) -> int:
+        """Steps until the longest row's block has to grow."""
+        return self.columns - self.width
+
+    def make_room(self, rows: int, width: int, ahead: int) -> None:
+        """See that the rows can take `ahead` tokens more. Newcomers bring their blocks: `rows`, `width` say nothing."""
+        for index, length in enumerate(self._lengths):
+            if length + ahead > self._blocks[index].shape[2]:
+                old = self._blocks[index]
+                self._blocks[index] = self._block(_room(length + ahead))
+                self._blocks[index][:, :, :length] = old[:, :, :length]
+                self._ledger.take(-old.nbytes)
+                self._ends = None
+
+    def growth_bytes(self, newcomers: int, width: int) -> int:
+        """What so many newcomers of at most `width` tokens take."""
+        return newcomers * _room(width + 1) * self.bytes_per_token
+
+    def join(self, row: RowKV) -> None:
+        """Put a row after the others. The tensors may lie on another device."""
+        length = row[0][0].shape[1]
+        block = self._block(_room(length + 1))
+        own = block[:, :, :length].unbind(0)
+        for layer, (keys, values) in enumerate(row):
+            own[2 * layer].copy_(keys)
+            own[2 * layer + 1].copy_(values)
+        self._blocks.append(block)
+        self._lengths.append(length)
+        self._refresh()
+
+    def read(self, index: int) -> RowKV:
+        """A row's keys and values; views, valid until the cache changes."""
+        own = self._blocks[index][:, :, : self._lengths[index]].unbind(0)
+        return list(zip(own[::2], own[1::2], strict=True))
+
+    def leave(self, indices: Sequence[int]) -> list[int]:
+        """Drop rows. The old indices of the others, in their new order."""
+        self._ledger.take(-sum(self._blocks[index].nbytes for index in indices))
+        gone = set(indices)
+        order = [index for index in range(self.rows) if index not in gone]
+        self._blocks = [self._blocks[index] for index in order]
+        self._lengths = [self._lengths[index] for index in order]
+        self._refresh()
+        return order
+
+    def advance(self) -> None:
+        """A pass of one token per row has been written."""
+        self._lengths = [length + 1 for length in self._lengths]
+        self._positions += 1
+        self._ends = None
+
+    def mask(self, *, as_4d: bool) -> torch.Tensor | None:
+        """Of the next step: a row may look at all that it has."""
+        return None
+
+    def positions(self) -> torch.Tensor:
+        """[N, 1]: the position of each row's next token."""
+        return self._positions
+
+    def shrink(self) -> None:
+        """Blocks went with their rows."""
+
+    def fit(self, columns: int = 0) -> None:
+        """Blocks have little to spare."""
+
+    def clear(self) -> None:
+        """Drop all rows."""
+        self.leave(range(self.rows))
+
+    def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[Views, Views]:
+        """A layer's next token of every row, [N, kv_heads, 1, head_dim]; what each row's attention reads with it."""
+        if self._ends is None:
+            self._ends = self._views()
+        key, value = 2 * layer, 2 * layer + 1
+        torch._foreach_copy_(
+            [*self._ends[key], *self._ends[value]], [*keys.squeeze(2).unbind(0), *values.squeeze(2).unbind(0)]
+        )
+        return self._read[key], self._read[value]
+
+    def _views(self) -> list[Views]:
+        """Views of all blocks, made together once a step: they are most of what a step costs beside the model."""
+        pairs = list(zip(self._blocks, self._lengths, strict=True))
+        self._read = list(zip(*[block[:, :, : length + 1].unbind(0) for block, length in pairs], strict=True))
+        return list(zip(*[block[:, :, length].unbind(0) for block, length in pairs], strict=True))
+
+    def _block(self, room: int) -> torch.Tensor:
+        self._ledger.take(room * self.bytes_per_token)
+        return self._like.new_empty(2 * len(self.layers), self._heads, room, self._dim)
+
+    def _refresh(self) -> None:
+        self._positions = torch.tensor(self._lengths, dtype=torch.long, device=self.device)[:, None]
+        self._ends = None
+
+
+class _RowLayer(DynamicLayer):  # type: ignore[misc]
+    """One layer of a `RowCache`, as the model sees it."""
+
+    def __init__(self, cache: RowCache, index: int) -> None:
+        super().__init__()
+        self._cache = cache
+        self._index = index
+        self.is_initialized = True
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
+    ) -> tuple[Views, Views]:
+        return self._cache.write(self._index, key_states, value_states)
+
+    def get_seq_length(self) -> int:
+        return self._cache.width
+
+
+def _room(tokens: int) -> int:
+    return -(-tokens // GROWTH) * GROWTH
+
+
+BatchCache = RebatchCache | RowCache
