@@ -20,13 +20,13 @@ from pathlib import Path
 from typing import Any
 
 from gguf_file import write_llama
-from offline_child import Outputs, answer
+from offline_child import Outputs, Serve, answer
 
 HOST = "127.0.0.1"
 START_S = 60.0
 
 
-def load() -> tuple[Mapping[str, Any], Any]:
+def load() -> tuple[Mapping[str, Any], Serve]:
     from safetensors.numpy import load_file
 
     folder, server, slots = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
@@ -56,9 +56,9 @@ def load() -> tuple[Mapping[str, Any], Any]:
         found: list[int] = reply["tokens"]
         return found
 
-    def serve() -> Outputs:
-        with ThreadPoolExecutor(len(work["prompts"])) as pool:
-            return dict(enumerate(pool.map(one, range(len(work["prompts"])))))
+    def serve(count: int) -> Outputs:
+        with ThreadPoolExecutor(count) as pool:
+            return dict(enumerate(pool.map(one, range(count))))
 
     return {"slots": slots}, serve
 

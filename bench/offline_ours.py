@@ -17,7 +17,7 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-from offline_child import Outputs, answer
+from offline_child import Outputs, Serve, answer
 from offline_work import LONGEST_OUTPUT, LONGEST_PROMPT, STATIC_ROWS, Work
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 from transformers.utils import logging
@@ -57,7 +57,7 @@ class Ours:
         )
         self.engine = RebatchEngine(model, spec, HardwareSpec(device="cpu", name="any CPU"))
         self.engine.ledger.budget_bytes = self.engine.slice_bytes(STATIC_ROWS, LONGEST_PROMPT, LONGEST_OUTPUT)
-        self.law = self._law()
+        self.law: SegmentedLaw | None = None
 
     @property
     def facts(self) -> Mapping[str, Any]:
@@ -66,19 +66,21 @@ class Ours:
             "parameters": self.engine.facts.parameters,
         }
 
-    def serve(self) -> Outputs:
+    def serve(self, count: int) -> Outputs:
         """One run: submit all, then tick and run until nothing is left."""
-        work = self.work
+        work, law = self.work, self.law
+        if law is None:
+            law = self.law = self._law()
         if self.system.startswith("static"):
             name, parameters = "sequence", {"batch_size": int(self.system.partition("-")[2])}
         else:
             name, parameters = POLICIES[self.system]
         zeta = SLAB_SHARE if self.system == "rebatch-slab" else 1.0
-        worker = Worker(0, self.law, ZetaMemory(work.kv_tokens, zeta))
+        worker = Worker(0, law, ZetaMemory(work.kv_tokens, zeta))
         scheduler = Scheduler(make_policy(name, parameters), [worker])
         free = SamplingParams(ignore_eos=True)
         self.lives: dict[str, Live] = {}
-        for index, (prompt, length) in enumerate(zip(work.prompts, work.outputs, strict=True)):
+        for index, (prompt, length) in enumerate(zip(work.prompts[:count], work.outputs[:count], strict=True)):
             ask = Ask(str(index), tuple(prompt), LONGEST_OUTPUT, free, end_after=length)
             self.lives[ask.request_id] = Live(ask, cast(Any, None), cast(Any, None), 0, 0.0)
             scheduler.submit(Request(ask.request_id, 0.0, len(prompt), LONGEST_OUTPUT), 0.0)
@@ -130,10 +132,10 @@ class Generate:
         self.model = _transformers_model(folder, self.work.threads)
         self.facts = {"requests": len(range(0, len(self.work.prompts), self.work.sample))}
 
-    def serve(self) -> Outputs:
+    def serve(self, count: int) -> Outputs:
         found = {}
         with torch.inference_mode():
-            for index in range(0, len(self.work.prompts), self.work.sample):
+            for index in range(0, count, self.work.sample):
                 ids = torch.tensor([self.work.prompts[index]])
                 tokens = self.model.generate(
                     ids, attention_mask=torch.ones_like(ids), max_new_tokens=self.work.outputs[index], do_sample=False
@@ -160,15 +162,15 @@ class GenerateBatch:
         )
         self.facts = {"num_blocks": self.config.num_blocks, "page_size": self.PAGE, "rows": rows}
 
-    def serve(self) -> Outputs:
+    def serve(self, count: int) -> Outputs:
         found: dict[int, list[int]] = {}
         work = self.work
         with self.model.continuous_batching_context_manager(
             self.generation, continuous_batching_config=self.config
         ) as one:
-            for index, (prompt, length) in enumerate(zip(work.prompts, work.outputs, strict=True)):
+            for index, (prompt, length) in enumerate(zip(work.prompts[:count], work.outputs[:count], strict=True)):
                 one.add_request(prompt, request_id=str(index), max_new_tokens=length, eos_token_id=-1)
-            while len(found) < len(work.prompts):
+            while len(found) < count:
                 result = one.get_result(timeout=1)
                 if result is not None and result.is_finished():
                     found[int(result.request_id)] = result.generated_tokens
@@ -185,7 +187,7 @@ def _transformers_model(folder: Path, threads: int) -> Any:
     return model
 
 
-def load() -> tuple[Mapping[str, Any], Any]:
+def load() -> tuple[Mapping[str, Any], Serve]:
     folder, system = Path(sys.argv[1]), sys.argv[2]
     if system == "generate":
         one: Any = Generate(folder)

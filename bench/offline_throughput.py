@@ -42,9 +42,13 @@ HERE = Path(__file__).parent
 SYSTEMS = ("generate", "static-8", "static-16", "static-32", "slices", "generate_batch-0")
 SYSTEMS += ("generate_batch-8", "generate_batch-16", "generate_batch-32")
 SYSTEMS += ("rebatch-slab", "rebatch", "llama.cpp-32", "llama.cpp-64", "vllm")
+REFERENCE = "generate"  # whose tokens the others' are compared with
 SAMPLE = 5
+WARM_UP = 6  # requests
 SECTION = "offline-throughput"
-Run = dict[str, Any]  # of one round and size: "size", "tokens", and "systems": name to its seconds, tokens and equality
+Run = dict[
+    str, Any
+]  # of one round and size: its "systems" have their seconds, tokens, and how many requests were equal
 
 
 class System:
@@ -66,12 +70,16 @@ class System:
             text=True,
             env=engine_environment(options.threads),
         )
-        self.facts = self._read().get("ready", {})
 
-    def serve(self) -> dict[str, Any]:
-        """One run: its seconds and outputs."""
+    def wait(self) -> None:
+        """Until it has loaded."""
+        if not self.note:
+            self.facts = self._read()["ready"]
+
+    def serve(self, count: int) -> dict[str, Any]:
+        """One run over the first `count` requests: its seconds and outputs."""
         assert self._process.stdin is not None
-        self._process.stdin.write("run\n")
+        self._process.stdin.write(f"{count}\n")
         self._process.stdin.flush()
         return self._read()
 
@@ -107,12 +115,17 @@ def measure(size: str, options: argparse.Namespace, save: Path | None) -> list[R
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         work = prepare(folder, size, options.trace, options.requests, options.threads, SAMPLE)
-        expected = _expected(folder, options)
-        systems = [System(name, folder, options) for name in options.systems]
+        names = [REFERENCE, *(name for name in options.systems if name != REFERENCE)]
+        systems = [System(name, folder, options) for name in names]
         try:
+            for system in systems:
+                system.wait()
+            systems = [system for system in systems if not system.note]
+            for system in systems:
+                system.serve(WARM_UP)
             for index in range(options.rounds):
                 turn = index % len(systems)
-                run = _round(systems[turn:] + systems[:turn], size, work, expected)
+                run = _round(systems[turn:] + systems[:turn], size, work)
                 runs.append(run)
                 if save is not None:
                     _save(save, run)
@@ -122,36 +135,26 @@ def measure(size: str, options: argparse.Namespace, save: Path | None) -> list[R
     return runs
 
 
-def _expected(folder: Path, options: argparse.Namespace) -> dict[int, list[int]]:
-    """What transformers gives each request of the sample alone, computed once and kept beside the samples."""
-    reference = System("generate", folder, options)
-    found = {int(index): tokens for index, tokens in reference.serve()["outputs"].items()}
-    reference.close()
-    return found
-
-
-def _round(systems: Sequence[System], size: str, work: Work, expected: Mapping[int, list[int]]) -> Run:
-    found: dict[str, Any] = {}
+def _round(systems: Sequence[System], size: str, work: Work) -> Run:
+    replies: dict[str, dict[str, Any]] = {}
     for system in systems:
-        if system.note:
-            continue
-        reply = system.serve()
-        outputs = {int(index): tokens for index, tokens in reply["outputs"].items()}
-        for index, tokens in outputs.items():
+        replies[system.name] = reply = system.serve(len(work.outputs))
+        reply["outputs"] = {int(index): tokens for index, tokens in reply["outputs"].items()}
+        for index, tokens in reply["outputs"].items():
             if len(tokens) != work.outputs[index]:
                 raise SystemExit(f"{system.name}: request {index} got {len(tokens)} tokens, not {work.outputs[index]}")
+        reply["tokens"] = sum(len(tokens) for tokens in reply["outputs"].values())
+        print(f"{size} {system.name}: {rate(reply):.0f} tokens/s", file=sys.stderr, flush=True)
+    expected = replies[REFERENCE]["outputs"]
+    for system in systems:
+        reply = replies[system.name]
+        outputs = reply.pop("outputs")
         # The engines here say EOS where a replayed request ends, so the last token is not compared.
-        equal = [outputs[index][:-1] == tokens[:-1] for index, tokens in expected.items() if index in outputs]
-        count = sum(len(tokens) for tokens in outputs.values())
-        found[system.name] = {
-            "seconds": reply["seconds"],
-            "tokens": count,
-            "equal": sum(equal),
-            "compared": len(equal),
-            "facts": dict(system.facts),
-        }
-        print(f"{size} {system.name}: {count / reply['seconds']:.0f} tokens/s", file=sys.stderr, flush=True)
-    return {"size": size, "requests": len(work.outputs), "tokens": work.tokens, "systems": found}
+        reply["equal"] = sum(outputs[index][:-1] == tokens[:-1] for index, tokens in expected.items())
+        reply["facts"] = dict(system.facts)
+    return {"size": size, "requests": len(work.outputs), "tokens": work.tokens, "compared": len(expected)} | {
+        "systems": replies
+    }
 
 
 def _save(path: Path, run: Run) -> None:
@@ -179,7 +182,8 @@ def table(runs: Sequence[Run], order: Sequence[str], missing: Sequence[str]) -> 
         rates = [rate(systems[name]) for systems in found]
         ratios = [rate(systems["rebatch"]) / rate(systems[name]) for systems in found if "rebatch" in systems]
         times = f"{statistics.median(ratios):.2f}x" if ratios and name != "rebatch" else ""
-        equal, compared = (sum(systems[name][key] for systems in found) for key in ("equal", "compared"))
+        equal = sum(systems[name]["equal"] for systems in found)
+        compared = sum(run["compared"] for run in runs if name in run["systems"])
         lines.append(
             f"| {name} | {statistics.median(rates):,.0f} | {min(rates):,.0f} to {max(rates):,.0f} | {len(rates)} "
             f"| {times} | {equal} of {compared} |"

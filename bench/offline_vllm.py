@@ -14,13 +14,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from offline_child import Outputs, answer
+from offline_child import Outputs, Serve, answer
 
 BLOCK = 32  # tokens
 ROWS = 128
 
 
-def load() -> tuple[Mapping[str, Any], Any]:
+def load() -> tuple[Mapping[str, Any], Serve]:
     folder = Path(sys.argv[1])
     work = json.loads((folder / "work.json").read_text(encoding="utf-8"))
     os.environ |= {
@@ -51,8 +51,8 @@ def load() -> tuple[Mapping[str, Any], Any]:
         for length in work["outputs"]
     ]
 
-    def serve() -> Outputs:
-        found = model.generate(prompts, sampling, use_tqdm=False)
+    def serve(count: int) -> Outputs:
+        found = model.generate(prompts[:count], sampling[:count], use_tqdm=False)
         return {index: one.outputs[0].token_ids for index, one in enumerate(found)}
 
     return {"version": vllm.__version__, "block_size": BLOCK, "max_num_seqs": ROWS}, serve
