@@ -243,8 +243,9 @@ def test_running_out_of_memory_drops_the_rows_on_the_device_and_no_others() -> N
     desk = Desk(engine, rows)
     desk.run(3, enter=(0, 1))
     desk.run(3, swap_out=(0,))
-    with pytest.raises(OutOfMemory):
+    with pytest.raises(OutOfMemory) as raised:
         desk.run(3, enter=range(2, 40))
+    assert raised.value.in_host == (0,)
     assert engine.ledger.used_bytes == 0
     desk.state[1:] = ["lost"] * 39
     desk.run(3, swap_in=(0,), resume=(0,))
@@ -283,8 +284,9 @@ def test_the_ledger_stays_within_its_budget() -> None:
 def test_host_memory_has_a_budget_of_its_own() -> None:
     desk = Desk(rebatch_engine(swap_memory_mib=0.001), [free_row(50, 30)])
     desk.run(4, enter=(0,))
-    with pytest.raises(OutOfMemory):
+    with pytest.raises(OutOfMemory) as raised:
         desk.run(4, swap_out=(0,))
+    assert raised.value.in_host == ()
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

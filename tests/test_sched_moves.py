@@ -157,6 +157,15 @@ def test_copies_in_host_memory_survive_a_failed_round_and_all_on_the_device_is_l
     assert [(job.request_id, job.generated) for job in bench.worker.inbox] == [("a", 3), ("b", 2), ("d", 3)]
 
 
+def test_who_did_not_get_to_host_memory_before_a_round_failed_waits_like_all_others():
+    bench = Bench("a", "b", "c")
+    bench.round(enter="abc", steps=2)
+    batch, ends_s = bench.start(swap_out="bc")
+    bench.scheduler.complete(RoundResult(batch.batch_id, 0, 0, failure="oom", lost=("c",)), ends_s)
+    assert bench.where() == {"host": "b"}
+    assert [(job.request_id, job.generated) for job in bench.worker.inbox] == [("a", 2), ("c", 2)]
+
+
 def test_a_lost_worker_takes_its_host_memory_with_it():
     bench = Bench("a", "b", "c")
     bench.round(enter="abc")

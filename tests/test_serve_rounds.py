@@ -87,6 +87,14 @@ def test_steps_of_a_failed_round_are_those_of_who_was_there_before() -> None:
 def test_out_of_memory_leaves_those_in_host_memory_and_the_engine_is_told_to_drop_the_others() -> None:
     desk = Desk()
     desk.begin(batch(moves=Moves(swap_out=(desk.jobs["b"],))))
-    desk.kept.failed(desk.batch, "oom", [desk.jobs["b"]])
+    assert desk.kept.failed(desk.batch, "oom", [desk.jobs["b"]], [1]).lost == ()
     plan = desk.begin(batch(desk.jobs["a"], moves=Moves(swap_in=(desk.jobs["b"],))))
     assert (plan.evict, plan.swap_in, plan.numbers) == ((0, 2), (1,), (3,))
+
+
+def test_the_scheduler_hears_who_did_not_get_to_host_memory_before_memory_ran_out() -> None:
+    desk = Desk()
+    desk.begin(batch(moves=Moves(swap_out=(desk.jobs["a"], desk.jobs["b"]))))
+    result = desk.kept.failed(desk.batch, "oom", [desk.jobs["a"], desk.jobs["b"]], [0])
+    assert result.lost == ("b",)
+    assert desk.begin(batch(desk.jobs["b"], moves=Moves(swap_in=(desk.jobs["a"],)))).numbers == (3,)

@@ -44,10 +44,10 @@ class FakeRoundEngine(FakeEngine):
         """See `RoundEngine.run_round`."""
         try:
             return self._run(plan, on_step)
-        except OutOfMemory:
+        except OutOfMemory as error:
             self._running.clear()
             self._paused.clear()
-            raise
+            raise OutOfMemory(str(error), tuple(self._swapped)) from None
 
     def _run(self, plan: Round, on_step: OnStep) -> RoundOutput:
         self._move(plan)

@@ -64,6 +64,11 @@ class ParkedRows:
         return self._rows[number].size_bytes
 
     @property
+    def in_host(self) -> tuple[int, ...]:
+        """The rows in host memory."""
+        return tuple(number for number, row in self._rows.items() if row.on_host)
+
+    @property
     def device_tokens(self) -> int:
         return sum(row.length for row in self._rows.values() if not row.on_host)
 

@@ -117,7 +117,7 @@ class RoundEngine(Engine, Protocol):
     def run_round(self, plan: Round, on_step: OnStep) -> RoundOutput:
         """Run one round. `on_step` sees the tokens as they come, and may ask to stop.
 
-        Raises `OutOfMemory` with all rows dropped, but for those in host memory.
+        Raises `OutOfMemory` with all rows dropped, but for those in host memory, which it names.
         """
         ...
 
@@ -132,4 +132,8 @@ class RoundEngine(Engine, Protocol):
 
 
 class OutOfMemory(Exception):  # noqa: N818  (it is a condition to handle, and the field's name for it)
-    """A batch did not fit. The engine is usable again when this is raised."""
+    """A batch did not fit. The engine is usable again when this is raised; of rows, those `in_host` memory are left."""
+
+    def __init__(self, message: str = "", in_host: tuple[int, ...] = ()) -> None:
+        super().__init__(message)
+        self.in_host = in_host

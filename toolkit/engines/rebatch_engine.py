@@ -55,11 +55,11 @@ class RebatchEngine(TransformersEngine):
         """See `RoundEngine.run_round`."""
         try:
             return at_the_seam(lambda: self._run(plan, on_step))
-        except OutOfMemory:
+        except OutOfMemory as error:
             self._batch.clear()
             self._prefiller.clear()
             self._parked.drop_all_on_device()
-            raise
+            raise OutOfMemory(str(error), self._parked.in_host) from None
 
     def time_part(self, part: Part, rows: int, length: int, others: int, clock: Callable[[], float]) -> float:
         """See `RoundEngine.time_part`."""

@@ -6,7 +6,7 @@ whose cache an engine still holds though they have gone are remembered until the
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from toolkit.sched import moves
 from toolkit.sched.types import NO_LIMIT, Batch, Job, RoundResult, Worker
@@ -65,14 +65,14 @@ class Rounds:
             worker.residents.leave(job)
         return leaving
 
-    def fail(self, worker: Worker, now_s: float) -> Job | None:
+    def fail(self, worker: Worker, lost: Sequence[Job], now_s: float) -> Job | None:
         """No cache is left on the device: all wait again, in order, and half as many may enter; who failed alone.
 
-        Copies in host memory are still there, also those of jobs that were being swapped in.
+        Copies in host memory are still there, also those of jobs that were being swapped in, but for those `lost`.
         """
         rows = len(worker.residents)
         jobs = [*worker.residents.jobs, *worker.held.jobs]
-        for job in reversed(jobs):
+        for job in reversed([*jobs, *lost]):
             self.evict(worker, job, now_s)
         if not worker.host_tokens:
             self._cancelled.pop(worker.index, None)

@@ -187,7 +187,7 @@ class Scheduler:
             self._end(job)
         if result.failure:
             worker.oom_events += result.failure == "oom"
-            alone = self._rounds.fail(worker, now_s)
+            alone = self._rounds.fail(worker, [self._jobs[lost] for lost in result.lost], now_s)
             if alone is not None:
                 self._strike(alone, result.failure)
 

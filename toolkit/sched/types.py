@@ -141,7 +141,7 @@ class RoundResult:
     """What a worker did with a round: all residents decoded `steps` times, and those who `ended` did so in the last.
 
     Where prefill gives a token, who entered has it if `prefilled`; a round in which one ends with it has 0 steps. With
-    a `failure` all caches on the device are lost.
+    a `failure` all caches on the device are lost, and of those in host memory the ones that are `lost` by name.
     """
 
     batch_id: int
@@ -150,6 +150,7 @@ class RoundResult:
     ended: tuple[str, ...] = ()
     prefilled: bool = True
     failure: Failure = ""
+    lost: tuple[str, ...] = ()
 
 
 @dataclass(slots=True, eq=False)

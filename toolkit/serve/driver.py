@@ -254,8 +254,7 @@ class Driver:
         for live, tokens, finish in news:
             self._deliver(live, tokens, finish, now_s)
         result = slice_result(flight, event)
-        steps = max(map(len, event.output.tokens), default=0)
-        self.stats.count_batch(flight.batch, result, steps, now_s, self.scheduler.workers[event.worker].latency)
+        self.stats.count_batch(flight.batch, result, event.steps, now_s, self.scheduler.workers[event.worker].latency)
         self._complete(flight, event, result, now_s)
 
     def _round_done(self, event: RoundDone) -> None:

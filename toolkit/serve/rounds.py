@@ -5,7 +5,7 @@ The scheduler speaks of jobs, the engine of numbers, which a row gets when it en
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 from toolkit.engines.protocol import Round, RoundOutput
 from toolkit.sched.types import Batch, Failure, Job, RoundResult
@@ -61,8 +61,12 @@ class KeptRows:
         prefilled = all(step == 0 for _, step in output.joined)  # not so where a prefill is shaped into a step
         return RoundResult(batch.batch_id, batch.worker, output.steps, self._end(output.ended), prefilled)
 
-    def failed(self, batch: Batch, failure: Failure, swapped: Iterable[Job]) -> RoundResult:
-        """What came of a round before it failed, by the tokens that came. Rows in host memory outlive `oom`.
+    def failed(
+        self, batch: Batch, failure: Failure, swapped: Iterable[Job], in_host: Collection[int] = ()
+    ) -> RoundResult:
+        """What came of a round before it failed, by the tokens that came. Rows that are `in_host` memory outlive `oom`.
+
+        Of those which the scheduler takes to be `swapped` out, some may not have got there.
 
         Where only some newcomers had their first token, it is not counted: the scheduler takes such jobs to be a token
         shorter than they are.
@@ -72,13 +76,15 @@ class KeptRows:
         went_on = [received.get(number, 0) for number in self._lives if number not in self._entered]
         steps = max(went_on, default=max(min(first, default=0) - 1, 0))
         ended = self._end(self._ended)
-        kept = {job.request_id for job in swapped} if failure == "oom" else set()
+        out = [job.request_id for job in swapped if job.request_id in self._numbers] if failure == "oom" else []
+        kept = {request_id for request_id in out if self._numbers[request_id] in in_host}
+        lost = tuple(request_id for request_id in out if request_id not in kept)
         gone = [request_id for request_id in self._numbers if request_id not in kept]
         numbers = [self._numbers.pop(request_id) for request_id in gone]
         for number in numbers:
             del self._lives[number]
         self._stale = numbers if failure == "oom" else []
-        return RoundResult(batch.batch_id, batch.worker, steps, ended, bool(first) and min(first) > 0, failure)
+        return RoundResult(batch.batch_id, batch.worker, steps, ended, bool(first) and min(first) > 0, failure, lost)
 
     def _end(self, numbers: Iterable[int]) -> tuple[str, ...]:
         """These rows have ended; whose they were."""

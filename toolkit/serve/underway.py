@@ -107,7 +107,7 @@ class UnderWay:
         """A round is over, whose tokens have all come: what it was, and its result. `swapped` are in host memory."""
         flight, kept = self._land(event.worker), self._kept[event.worker]
         if event.output is None:
-            return flight, kept.failed(flight.batch, event.failure, swapped)
+            return flight, kept.failed(flight.batch, event.failure, swapped, event.in_host)
         return flight, kept.result(flight.batch, event.output)
 
     def _land(self, worker: int) -> Flight:

@@ -255,9 +255,10 @@ def _run(engine: Engine, run: Run, channel: Channel, outbox: Outbox, watch: Stop
 def _run_round(engine: RoundEngine, run: RunRound, channel: Channel, outbox: Outbox, watch: Stopwatch) -> DoneRound:
     watch.start()
     outbox.begin(run.batch_id, at_once=bool(run.plan.enter))
-    output = None
-    with contextlib.suppress(OutOfMemory):
+    try:
         output = engine.run_round(run.plan, watch.reporting(RunningRound(run, channel, outbox).on_step))
+    except OutOfMemory as error:
+        return DoneRound(run.batch_id, outbox.take(), watch.stop(), None, error.in_host)
     return DoneRound(run.batch_id, outbox.take(), watch.stop(), output)
 
 

@@ -88,12 +88,13 @@ class Done(msgspec.Struct, frozen=True, tag="done"):
 
 
 class DoneRound(msgspec.Struct, frozen=True, tag="done-round"):
-    """The round is over. `output` None: it ran out of memory, and the rows on the device are gone."""
+    """The round is over. `output` None: it ran out of memory, and all rows are gone but those `in_host` memory."""
 
     batch_id: int
     steps: tuple[StepOutput, ...]
     times: Times
     output: RoundOutput | None
+    in_host: tuple[int, ...] = ()
 
 
 ToWorker = Start | Run | RunRound | Interrupt | Cancel | Stop

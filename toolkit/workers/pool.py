@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from toolkit.engines.protocol import Round, RoundOutput, Row
+from toolkit.engines.protocol import Round, Row
 from toolkit.errors import EngineError
 from toolkit.files.profile import EngineFacts
 from toolkit.files.recipe import EngineSpec, HardwareSpec, ModelSpec
@@ -206,14 +206,19 @@ class ProcessWorkers:
             self._end_batch(slot, frame.times, "oom" if frame.out_of_memory else "")
         elif isinstance(frame, DoneRound):
             slot.deaths = 0
-            self._end_batch(slot, frame.times, "" if frame.output else "oom", frame.output)
+            failure: Failure = "" if frame.output else "oom"
+            self._end(slot, RoundDone(slot.index, frame.batch_id, frame.output, frame.times, failure, frame.in_host))
 
-    def _end_batch(self, slot: _Slot, times: Times, failure: Failure, output: RoundOutput | None = None) -> None:
-        batch, slot.batch = slot.batch, None
+    def _end_batch(self, slot: _Slot, times: Times, failure: Failure) -> None:
+        batch = slot.batch
         if isinstance(batch, BatchRecord):
-            self._tell(BatchDone(slot.index, batch.batch_id, batch.output(), times, failure))
+            self._end(slot, BatchDone(slot.index, batch.batch_id, batch.output(), times, failure))
         elif batch is not None:
-            self._tell(RoundDone(slot.index, batch, output, times, failure))
+            self._end(slot, RoundDone(slot.index, batch, None, times, failure))
+
+    def _end(self, slot: _Slot, event: BatchDone | RoundDone) -> None:
+        slot.batch = None
+        self._tell(event)
 
     def _lost(self, slot: _Slot, exited: Exit) -> None:
         was_ready, slot.facts = slot.facts is not None, None

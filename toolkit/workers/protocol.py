@@ -66,7 +66,7 @@ class BatchDone:
 class RoundDone:
     """A round is over; all its tokens came as progress. With a `failure` there is no `output`, and no cache is left.
 
-    What was in host memory survives "oom", and nothing survives "crashed".
+    Rows `in_host` memory survive "oom", and nothing survives "crashed".
     """
 
     worker: int
@@ -74,6 +74,7 @@ class RoundDone:
     output: RoundOutput | None
     times: Times
     failure: Failure = ""
+    in_host: tuple[int, ...] = ()
 
     @property
     def steps(self) -> int:

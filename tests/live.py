@@ -1,0 +1,133 @@
+"""Real engines behind a driver, on threads of the test's process: rounds and slices, killed workers, short memory."""
+
+import asyncio
+import threading
+from collections.abc import Callable, Sequence
+
+import torch
+from serving import HandWorkers
+
+from toolkit.engines.protocol import OutOfMemory, Round, Row, StepOutput
+from toolkit.engines.transformers_engine import TransformersEngine
+from toolkit.sched.scheduler import Scheduler
+from toolkit.workers.protocol import BatchDone, BatchProgress, RoundDone, Times, WorkerLost
+from toolkit.workers.record import BatchRecord
+
+
+class ThreadWorkers(HandWorkers):
+    """Engines, each on a thread.
+
+    `killed` ends a batch as a killed process would, and the worker comes back with a new engine. While `troubles` are
+    left, one of the next allocations of a batch of several rows fails, of the first one, of the second, and so on.
+    """
+
+    def __init__(self, make: Callable[[], TransformersEngine], size: int = 2, troubles: int = 0) -> None:
+        super().__init__(size)
+        self.make = make
+        self.engines = [make() for _ in range(size)]
+        self.killed = [threading.Event() for _ in range(size)]
+        self.stopping = [threading.Event() for _ in range(size)]
+        self.scheduler: Scheduler | None = None
+        self.tasks: set[asyncio.Task] = set()
+        self.troubles, self.ran_out, self.batches = troubles, 0, 0
+
+    def run(self, worker: int, batch_id: int, rows: Sequence[Row], steps: int) -> None:
+        super().run(worker, batch_id, rows, steps)
+        record = BatchRecord(batch_id, len(rows))
+        self.start_task(self.serve(worker, record, tuple(rows), steps))
+
+    def run_round(self, worker: int, batch_id: int, plan: Round) -> None:
+        assert worker not in self.running, "one round at a time"
+        self.running[worker] = (batch_id, [], plan.steps)
+        self.stopping[worker].clear()
+        self.start_task(self.go_round(worker, batch_id, plan))
+
+    def interrupt(self, worker: int, batch_id: int) -> None:
+        if worker in self.running and self.running[worker][0] == batch_id:
+            self.stopping[worker].set()
+
+    def start_task(self, work) -> None:
+        task = asyncio.create_task(work)
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
+
+    async def serve(self, worker: int, record: BatchRecord, rows: tuple[Row, ...], steps: int) -> None:
+        on_step = self.telling(worker, record.batch_id, record)
+        with Trouble(self, worker, len(rows)):
+            failure = ""
+            try:
+                await asyncio.to_thread(self.engines[worker].run_slice, rows, steps, on_step)
+            except OutOfMemory:
+                failure = "oom"
+        await asyncio.sleep(0)  # the last steps were told to the loop before this
+        failure = self.after(worker) or failure
+        self.on_event(BatchDone(worker, record.batch_id, record.output(), Times(), failure))
+        self.revive(worker, failure)
+
+    async def go_round(self, worker: int, batch_id: int, plan: Round) -> None:
+        on_step = self.telling(worker, batch_id)
+        assert self.scheduler is not None
+        kept = self.scheduler.workers[worker]
+        output, failure, in_host = None, "", ()
+        with Trouble(self, worker, len(kept.residents) + len(kept.held)):
+            try:
+                output = await asyncio.to_thread(self.engines[worker].run_round, plan, on_step)
+            except OutOfMemory as error:
+                failure, in_host = "oom", error.in_host
+        await asyncio.sleep(0)
+        failure = self.after(worker) or failure
+        self.on_event(RoundDone(worker, batch_id, None if failure else output, Times(), failure, in_host))
+        self.revive(worker, failure)
+
+    def telling(self, worker: int, batch_id: int, record: BatchRecord | None = None) -> Callable[[StepOutput], bool]:
+        """What an engine calls between two steps."""
+        loop = asyncio.get_running_loop()
+
+        def tell(step: StepOutput) -> None:
+            if record is not None:
+                record.add((step,))
+            self.on_event(BatchProgress(worker, batch_id, (step,)))
+
+        def on_step(step: StepOutput) -> bool:
+            loop.call_soon_threadsafe(tell, step)
+            return not (self.killed[worker].is_set() or self.stopping[worker].is_set())
+
+        return on_step
+
+    def after(self, worker: int) -> str:
+        del self.running[worker]
+        return "crashed" if self.killed[worker].is_set() else ""
+
+    def revive(self, worker: int, failure: str) -> None:
+        if failure != "crashed":
+            return
+        self.engines[worker] = self.make()
+        self.killed[worker].clear()
+        self.on_event(WorkerLost(worker, "killed"))
+        asyncio.get_running_loop().call_soon(self.recover, worker)
+
+
+class Trouble:
+    """Within it, an allocation of the worker's engine may fail. Only of a batch of several: alone, two are the end."""
+
+    def __init__(self, workers: ThreadWorkers, worker: int, rows: int) -> None:
+        self.workers, self.ledger = workers, workers.engines[worker].ledger
+        workers.batches += 1
+        self.after = workers.ran_out + 1
+        self.armed = rows > 1 and workers.ran_out < workers.troubles and workers.batches % 2 == 0
+
+    def __enter__(self) -> None:
+        if self.armed:
+            take, self.ledger.take = self.ledger.take, self.fail
+            self.take = take
+
+    def __exit__(self, *error: object) -> None:
+        if self.armed:
+            del self.ledger.take
+
+    def fail(self, size_bytes: int) -> None:
+        self.after -= size_bytes > 0
+        if size_bytes > 0 and self.after == 0:
+            self.workers.ran_out += 1
+            raise torch.OutOfMemoryError("injected")
+        self.take(size_bytes)
