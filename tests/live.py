@@ -18,7 +18,7 @@ class ThreadWorkers(HandWorkers):
     """Engines, each on a thread.
 
     `killed` ends a batch as a killed process would, and the worker comes back with a new engine. While `troubles` are
-    left, one of the next allocations of a batch of several rows fails, of the first one, of the second, and so on.
+    left, an allocation of each second batch of several rows fails, the first of one, the second of another.
     """
 
     def __init__(self, make: Callable[[], TransformersEngine], size: int = 2, troubles: int = 0) -> None:
@@ -29,7 +29,7 @@ class ThreadWorkers(HandWorkers):
         self.stopping = [threading.Event() for _ in range(size)]
         self.scheduler: Scheduler | None = None
         self.tasks: set[asyncio.Task] = set()
-        self.troubles, self.ran_out, self.batches = troubles, 0, 0
+        self.troubles, self.ran_out, self.crowded = troubles, 0, 0
 
     def run(self, worker: int, batch_id: int, rows: Sequence[Row], steps: int) -> None:
         super().run(worker, batch_id, rows, steps)
@@ -112,9 +112,9 @@ class Trouble:
 
     def __init__(self, workers: ThreadWorkers, worker: int, rows: int) -> None:
         self.workers, self.ledger = workers, workers.engines[worker].ledger
-        workers.batches += 1
-        self.after = workers.ran_out + 1
-        self.armed = rows > 1 and workers.ran_out < workers.troubles and workers.batches % 2 == 0
+        workers.crowded += rows > 1
+        self.after = 1 + workers.crowded // 2 % 3
+        self.armed = rows > 1 and workers.ran_out < workers.troubles and workers.crowded % 2 == 1
 
     def __enter__(self) -> None:
         if self.armed:

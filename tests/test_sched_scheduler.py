@@ -162,3 +162,17 @@ def test_sequence_deals_in_turn_and_runs_to_the_end():
     batches = scheduler.tick(0.0)
     assert [ids(batch) for batch in batches] == [["a", "c"], ["b", "d"]]
     assert {batch.steps for batch in batches} == {77}
+
+
+def test_a_batch_in_a_queue_that_nobody_wants_any_more_holds_nobody_up():
+    scheduler = make(policy="sequence")
+    for name in "ab":
+        scheduler.submit(request(name), 0.0)
+    (batch,) = scheduler.tick(0.0)
+    scheduler.complete(done(batch, 0, finished=False, failure="oom"), 1.0)
+    (half,) = scheduler.tick(1.0)
+    scheduler.submit(request("c"), 1.5)
+    scheduler.cancel("b", 1.5)
+    scheduler.complete(done(half, 1, finished=True), 2.0)
+    (following,) = scheduler.tick(2.0)
+    assert ids(following) == ["c"]

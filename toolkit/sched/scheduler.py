@@ -133,7 +133,7 @@ class Scheduler:
                 self._enqueue(batch)
         if not view.free:
             return []
-        started = [batch for worker in view.free if worker.queue for batch in self._start(worker, now_s)]
+        started = [self._start(worker, now_s) for worker in view.free if worker.queue]
         if started:
             view.free[:] = [worker for worker in view.free if worker.running is None]
         return started
@@ -237,6 +237,17 @@ class Scheduler:
         if job in waiting:
             waiting.remove(job)
             self._end(job)
+        elif any(job in batch.jobs for worker in self.workers for batch in worker.queue):
+            self._take_out_of_queue(job)
+            self._end(job)
+
+    def _take_out_of_queue(self, job: Job) -> None:
+        """Its batch goes without it, or not at all: a policy must not take a worker to have work that nobody wants."""
+        worker, batch = next((worker, batch) for worker in self.workers for batch in worker.queue if job in batch.jobs)
+        batch.jobs = tuple(other for other in batch.jobs if other is not job)
+        if not batch.jobs:
+            worker.queue.remove(batch)
+            self._unload(worker, batch)
 
     def worker_lost(self, index: int, now_s: float) -> None:
         """A worker's process is gone, after its running batch was completed as crashed: its queue runs elsewhere."""
@@ -328,27 +339,15 @@ class Scheduler:
 
     def _unload(self, worker: Worker, batch: Batch) -> None:
         """The correction on completion of SCLS 4.5; exactly zero when nothing is left, so that no error adds up."""
-        worker.load_s = max(worker.load_s - batch.estimated_s, 0.0) if worker.queue else 0.0
+        worker.load_s = max(worker.load_s - batch.estimated_s, 0.0) if worker.queue or worker.running else 0.0
 
-    def _start(self, worker: Worker, now_s: float) -> Iterable[Batch]:
-        while worker.queue:
-            batch = worker.queue.popleft()
-            if batch.keep_cache:
-                self._rounds.begin(worker, batch, now_s)
-                batch.started_s = now_s
-                worker.running = batch
-                return (batch,)
-            cancelled = [job for job in batch.jobs if job.cancelled]
-            for job in cancelled:
-                self._end(job)
-            if len(cancelled) < batch.size:
-                if cancelled:
-                    batch.jobs = tuple(job for job in batch.jobs if not job.cancelled)
-                batch.started_s = now_s
-                worker.running = batch
-                return (batch,)
-            self._unload(worker, batch)
-        return ()
+    def _start(self, worker: Worker, now_s: float) -> Batch:
+        batch = worker.queue.popleft()
+        if batch.keep_cache:
+            self._rounds.begin(worker, batch, now_s)
+        batch.started_s = now_s
+        worker.running = batch
+        return batch
 
     def _try_again(self, worker: Worker, batch: Batch, jobs: list[Job], failure: str) -> None:
         """In two halves, so that memory suffices or a request that kills its worker is found and fails alone."""
