@@ -1,7 +1,9 @@
 """Drives an engine through rounds, and keeps what each request got."""
 
+import itertools
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import msgspec
@@ -9,6 +11,7 @@ import tiny
 import torch
 
 from toolkit.engines.loading import load_model
+from toolkit.engines.memory import ByteLedger
 from toolkit.engines.protocol import Round, RoundOutput, Row, SamplingParams, StepOutput
 from toolkit.engines.rebatch_engine import RebatchEngine
 
@@ -22,6 +25,25 @@ def rebatch_engine(
 ) -> RebatchEngine:
     spec = tiny.model_spec(kind, dtype=dtype)
     return RebatchEngine(spec, tiny.engine_spec("rebatch", budget_mib=budget_mib, **changes), tiny.CPU)
+
+
+@contextmanager
+def failing(ledger: ByteLedger, after: int) -> Iterator[list[int]]:
+    """Within it, the `after`th allocation fails. What is given holds the bytes that were asked for then."""
+    asked: list[int] = []
+    count = itertools.count(1)
+
+    def take(size_bytes: int) -> None:
+        if size_bytes > 0 and next(count) == after:
+            asked.append(size_bytes)
+            raise torch.OutOfMemoryError("injected")
+        ByteLedger.take(ledger, size_bytes)
+
+    ledger.take = take
+    try:
+        yield asked
+    finally:
+        del ledger.take
 
 
 def free_row(length: int, new: int, *, first: int = 0) -> Row:

@@ -5,10 +5,7 @@ import random
 
 import pytest
 import tiny
-from hypothesis import HealthCheck, settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
-from rounds import PAUSED, RUNS, SWAPPED, WAITS, Desk, free_row, generated_alone, random_rows, rebatch_engine
+from rounds import PAUSED, RUNS, WAITS, Desk, free_row, generated_alone, random_rows, rebatch_engine
 
 from toolkit.engines.protocol import OutOfMemory, SamplingParams
 from toolkit.engines.rebatch_engine import RebatchEngine
@@ -36,61 +33,6 @@ def test_tokens_equal_those_of_each_request_alone(kind: str, changes: dict[str, 
         desk.at_random(rng)
     assert desk.finish() == alone(kind)
     assert desk.engine.ledger.used_bytes == desk.engine.host_ledger.used_bytes == 0
-
-
-ENGINE = functools.cache(rebatch_engine)
-
-
-class Rounds(RuleBasedStateMachine):
-    """Any moves in any order; at the end everybody has got what it gets alone."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.desk = Desk(ENGINE(), ROWS)
-
-    def pick(self, data: st.DataObject, *states: str) -> tuple[int, ...]:
-        return (data.draw(st.sampled_from(self.desk.having(*states))),)
-
-    @rule(data=st.data(), steps=st.integers(1, 12))
-    @precondition(lambda self: self.desk.having(WAITS))
-    def enter(self, data: st.DataObject, steps: int) -> None:
-        count = data.draw(st.integers(1, 5))
-        self.desk.run(steps, enter=data.draw(st.permutations(self.desk.having(WAITS)))[:count])
-
-    @rule(data=st.data(), steps=st.integers(1, 12))
-    @precondition(lambda self: self.desk.having(RUNS, PAUSED, SWAPPED))
-    def evict(self, data: st.DataObject, steps: int) -> None:
-        self.desk.run(steps, evict=self.pick(data, RUNS, PAUSED, SWAPPED))
-
-    @rule(data=st.data(), steps=st.integers(1, 12))
-    @precondition(lambda self: self.desk.having(RUNS))
-    def pause(self, data: st.DataObject, steps: int) -> None:
-        self.desk.run(steps, pause=self.pick(data, RUNS))
-
-    @rule(data=st.data(), steps=st.integers(1, 12))
-    @precondition(lambda self: self.desk.having(RUNS, PAUSED))
-    def swap_out(self, data: st.DataObject, steps: int) -> None:
-        self.desk.run(steps, swap_out=self.pick(data, RUNS, PAUSED))
-
-    @rule(data=st.data(), steps=st.integers(1, 12), at_once=st.booleans())
-    @precondition(lambda self: self.desk.having(SWAPPED))
-    def swap_in(self, data: st.DataObject, steps: int, at_once: bool) -> None:
-        rows = self.pick(data, SWAPPED)
-        self.desk.run(steps, swap_in=rows, resume=rows if at_once else ())
-
-    @rule(data=st.data(), steps=st.integers(1, 12))
-    @precondition(lambda self: self.desk.having(PAUSED))
-    def resume(self, data: st.DataObject, steps: int) -> None:
-        self.desk.run(steps, resume=self.pick(data, PAUSED))
-
-    def teardown(self) -> None:
-        assert self.desk.finish() == alone("llama")
-
-
-TestRounds = Rounds.TestCase
-TestRounds.settings = settings(
-    max_examples=8, stateful_step_count=20, deadline=None, suppress_health_check=list(HealthCheck)
-)
 
 
 @pytest.mark.parametrize("changes", [{}, {"joining": "shape"}], ids=["embedded", "shaped"])

@@ -172,8 +172,10 @@ class RebatchEngine(TransformersEngine):
             done = self._prefiller.advance(bounded=bounded)
             if done is not None:
                 group, logits = done
-                step = self._batch.welcome(group.newcomers, group.caches(), logits)
-                self._prefiller.release(group)
+                try:
+                    step = self._batch.welcome(group.newcomers, group.caches(), logits)
+                finally:  # memory may be too short for the batch to grow
+                    self._prefiller.release(group)
                 progress.joined_now(step.rows)
                 progress.saw(step)
             if bounded:

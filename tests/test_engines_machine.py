@@ -1,0 +1,120 @@
+"""A hypothesis machine over the engine `rebatch`: any moves, in any order, with memory that fails at any point.
+
+Everybody gets the tokens that transformers' own generate() gives him alone; nothing is counted that is not there.
+`LLMCTL_EXAMPLES` says how many runs of up to 50 rounds; 12 by default.
+"""
+
+import functools
+import os
+import random
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from rounds import DONE, PAUSED, RUNS, SWAPPED, WAITS, Desk, failing, generated_alone, random_rows, rebatch_engine
+
+from toolkit.engines.protocol import OutOfMemory
+
+ROWS = random_rows(1, 16)
+KINDS = [{}, {"chunk_tokens": 9}, {"joining": "shape"}]
+WAYS = {  # what may happen in a round to a row that is somewhere
+    RUNS: [*[()] * 9, ("evict",), ("pause",), ("swap_out",)],
+    PAUSED: [(), ("evict",), ("swap_out",), *[("resume",)] * 2],
+    SWAPPED: [(), (), ("evict",), ("swap_in",), *[("swap_in", "resume")] * 2],
+}
+SEEDS = st.integers(0, (1 << 32) - 1)  # of a round's moves: drawn one by one they would be few
+EXAMPLES = int(os.environ.get("LLMCTL_EXAMPLES", "12"))
+
+
+@functools.cache
+def alone() -> list[tuple[int, ...]]:
+    return generated_alone("llama", ROWS)
+
+
+class Rounds(RuleBasedStateMachine):
+    """Joins, ends, evictions, pauses, resumes, swaps, interruptions, slices beside, and memory that runs out."""
+
+    @initialize(kind=st.sampled_from(range(len(KINDS))))
+    def begin(self, kind: int) -> None:
+        self.engine = rebatch_engine(**KINDS[kind])
+        self.desk = Desk(self.engine, ROWS, whole=not kind)
+        self.entered: set[int] = set()
+
+    @rule(seed=SEEDS)
+    def go_on(self, seed: int) -> None:
+        rng = random.Random(seed)
+        for _ in range(4):
+            self.run(rng)
+
+    @rule(seed=SEEDS, after=st.integers(1, 5), host=st.booleans())
+    def memory_runs_out(self, seed: int, after: int, host: bool) -> None:
+        rng = random.Random(seed)
+        try:
+            with failing(self.engine.host_ledger if host else self.engine.ledger, after):
+                for _ in range(3):
+                    self.run(rng)
+        except OutOfMemory as error:
+            in_host = error.in_host
+        else:
+            return
+        assert self.engine.ledger.used_bytes == 0
+        assert set(in_host) <= set(self.swapped)
+        desk = self.desk
+        for number in desk.having(RUNS, PAUSED, SWAPPED):
+            desk.state[number] = SWAPPED if number in in_host else WAITS
+
+    @rule(numbers=st.sets(st.sampled_from(range(len(ROWS))), min_size=1, max_size=3), steps=st.integers(1, 9))
+    def a_slice_runs_beside(self, numbers: set[int], steps: int) -> None:
+        output = self.engine.run_slice([ROWS[number] for number in numbers], steps, lambda step: True)
+        assert list(output.tokens) == [alone()[number][:steps] for number in numbers]
+
+    @precondition(lambda self: self.desk.having(RUNS, PAUSED, SWAPPED))
+    @rule()
+    def all_leave(self) -> None:
+        self.desk.run(0, evict=tuple(self.desk.having(RUNS, PAUSED, SWAPPED)))
+        self.check()
+        assert self.engine.ledger.used_bytes == self.engine.host_ledger.used_bytes == 0
+
+    def run(self, rng: random.Random) -> None:
+        """A round of any moves."""
+        desk, moves = self.desk, {move: [] for move in ("evict", "pause", "swap_out", "swap_in", "resume")}
+        for state, ways in WAYS.items():
+            for number in desk.having(state):
+                for move in rng.choice(ways):
+                    moves[move].append(number)
+        enter = [number for number in desk.having(WAITS) if rng.random() < 0.3]
+        self.swapped = (*desk.having(SWAPPED), *moves["swap_out"])
+        self.entered.update(enter)
+        desk.stop_after = rng.choice([None, None, 1, 3])
+        named = {move: tuple(numbers) for move, numbers in moves.items()}
+        desk.run(
+            rng.choice([0, 1, 2, 4, 8]), enter=enter, overlap=rng.random() < 0.5, stop_every=rng.randint(1, 3), **named
+        )
+        self.check()
+
+    def check(self) -> None:
+        engine, desk = self.engine, self.desk
+        assert engine.ledger.peak_bytes <= engine.facts.kv_budget_bytes
+        assert bool(engine.ledger.used_bytes) >= bool(desk.whole and desk.having(RUNS, PAUSED))
+        if not desk.having(RUNS, PAUSED):
+            assert engine.ledger.used_bytes == 0
+        if desk.whole:
+            held = sum(len(desk.as_row(number).tokens) - 1 for number in desk.having(SWAPPED))
+            assert engine.host_ledger.used_bytes == held * engine.facts.kv_bytes_per_token
+        for number, got in enumerate(desk.got):
+            assert tuple(got) == alone()[number][: len(got)]
+
+    def teardown(self) -> None:
+        desk = self.desk
+        desk.stop_after = None
+        for number in set(range(len(ROWS))) - self.entered:
+            desk.state[number] = DONE
+        got = desk.finish()
+        assert [got[number] for number in self.entered] == [alone()[number] for number in self.entered]
+        assert self.engine.ledger.used_bytes == self.engine.host_ledger.used_bytes == 0
+
+
+TestRounds = Rounds.TestCase
+TestRounds.settings = settings(
+    max_examples=EXAMPLES, stateful_step_count=12, deadline=None, suppress_health_check=list(HealthCheck)
+)
