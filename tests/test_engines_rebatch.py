@@ -3,13 +3,19 @@
 import functools
 import random
 
+import msgspec
 import pytest
 import tiny
 from rounds import PAUSED, RUNS, WAITS, Desk, free_row, generated_alone, random_rows, rebatch_engine
 
-from toolkit.engines.protocol import OutOfMemory, SamplingParams
+from toolkit.engines.protocol import OutOfMemory, Row, SamplingParams
 from toolkit.engines.rebatch_engine import RebatchEngine
 from toolkit.errors import EngineError
+
+
+def replace(row: Row, sampling: SamplingParams) -> Row:
+    return msgspec.structs.replace(row, max_new_tokens=25, sampling=sampling)
+
 
 ARCHITECTURES = ["llama", "qwen2", "qwen3", "mistral", "gpt2", "opt", "gpt_neox"]
 ROWS = random_rows(0, 24)
@@ -35,19 +41,24 @@ def test_tokens_equal_those_of_each_request_alone(kind: str, changes: dict[str, 
     assert desk.engine.ledger.used_bytes == desk.engine.host_ledger.used_bytes == 0
 
 
+SAMPLINGS = {
+    "temperature": SamplingParams(temperature=1.0),
+    "top_p": SamplingParams(temperature=0.9, top_p=0.8),
+    "top_k": SamplingParams(temperature=1.2, top_k=20),
+    "min_p": SamplingParams(temperature=0.7, min_p=0.05),
+    "repetition_penalty": SamplingParams(repetition_penalty=1.5),
+    "stop_token_ids": SamplingParams(temperature=1.0, stop_token_ids=tuple(range(60))),
+    "min_tokens": SamplingParams(temperature=1.0, min_tokens=12),
+    "ignore_eos": SamplingParams(temperature=1.0, ignore_eos=True),
+    "all": SamplingParams(1.1, 0.95, 50, 0.01, 1.2, ignore_eos=True, min_tokens=5, stop_token_ids=tuple(range(30))),
+}
+
+
 @pytest.mark.parametrize("changes", [{}, {"joining": "shape"}], ids=["embedded", "shaped"])
-@pytest.mark.parametrize(
-    "sampling",
-    [
-        SamplingParams(temperature=0.9, top_p=0.9),
-        SamplingParams(temperature=1.2, top_k=20, repetition_penalty=1.3),
-        SamplingParams(temperature=0.7, min_p=0.05, min_tokens=6),
-        SamplingParams(repetition_penalty=1.5, stop_token_ids=tuple(range(40))),
-    ],
-)
-def test_sampled_tokens_equal_those_of_static_batches(sampling: SamplingParams, changes: dict[str, object]) -> None:
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+def test_sampled_tokens_equal_those_of_static_batches(sampling: str, changes: dict[str, object]) -> None:
     engine = rebatch_engine(**changes)
-    rows = random_rows(3, 12, sampling)
+    rows = random_rows(3, 12, SAMPLINGS[sampling])
     rows[::4] = random_rows(4, 12)[::4]  # greedy ones among them
     static = [engine.run_slice([row], 1000, lambda step: True).tokens[0] for row in rows]
     desk = Desk(engine, rows, whole=not changes)
@@ -55,6 +66,21 @@ def test_sampled_tokens_equal_those_of_static_batches(sampling: SamplingParams, 
     for _ in range(25):
         desk.at_random(rng)
     assert desk.finish() == static
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+def test_each_way_of_sampling_gives_another_text(sampling: str) -> None:
+    plain, told = (random_rows(5, 12, how) for how in (SamplingParams(temperature=1.0), SAMPLINGS[sampling]))
+    plain = random_rows(5, 12) if sampling == "temperature" else plain
+    engine = rebatch_engine()
+    texts = [[engine.run_slice([row], 1000, lambda step: True).tokens[0] for row in rows] for rows in (plain, told)]
+    assert texts[0] != texts[1]
+
+
+def test_a_seed_gives_one_text_and_another_seed_another() -> None:
+    desk = Desk(rebatch_engine(), [replace(random_rows(6, 1)[0], SamplingParams(1.0, seed=seed)) for seed in (1, 2, 1)])
+    first, second, third = desk.finish()
+    assert first == third != second
 
 
 def test_a_round_ends_when_any_row_does() -> None:
@@ -265,6 +291,7 @@ SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "v
         ({"model_type": "mamba", "hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 300}, "'mamba'"),
         ({"model_type": "mistral", "sliding_window": 50, "head_dim": 8, **SMALL}, "'mistral' slides a window of 50"),
         ({"model_type": "jamba", **SMALL}, "'jamba'"),
+        ({"model_type": "qwen3_next", "num_key_value_heads": 2, **SMALL}, "'qwen3_next'"),
         ({"model_type": "t5", "vocab_size": 300}, "'t5' is not a causal language model"),
     ],
 )

@@ -58,6 +58,12 @@ CASES = {
     "baton": ("rebatch", "baton", {"memory_threshold": 0.6, "headroom_steps": 1}),
     "baton, shaping": ("rebatch", "baton", {"decoupled": False, "memory_threshold": 0.6, "headroom_steps": 1}),
 }
+SAMPLINGS = (
+    SamplingParams(),
+    SamplingParams(temperature=1.0, top_p=0.9, seed=7),
+    SamplingParams(temperature=0.8, top_k=40, min_p=0.01, seed=8),
+    SamplingParams(repetition_penalty=1.3, min_tokens=3, ignore_eos=True, stop_token_ids=(260,)),
+)
 CAPACITY = 110  # tokens: two or three of the requests at their ends
 TROUBLES = 4  # times that memory is short
 
@@ -88,12 +94,13 @@ def planned() -> list[Worker]:
 
 
 def asks() -> list[tuple[Ask, tuple[str, ...]]]:
-    """Of different length and urgency; each third has a stop string that ends it on its way."""
+    """Of different length, urgency and sampling; each third has a stop string that ends it on its way."""
     rng = random.Random(0)
     found = []
     for number in range(14):
         prompt = f"request number {number}"[: 4 + number]
-        ask = Ask(f"r{number}", tuple(prompt.encode()), rng.randint(2, 30), SamplingParams(), (0, 1, -1)[number % 3])
+        sampling = SAMPLINGS[number % len(SAMPLINGS)]
+        ask = Ask(f"r{number}", tuple(prompt.encode()), rng.randint(2, 30), sampling, (0, 1, -1)[number % 3])
         text = TextOutput(ByteDetokenizer()).feed(alone(ask)[0], "").text
         found.append((ask, (text[len(text) // 2 :][:2],) if number % 3 == 1 and len(text) > 6 else ()))
     return found
@@ -107,7 +114,8 @@ def engine() -> TransformersEngine:
 @functools.cache
 def alone(ask: Ask) -> tuple[tuple[int, ...], str]:
     """What a request gets when nobody else is there, and how it ends."""
-    output = engine().run_slice([Row("alone", ask.prompt, 0, ask.max_new_tokens)], 100, lambda step: True)
+    row = Row("alone", ask.prompt, 0, ask.max_new_tokens, ask.sampling)
+    output = engine().run_slice([row], 100, lambda step: True)
     return output.tokens[0], output.finish[0]
 
 
