@@ -11,7 +11,7 @@ process, greedily, in float32 on two threads; there is no HTTP and no worker pro
 - static batching (the paper's Benchmark): `sequence`, slices that run until all rows of a batch have ended.
 - PD: as many rows are prefilled apart, in groups of like length, and put together; the next come when all have ended.
   The paper's PD also keeps rows that ended in the batch; here, as in all but static batching, they leave it.
-- shaping (its BATON): `baton` with `decoupled=false` and an engine that joins by shaping. The padding of a pass is
+- shaping (its BATON): `baton` and an engine that joins by shaping. The padding of a pass is
   taken out of the cache at once, where the paper keeps it until all columns before it are released.
 - embedding (its BATON-PD): `baton`.
 
@@ -72,7 +72,7 @@ FREE = SamplingParams(ignore_eos=True)
 METHODS: dict[str, tuple[str, dict[str, Value]]] = {
     "static batching": ("sequence", {}),
     "PD": ("baton", {}),
-    "shaping": ("baton", {"decoupled": False}),
+    "shaping": ("baton", {}),
     "embedding": ("baton", {}),
 }
 PAPERS_NAME = {"static batching": "static batching", "shaping": "shaping, padding kept", "embedding": "decoupled"}
@@ -102,7 +102,8 @@ class Floor:
         engine = self._engines["shape" if method == "shaping" else "embed"]
         desk = Desk(engine, queries)
         memory = ZetaMemory(engine.facts.capacity_tokens)
-        scheduler = Scheduler(make_policy(name, parameters | {rows: size}), [Worker(0, STEP_LAW, memory)])
+        worker = Worker(0, STEP_LAW, memory, joining=engine.facts.joining)
+        scheduler = Scheduler(make_policy(name, parameters | {rows: size}), [worker])
         engine.ledger.peak_bytes = engine.ledger.used_bytes
         wave = size if method == "PD" else len(queries)
         start_s = time.perf_counter()

@@ -15,7 +15,7 @@ The laws are assumed, not fitted, since the paper gives none: Llama-2-7B in 16 b
   peak.
 
 Static batching is `sequence`. The paper's BATON-PD is `baton`. Its BATON, which it calls equal to Orca in throughput,
-is `baton` with `decoupled=false` but for one thing: there a pass takes its padding out of the cache, as the engine
+is `baton` where rows join by shaping, but for one thing: there a pass takes its padding out of the cache, as the engine
 `rebatch` does, and the paper keeps it until all columns before it are released (section 4.1). `kept_padding` is
 simulated here only. The paper's PD, static batches after grouped prefills, is not. Memory is not bounded, and its
 peak is shown; beside the weights (12.6 GiB), an A6000 has room for 35 GiB.
@@ -37,16 +37,17 @@ from toolkit.estimators.memory import ZetaMemory
 from toolkit.files.fit import Segment
 from toolkit.sched.policies import make_policy
 from toolkit.sched.policies.parameters import Value
+from toolkit.sched.types import Joining
 from toolkit.sim.api import World, simulate
 from toolkit.traces.types import Trace
 
 KV_BYTES = 2 * 32 * 4096 * 2  # per token
 STEP_S = PREFILL_S = 0.03
 UNBOUNDED = 10_000_000  # tokens
-METHODS: dict[str, tuple[str, dict[str, Value]]] = {
-    "static batching": ("sequence", {}),
-    "shaping": ("baton", {"decoupled": False, "max_prefill_tokens": UNBOUNDED}),
-    "decoupled": ("baton", {"max_prefill_tokens": UNBOUNDED}),
+METHODS: dict[str, tuple[str, dict[str, Value], Joining | None]] = {
+    "static batching": ("sequence", {}, None),
+    "shaping": ("baton", {"max_prefill_tokens": UNBOUNDED}, "shape"),
+    "decoupled": ("baton", {"max_prefill_tokens": UNBOUNDED}, "embed"),
 }
 KEPT = "shaping, padding kept"
 SHOWN = ("static batching", KEPT, "shaping", "decoupled")
@@ -95,8 +96,8 @@ def simulated(method: str, size: int, queries: Lengths, latency: SegmentedLaw) -
     """One run of a policy."""
     prompts, outputs = np.array(queries, dtype=np.int64).T
     trace = Trace(np.zeros(len(queries)), prompts, outputs, outputs)
-    world = World(latency, ZetaMemory(UNBOUNDED), 1, int(outputs.max()))
-    policy, parameters = METHODS[method]
+    policy, parameters, joining = METHODS[method]
+    world = World(latency, ZetaMemory(UNBOUNDED), 1, int(outputs.max()), joining=joining)
     rows = "batch_size" if policy == "sequence" else "max_batch_size"
     result = simulate(trace, make_policy(policy, parameters | {rows: size}), world)
     peak = result.counters["peak_memory_percent"] / 100.0 * UNBOUNDED

@@ -2,7 +2,6 @@
 
 import random
 from collections import Counter
-from functools import partial
 
 import pytest
 from rounds import FREE, Desk, rebatch_engine
@@ -12,10 +11,8 @@ from toolkit.estimators.laws import bilinear_law
 from toolkit.estimators.memory import ZetaMemory
 from toolkit.estimators.swap import LinearSwap
 from toolkit.sched.policies import make_policy
-from toolkit.sched.protocols import Rebatches
 from toolkit.sched.scheduler import Scheduler
-from toolkit.sched.types import Batch, Moves, Request, RoundResult, Worker
-from toolkit.sim.continuous import RoundWorker
+from toolkit.sched.types import Batch, Joining, Moves, Request, RoundResult, Worker
 from toolkit.sim.ledger import Ledger
 from toolkit.sim.loop import run
 from toolkit.sim.slab import SlabWorker
@@ -31,7 +28,7 @@ MOVES = {"pause", "resume", "swap_out", "swap_in"}
 class Both:
     """The simulated worker, and an engine that runs the same rounds; they have to say the same of each."""
 
-    def __init__(self, simulated: RoundWorker, desk: Desk) -> None:
+    def __init__(self, simulated: SlabWorker, desk: Desk) -> None:
         self.simulated = simulated
         self.desk = desk
         self.interrupted = False
@@ -56,43 +53,41 @@ class Both:
         output = self.desk.run(steps, enter=enter, overlap=moves.overlap, **named)
         assert (output.steps, set(output.ended)) == (result.steps, set(map(int, result.ended)))
         assert set(output.joined) == {(number, int(not result.prefilled)) for number in enter}
-        if isinstance(self.simulated, SlabWorker):
-            assert output.padded_tokens <= CAPACITY
+        assert output.padded_tokens <= CAPACITY
         self.moved.update({name: len(numbers) for name, numbers in named.items()})
         return result
 
 
 @pytest.mark.parametrize(
-    ("policy", "parameters", "does"),
+    ("policy", "parameters", "joining", "does"),
     [
-        ("fcfs", {}, set()),
-        ("conservative", {"interval_steps": 3}, set()),
-        ("aggressive", {"watermark": 1.0}, {"evict"}),
-        ("past-future", {}, set()),
-        ("mlfq", {"quantum_s": 3.0, "starvation_s": 60.0, "max_batch_size": 3}, MOVES),
-        ("mlfq", {"quantum_s": 2.0, "swap": "reactive"}, MOVES - {"pause"}),
-        ("mlfq", {"quantum_s": 2.0}, MOVES - {"pause"}),
-        ("baton", {"max_batch_size": 4}, set()),
-        ("baton", {"memory_threshold": 0.6, "headroom_steps": 1, "max_prefill_tokens": 40}, MOVES - {"pause"}),
-        ("baton", {"decoupled": False, "headroom_steps": 1, "memory_threshold": 0.6}, MOVES - {"pause"}),
+        ("fcfs", {}, "embed", set()),
+        ("conservative", {"interval_steps": 3}, "embed", set()),
+        ("aggressive", {"watermark": 1.0}, "embed", {"evict"}),
+        ("aggressive", {"watermark": 1.0}, "shape", set()),
+        ("past-future", {}, "embed", set()),
+        ("mlfq", {"quantum_s": 3.0, "starvation_s": 60.0, "max_batch_size": 3}, "embed", MOVES),
+        ("mlfq", {"quantum_s": 2.0, "swap": "reactive"}, "embed", MOVES),
+        ("mlfq", {"quantum_s": 2.0}, "embed", MOVES),
+        ("mlfq", {"quantum_s": 2.0}, "shape", MOVES),
+        ("baton", {"max_batch_size": 4}, "embed", set()),
+        ("baton", {"memory_threshold": 0.6, "headroom_steps": 1, "max_prefill_tokens": 40}, "embed", MOVES - {"pause"}),
+        ("baton", {"headroom_steps": 1, "memory_threshold": 0.6}, "shape", MOVES - {"pause"}),
     ],
 )
 def test_the_engine_does_what_the_simulated_worker_does(
-    policy: str, parameters: dict[str, object], does: set[str]
+    policy: str, parameters: dict[str, object], joining: Joining, does: set[str]
 ) -> None:
     rng = random.Random(0)
     lengths = [(rng.randint(1, 60), rng.randint(1, 30)) for _ in range(30)]
     requests = [Request(str(k), 4.0 * k, prompt, 30) for k, (prompt, _) in enumerate(lengths)]
     rows = [Row(str(k), (k,) * prompt, 0, output, FREE) for k, (prompt, output) in enumerate(lengths)]
-    worker = Worker(0, LAW, ZetaMemory(CAPACITY), swap=SWAP, host_tokens=5000)
+    worker = Worker(0, LAW, ZetaMemory(CAPACITY), swap=SWAP, host_tokens=5000, joining=joining)
     ledger = Ledger([request.arrival_s for request in requests], [output for _, output in lengths], 1)
     numbers = {request.request_id: k for k, request in enumerate(requests)}
-    chosen = make_policy(policy, parameters)
-    joining = chosen.joining if isinstance(chosen, Rebatches) else None
-    kind = partial(SlabWorker, joining=joining) if joining else RoundWorker
-    engine = rebatch_engine(joining=joining or "embed")
-    both = Both(kind(0, LAW, ledger, numbers, swap=SWAP), Desk(engine, rows))
-    assert run(Scheduler(chosen, [worker]), requests, [both]) == []
+    simulated = SlabWorker(0, LAW, ledger, numbers, swap=SWAP, joining=joining, capacity_tokens=CAPACITY)
+    both = Both(simulated, Desk(rebatch_engine(joining=joining), rows))
+    assert run(Scheduler(make_policy(policy, parameters), [worker]), requests, [both]) == []
     assert [len(tokens) for tokens in both.desk.got] == [output for _, output in lengths]
     assert {name for name, count in both.moved.items() if count} == does
     assert (both.moved["evict"], both.moved["swap_out"]) == (ledger.evictions, ledger.swaps_out)

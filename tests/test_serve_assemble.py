@@ -5,7 +5,9 @@ import samples
 
 from toolkit.errors import InputError
 from toolkit.files.plan import Plan, PlannedPolicy
+from toolkit.files.profile import EngineFacts
 from toolkit.serve.assemble import make_scheduler
+from toolkit.sim.api import world_from_fit
 
 
 def plan(policy: str, engine: str = "transformers", **changes: object) -> Plan:
@@ -27,6 +29,18 @@ def test_every_policy_that_needs_no_oracle_is_served_by_an_engine_that_keeps_its
     assert make_scheduler(plan(policy, "rebatch")).policy.name == policy
 
 
+@pytest.mark.parametrize(
+    ("engine", "said", "joining"),
+    [("fake", {}, None), ("rebatch", {}, "embed"), ("rebatch", {"joining": "shape"}, "shape")],
+)
+def test_both_clocks_know_from_the_engine_how_rows_take_memory(engine: str, said: dict[str, str], joining: str) -> None:
+    facts = samples.fit().engine.model_dump(exclude={"joining"}) | {"engine": engine} | said
+    fit = samples.fit().model_copy(update={"engine": EngineFacts(**facts)})
+    planned = plan("past-future", "rebatch").model_copy(update={"fit": fit})
+    assert [worker.joining for worker in make_scheduler(planned).workers] == [joining] * 2
+    assert world_from_fit(fit, workers=1, max_new_tokens=9).worker(0).joining == joining
+
+
 @pytest.mark.parametrize("policy", ["slice", "sequence"])
 def test_static_policies_are_served(policy: str) -> None:
     assert make_scheduler(plan(policy)).policy.name == policy
@@ -45,21 +59,7 @@ def test_what_no_server_here_can_run_is_refused_by_name(policy: str, reason: str
     assert caught.value.message.startswith(reason)
 
 
-@pytest.mark.parametrize(
-    ("policy", "changes", "reason"),
-    [
-        (
-            "baton",
-            {"joining": "shape"},
-            "policy 'baton' reckons with engine.joining 'embed', and the recipe has 'shape'",
-        ),
-        ("past-future", {"joining": "shape"}, "policy 'past-future' reckons with engine.joining 'embed'"),
-        ("past-future", {"chunk_tokens": 64}, "engine.chunk_tokens is 64; schedulers count on whole prefills"),
-    ],
-)
-def test_an_engine_that_would_join_otherwise_than_the_policy_reckons_is_refused(
-    policy: str, changes: dict[str, object], reason: str
-) -> None:
+def test_an_engine_that_would_prefill_otherwise_than_schedulers_reckon_is_refused() -> None:
     with pytest.raises(InputError) as caught:
-        make_scheduler(plan(policy, "rebatch", **changes))
-    assert caught.value.message.startswith(reason)
+        make_scheduler(plan("past-future", "rebatch", chunk_tokens=64))
+    assert caught.value.message.startswith("engine.chunk_tokens is 64; schedulers count on whole prefills")

@@ -56,7 +56,7 @@ def make_plan(
 def _check_servable(policy: Policy, recipe: Recipe, tuning: Tuning | None) -> None:
     """`InputError` where the engine cannot run `policy`; its hint is the best of the tuning's policies that it can."""
     try:
-        refuse_unservable(policy, recipe.engine.name, recipe.engine.joining)
+        refuse_unservable(policy, recipe.engine.name)
     except InputError as error:
         served = [one for one in tuning.policies if one.refusal is None] if tuning else []
         if not served:

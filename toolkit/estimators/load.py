@@ -11,6 +11,7 @@ from toolkit.estimators.rounds import law_of_rounds
 from toolkit.estimators.swap import LinearSwap, swap_from_fit
 from toolkit.files.fit import Fit, MemoryFit
 from toolkit.sched.protocols import LatencyLaw, MemoryLaw
+from toolkit.sched.types import Joining
 
 
 @dataclass(slots=True, frozen=True)
@@ -18,7 +19,8 @@ class Laws:
     """One worker's laws. `latency` includes what serving adds to the `engine`'s own time; `edge` is for simulation.
 
     `rounds` and `round_memory` are those of a worker that keeps its rows; without measured rounds, those of batches.
-    Without a measured link to host memory there is no `swap` and there are no `host_tokens`.
+    Without a measured link to host memory there is no `swap` and there are no `host_tokens`. `joining` is how rows join
+    the engine's running batch where that is one padded slab; None: its memory is paged.
     """
 
     latency: WithOverhead
@@ -27,6 +29,7 @@ class Laws:
     edge: MemoryEdge
     swap: LinearSwap | None = None
     host_tokens: int = 0
+    joining: Joining | None = None
     rounds: LatencyLaw = field(kw_only=True)
     round_memory: MemoryLaw = field(kw_only=True)
 
@@ -43,7 +46,8 @@ def laws_from_fit(fit: Fit) -> Laws:
     if fit.rounds:
         rounds = law_of_rounds(engine, fit.rounds)
         round_memory = ZetaMemory(fit.memory.capacity_tokens, fit.rounds.usable_share)
-    return Laws(latency, engine, memory, edge, swap, host_tokens, rounds=rounds, round_memory=round_memory)
+    joining = fit.engine.joining
+    return Laws(latency, engine, memory, edge, swap, host_tokens, joining, rounds=rounds, round_memory=round_memory)
 
 
 def memory_from_fit(fit: MemoryFit) -> tuple[MemoryLaw, MemoryEdge]:

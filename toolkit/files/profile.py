@@ -72,6 +72,11 @@ class EngineFacts(Strict):
     prefill_emits_token: bool = Field(description="True: a slice of S tokens is a prefill and S - 1 decode iterations")
     max_rows: int | None = Field(default=None, description="requests that run at once; None: memory alone limits")
     lacks: list[str] = Field(default=[], description="of a server: what it does not do as OpenAI's API has it")
+    joining: Literal["embed", "shape"] | None = Field(
+        default_factory=lambda facts: "embed" if facts["engine"] == "rebatch" else None,
+        description="how rows join the running batch where that is one padded slab of rows x the longest; "
+        "none: what rows hold adds up, as in a paged cache",
+    )
 
 
 class Profile(Envelope):

@@ -100,6 +100,18 @@ def future_peak(used: NDArray[np.int64], remaining: NDArray[np.int64]) -> int:
 
 
 @njit
+def padded_peak(used: NDArray[np.int64], remaining: NDArray[np.int64]) -> int:
+    """`future_peak` where all rows are one slab: the most that rows x the longest of those still there will come to."""
+    order = np.argsort(remaining)
+    longest, peak, n = 0, 0, len(used)
+    for i in range(n):
+        k = order[n - 1 - i]
+        longest = max(longest, used[k])
+        peak = max(peak, (i + 1) * (longest + remaining[k]))
+    return peak
+
+
+@njit
 def slices_left(joined: NDArray[np.int64], steps: int, first: int, period: int, interval: int) -> NDArray[np.int64]:
     """Decode steps until each resident's slice is over; a whole period where it is over just now.
 
@@ -153,14 +165,22 @@ def _sampled_length(history: NDArray[np.int64], generated: int, limit: int, u: f
 
 
 @njit
-def _insert_and_peak(keys: NDArray[np.int64], n: int, key: int) -> int:
-    """Put `key` into the first n of `keys`, which descend; the peak of all n + 1. A key is remaining << 32 | used."""
+def _insert_and_peak(keys: NDArray[np.int64], n: int, key: int, padded: bool) -> int:
+    """Put `key` into the first n of `keys`, which descend; the peak of all n + 1. A key is remaining << 32 | used.
+
+    The peak is that of `padded_peak` or `future_peak`.
+    """
     at = n
     while at > 0 and keys[at - 1] < key:
         keys[at] = keys[at - 1]
         at -= 1
     keys[at] = key
     held, peak = 0, 0
+    if padded:
+        for i in range(n + 1):
+            held = max(held, keys[i] & 0xFFFFFFFF)
+            peak = max(peak, (i + 1) * (held + (keys[i] >> 32)))
+        return peak
     for i in range(n + 1):
         held += keys[i] & 0xFFFFFFFF
         peak = max(peak, held + (i + 1) * (keys[i] >> 32))
@@ -176,6 +196,7 @@ def admit_past_future(
     limit_tokens: float,
     samples: int,
     seed: int,
+    padded: bool = False,
 ) -> int:
     """How many of those who wait Past-Future admits (its Algorithm 1): while the predicted peak stays below a limit.
 
@@ -186,6 +207,7 @@ def admit_past_future(
         limit_tokens: the peak must stay below it.
         samples: sets of sampled lengths; the highest of their peaks counts.
         seed: of the samples.
+        padded: whether memory is rows x the longest of them.
     """
     n: int = table.shape[1]
     m: int = waiting.shape[1]
@@ -208,14 +230,18 @@ def admit_past_future(
             else:
                 final = min(int(history[int(u * len(history))]), limit)
             key = ((final - generated) << 32) | waiting[0, k]
-            if _insert_and_peak(keys[s], n + k, key) >= limit_tokens:
+            if _insert_and_peak(keys[s], n + k, key, padded) >= limit_tokens:
                 return k
     return m
 
 
 @njit
 def admit_knowing(
-    used: NDArray[np.int64], remaining: NDArray[np.int64], waiting: NDArray[np.int64], limit_tokens: float
+    used: NDArray[np.int64],
+    remaining: NDArray[np.int64],
+    waiting: NDArray[np.int64],
+    limit_tokens: float,
+    padded: bool = False,
 ) -> int:
     """As `admit_past_future` where all lengths are known: `waiting` is [2, m], used and remaining."""
     n = len(used)
@@ -227,6 +253,6 @@ def admit_knowing(
     for i in range(n):
         keys[i] = -keys[i]
     for k in range(m):
-        if _insert_and_peak(keys, n + k, (waiting[1, k] << 32) | waiting[0, k]) >= limit_tokens:
+        if _insert_and_peak(keys, n + k, (waiting[1, k] << 32) | waiting[0, k], padded) >= limit_tokens:
             return k
     return m

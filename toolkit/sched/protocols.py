@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from toolkit.sched.history import History
-from toolkit.sched.types import Decision, Job, Joining, View
+from toolkit.sched.types import Decision, Job, View
 
 
 class LatencyLaw(Protocol):
@@ -67,7 +67,9 @@ class MemoryLaw(Protocol):
 
     @property
     def usable_tokens(self) -> int:
-        """Tokens of KV cache that rows of any lengths may hold together: what continuous batching counts against."""
+        """Tokens of KV cache that rows may take together, padding counted where the engine pads: what continuous
+        batching counts against.
+        """
         ...
 
 
@@ -108,16 +110,6 @@ class LooksBack(Protocol):
 
     def first_history(self) -> History:
         """The history before the first request ends."""
-        ...
-
-
-@runtime_checkable
-class Rebatches(Protocol):
-    """A continuous policy for an engine whose running batch is one padded slab of rows x the longest (BATON)."""
-
-    @property
-    def joining(self) -> Joining:
-        """How those who enter join it; the engine has to be set to the same."""
         ...
 
 

@@ -21,16 +21,19 @@ LENGTH, GENERATED, LIMIT, JOINED = range(4)  # the rows of `Residents.table`
 class Residents:
     """Jobs in the order of their admission, and the tokens that they hold.
 
-    `steps` counts the worker's decode steps so far; `committed` is the sum of prompt + max_new_tokens.
+    `steps` counts the worker's decode steps so far; `committed` is the sum of prompt + max_new_tokens. The longest is
+    looked for only once somebody has asked, and again where it has left.
     """
 
-    __slots__ = ("_base", "_slots", "_table", "committed", "jobs", "steps")
+    __slots__ = ("_base", "_longest", "_longest_promise", "_slots", "_table", "committed", "jobs", "steps")
 
     def __init__(self) -> None:
         self.jobs: dict[Job, None] = {}
         self.steps = 0
         self.committed = 0
         self._base = 0  # sum of length - joined
+        self._longest: int | None = None  # the largest length - joined; None: to be looked for
+        self._longest_promise: int | None = None
         self._slots: list[Job] = []
         self._table: NDArray[np.int64] | None = None
 
@@ -42,6 +45,24 @@ class Residents:
         """Tokens of KV cache that the residents hold: prompt and generated."""
         return self._base + len(self.jobs) * self.steps
 
+    @property
+    def longest(self) -> int:
+        """Tokens that the longest of them holds; 0 where there is none."""
+        if not self.jobs:
+            return 0
+        if self._longest is None:
+            self._longest = max([job.length - job.joined for job in self.jobs])
+        return self._longest + self.steps
+
+    @property
+    def longest_promise(self) -> int:
+        """The largest prompt + max_new_tokens; 0 where nobody is there."""
+        if not self.jobs:
+            return 0
+        if self._longest_promise is None:
+            self._longest_promise = max([job.limit_tokens for job in self.jobs])
+        return self._longest_promise
+
     def join(self, job: Job) -> None:
         """The job decodes from here on, once its input is prefilled or its cache is back."""
         steps = self.steps
@@ -49,6 +70,10 @@ class Residents:
         self.jobs[job] = None
         self._base += job.length - steps
         self.committed += job.request.prompt_tokens + job.request.max_new_tokens
+        if self._longest is not None:
+            self._longest = max(self._longest, job.length - steps)
+        if self._longest_promise is not None:
+            self._longest_promise = max(self._longest_promise, job.limit_tokens)
         if self._table is not None:
             self._write(job)
 
@@ -58,6 +83,8 @@ class Residents:
             job.length += 1
             job.generated += 1
             self._base += 1
+            if self._longest is not None:
+                self._longest = max(self._longest, job.length - job.joined)
             if self._table is not None:
                 self._table[:LIMIT, job.slot] += 1
 
@@ -67,6 +94,10 @@ class Residents:
         decoded = self.steps - job.joined
         self._base -= job.length - job.joined
         self.committed -= job.request.prompt_tokens + job.request.max_new_tokens
+        if self._longest == job.length - job.joined:
+            self._longest = None
+        if self._longest_promise is not None and self._longest_promise == job.limit_tokens:
+            self._longest_promise = None
         job.length += decoded
         job.generated += decoded
         if self._table is not None:

@@ -73,6 +73,11 @@ class Job:
         """Tokens that this job may still generate."""
         return self.request.max_new_tokens - self.generated
 
+    @property
+    def limit_tokens(self) -> int:
+        """Tokens that it holds at its end if it generates all that it may."""
+        return self.request.prompt_tokens + self.request.max_new_tokens
+
 
 @dataclass(slots=True, frozen=True)
 class Moves:
@@ -176,12 +181,20 @@ class Worker:
     stepped_s: float = 0.0  # when its last decode step ended, as far as it was reported
     swap: SwapLaw | None = None
     host_tokens: int = 0
+    joining: Joining | None = None
     held: Shelf = field(default_factory=Shelf)
     swapped: Shelf = field(default_factory=Shelf)
     capacity_tokens: int = field(init=False)  # of KV cache, as the memory law has it
+    emits: int = field(init=False)  # tokens that a prefill gives: 1 or 0
 
     def __post_init__(self) -> None:
         self.capacity_tokens = self.memory.usable_tokens
+        self.emits = int(self.latency.prefill_emits_token)
+
+    @property
+    def padded(self) -> bool:
+        """Whether its running batch is one slab: memory is rows x the longest."""
+        return self.joining is not None
 
     @property
     def idle(self) -> bool:

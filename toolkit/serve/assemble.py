@@ -22,7 +22,7 @@ def make_scheduler(plan: Plan, event_sink: Callable[[Event], None] | None = None
     if engine.name == ELSEWHERE:
         hint = "replay a trace against it with: llmctl bench --plan plan.json --url " + str(engine.url)
         raise InputError(f"engine '{ELSEWHERE}' is a server already, at {engine.url}; there is nothing to start", hint)
-    refuse_unservable(policy, engine.name, engine.joining)
+    refuse_unservable(policy, engine.name)
     if policy.continuous and engine.chunk_tokens:
         raise InputError(
             f"engine.chunk_tokens is {engine.chunk_tokens}; schedulers count on whole prefills before a round's steps",
@@ -31,7 +31,8 @@ def make_scheduler(plan: Plan, event_sink: Callable[[Event], None] | None = None
     laws = laws_from_fit(plan.fit)
     latency, memory = (laws.rounds, laws.round_memory) if policy.continuous else (laws.latency, laws.memory)
     workers = [
-        Worker(index, latency, memory, swap=laws.swap, host_tokens=laws.host_tokens) for index in range(plan.workers)
+        Worker(index, latency, memory, swap=laws.swap, host_tokens=laws.host_tokens, joining=laws.joining)
+        for index in range(plan.workers)
     ]
     if event_sink is None:
         return Scheduler(policy, workers)

@@ -11,9 +11,9 @@ from toolkit.estimators.edge import MemoryEdge, uniform_draw
 from toolkit.estimators.load import laws_from_fit
 from toolkit.files.fit import Fit
 from toolkit.metrics import Served, sla_ratios, summarize
-from toolkit.sched.protocols import LatencyLaw, MemoryLaw, Oracle, Policy, Rebatches, SwapLaw
+from toolkit.sched.protocols import LatencyLaw, MemoryLaw, Oracle, Policy, SwapLaw
 from toolkit.sched.scheduler import Scheduler
-from toolkit.sched.types import Refusal, Request, Worker
+from toolkit.sched.types import Joining, Refusal, Request, Worker
 from toolkit.sim.continuous import RoundWorker
 from toolkit.sim.ledger import Ledger, RunsOut
 from toolkit.sim.loop import VirtualWorker, run
@@ -46,7 +46,8 @@ class World:
     that the scheduler knows, where it is not the one that holds. `valid` is where the laws were measured; None: they
     hold everywhere. Where there is a law `swap`, caches can be swapped to `host_tokens` of host memory per worker.
     `rounds` has the laws under continuous policies, where they are others. `finished` are the output lengths of
-    requests that ended before the first arrives, for policies that look back.
+    requests that ended before the first arrives, for policies that look back. `joining` is how rows join a worker's
+    running batch where that is one padded slab, as on the engine `rebatch`; None: memory is paged.
     """
 
     latency: LatencyLaw
@@ -66,6 +67,7 @@ class World:
     valid: Validity | None = None
     swap: SwapLaw | None = None
     host_tokens: int = 0
+    joining: Joining | None = None
     rounds: RoundLaws | None = None
     finished: tuple[int, ...] = ()
 
@@ -79,7 +81,8 @@ class World:
     def worker(self, index: int) -> Worker:
         """A worker as the scheduler knows it."""
         host_tokens = self.host_tokens if self.swap else 0
-        return Worker(index, self.believed or self.latency, self.memory, swap=self.swap, host_tokens=host_tokens)
+        latency = self.believed or self.latency
+        return Worker(index, latency, self.memory, swap=self.swap, host_tokens=host_tokens, joining=self.joining)
 
 
 def world_from_fit(fit: Fit, *, workers: int, max_new_tokens: int, seed: int = 0, flush_s: float = 0.0) -> World:
@@ -100,6 +103,7 @@ def world_from_fit(fit: Fit, *, workers: int, max_new_tokens: int, seed: int = 0
         swap=laws.swap,
         host_tokens=laws.host_tokens,
         rounds=RoundLaws(laws.rounds, laws.round_memory) if fit.rounds else None,
+        joining=laws.joining,
     )
 
 
@@ -173,9 +177,9 @@ def virtual_workers(
         valid = None  # nothing to count
     if policy.continuous:
         rounds: Callable[..., RoundWorker] = RoundWorker if valid is None else partial(CountingRoundWorker, valid)
-        if isinstance(policy, Rebatches):
+        if world.joining is not None:
             padded = SlabWorker if valid is None else partial(CountingSlabWorker, valid)
-            rounds = partial(padded, joining=policy.joining)
+            rounds = partial(padded, joining=world.joining, capacity_tokens=world.memory.usable_tokens)
         return [
             rounds(k, latency, ledger, number, world.round_runs_out, swap=world.swap, future=world.future_memory)
             for k in range(world.workers)

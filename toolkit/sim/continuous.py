@@ -155,9 +155,7 @@ class RoundWorker:
             self._give_tokens(self._tokenless, self._prefilled_s)
             self._gaps.joined(self._prefilled_s)
         if ran:
-            n, used = len(self._resident), self.used
-            if moves is not None:
-                used += self._kept(moves)
+            n, used = len(self._resident), self.used + self._beside(moves)
             row_steps = n * ran
             ledger.decoding_steps += ran
             ledger.row_steps += row_steps
@@ -167,8 +165,7 @@ class RoundWorker:
             self._step_gaps(n, ran)
             self._steps += ran
         if moves is not None and moves.overlap:
-            ledger.swap_wait_s += done_s - self._stepped_s
-            self._shelves.transfer(moves)
+            self._transferred(moves, done_s)
         return RoundResult(batch.batch_id, index, ran, self._end_those_due() if self._ends[0][0] <= self._steps else ())
 
     def _move(self, moves: Moves, now_s: float) -> float:
@@ -203,9 +200,15 @@ class RoundWorker:
             heappush(self._ends, (self._steps + outputs[k] - job.generated, admission, job))
         self._resumed += jobs
 
-    def _kept(self, moves: Moves) -> int:
+    def _transferred(self, moves: Moves, done_s: float) -> None:
+        """Transfers beside a round are done."""
+        self._ledger.swap_wait_s += done_s - self._stepped_s
+        self._shelves.transfer(moves)
+
+    def _beside(self, moves: Moves | None) -> int:
         """Tokens on the device besides the residents', those in transfer with them."""
-        return self._shelves.device_tokens + (self._shelves.arriving(moves) if moves.overlap else 0)
+        shelves = self._shelves
+        return shelves.device_tokens + (shelves.arriving(moves) if moves is not None and moves.overlap else 0)
 
     def _prefill(self, batch: Batch) -> float:
         """Seconds that it takes those who enter, who are resident from here on."""

@@ -1,6 +1,7 @@
 """A simulated worker whose running batch is one padded slab of KV cache, as on the engine `rebatch` (BATON, section 4).
 
-It differs from its base in two things. Memory is rows x the longest of them. And who enters joins in one of two ways:
+It differs from its base in three things. Memory is rows x the longest of them. A round that would take more than there
+is runs out of it at that step, and all caches on the device are lost. And who enters joins in one of two ways:
 
 - embed: prefilled apart, in groups of like length one after the other, then put into the slab;
 - shape: prefilled in a step of those who run, all padded to the longest who enters. It costs what a prefill of all rows
@@ -10,27 +11,17 @@ It differs from its base in two things. Memory is rows x the longest of them. An
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from toolkit.sched.footprint import peak_to_come
 from toolkit.sched.likeness import groups_alike
-from toolkit.sched.types import Batch, Failure, Joining, RoundResult
+from toolkit.sched.types import Batch, Failure, Joining, Moves, RoundResult
 from toolkit.sim.continuous import RoundWorker
-
-
-def padded_peak(used: NDArray[np.int64], remaining: NDArray[np.int64]) -> int:
-    """M* of Past-Future's Eq. 2-4 on a slab: the most that rows x the longest of those still there will come to.
-
-    Args:
-        used: tokens of each row now [n].
-        remaining: the steps that each has left [n].
-    """
-    order = np.argsort(-remaining, kind="stable")
-    longest = np.maximum.accumulate(used[order]) + remaining[order]
-    return int((longest * np.arange(1, len(order) + 1)).max())
 
 
 class SlabWorker(RoundWorker):
@@ -38,10 +29,14 @@ class SlabWorker(RoundWorker):
 
     Args:
         joining: how those who enter do so.
+        capacity_tokens: what the slab, and whatever else is on the device, may take; None: there is no end of it. A row
+            that is alone has room for its prefill.
     """
 
-    def __init__(self, *args: Any, joining: Joining, **options: Any) -> None:
+    def __init__(self, *args: Any, joining: Joining, capacity_tokens: int | None = None, **options: Any) -> None:
         super().__init__(*args, **options)
+        self._capacity = math.inf if capacity_tokens is None else capacity_tokens
+        self._spills_after = -1  # decode steps of the current round for which memory suffices; -1: for all
         self._shapes = joining == "shape"
         self._shaped = 0  # 1 where the current round's prefill is a step
         self._passes: list[tuple[int, int, float]] = []  # of its prefill, but for the last: rows, mark, end in seconds
@@ -52,18 +47,28 @@ class SlabWorker(RoundWorker):
         return len(self._resident) * self._width()
 
     def _peak_to_come(self, used: NDArray[np.int64], remaining: NDArray[np.int64]) -> int:
-        return padded_peak(used, remaining)
+        return peak_to_come(used, remaining, padded=True)
 
     def run(self, batch: Batch, now_s: float) -> float:
         """Start a round; when it will end, in seconds, if nobody interrupts it."""
-        self._shaped = 0
+        self._shaped, self._spills_after = 0, -1
         super().run(batch, now_s)
+        if self._failure:
+            return self._done_s
         if self._shaped and self._ran == batch.steps:  # the pass was the first of them
-            self._ran = ran = batch.steps - 1
-            decoded_s = self._decode_s(len(self._resident), self._length(), ran) if ran else 0.0
-            self._stepped_s = self._prefilled_s + decoded_s
-            self._done_s = max(self._stepped_s, self._moved_s)
+            self._stop_after(batch.steps - 1)
+        n = len(self._resident)
+        left, width = self._capacity - self._beside(batch.moves), self._width()
+        if n * (width + self._ran) > left:
+            self._spills_after = max(int(left // n) - width, 0)
+            self._stop_after(self._spills_after)
         return self._done_s
+
+    def _stop_after(self, steps: int) -> None:
+        self._ran = steps
+        decoded_s = self._decode_s(len(self._resident), self._length(), steps) if steps else 0.0
+        self._stepped_s = self._prefilled_s + decoded_s
+        self._done_s = max(self._stepped_s, self._moved_s)
 
     def finish(self) -> RoundResult:
         """The round has ended: write down what happened in it."""
@@ -76,16 +81,37 @@ class SlabWorker(RoundWorker):
             del self._tokenless[:rows]
             self._gaps.joined(at_s, mark)
         self._passes.clear()
+        spills = not self._failure and self._ran == self._spills_after
         result = super().finish()
         if self._shaped:
             result.steps += 1
             result.prefilled = False
+        if spills:
+            self._shaped = 0  # its step is done
+            self._fail("oom")
+            result.failure = "oom"
         return result
+
+    def _transferred(self, moves: Moves, done_s: float) -> None:
+        if self._ran != self._spills_after:
+            super()._transferred(moves, done_s)
 
     def _prefill(self, batch: Batch) -> float:
         there = len(self._resident)
-        if self._shapes and there:
-            return self._shape(batch, there)
+        seconds = self._shape(batch, there) if self._shapes and there else self._prefill_apart(batch)
+        if not self._failure and self._passing(batch, there) > self._capacity:
+            self._fail("oom")
+        return seconds
+
+    def _passing(self, batch: Batch, there: int) -> int:
+        """The most that there is while those who enter are prefilled: see `SlabFootprint`."""
+        n = len(self._resident)
+        if n == 1:
+            return 0
+        longer = batch.input_length * (n if self._shapes and there else 1)
+        return n * (self._width() - self._shaped) + longer + self._beside(batch.moves)
+
+    def _prefill_apart(self, batch: Batch) -> float:
         if self._shapes or len(batch.jobs) == 1:
             return super()._prefill(batch)
         groups = groups_alike([job.length for job in batch.jobs])
@@ -114,7 +140,7 @@ class SlabWorker(RoundWorker):
         assert batch is not None
         ledger.decoding_steps += 1
         ledger.row_steps += n
-        taken = self.used + n * (batch.input_length - 1) + (self._kept(batch.moves) if batch.moves else 0)
+        taken = self.used + n * (batch.input_length - 1) + self._beside(batch.moves)
         ledger.peak_tokens = max(ledger.peak_tokens, taken)
         ledger.memory_token_steps += taken
         if ledger.token_gaps is not None:

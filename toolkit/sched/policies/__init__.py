@@ -18,7 +18,7 @@ from toolkit.sched.policies.sequence import SequencePolicy
 from toolkit.sched.policies.slice import SlicePolicy
 from toolkit.sched.policies.slice_continuous import SliceContinuousPolicy
 from toolkit.sched.policies.srpt_oracle import SrptOracle
-from toolkit.sched.protocols import Policy, Rebatches
+from toolkit.sched.protocols import Policy
 
 POLICIES: dict[str, type[Policy]] = {
     policy.name: policy
@@ -59,8 +59,8 @@ def refuse_oracle(name: str) -> None:
         )
 
 
-def refuse_unservable(policy: Policy, engine: str, joining: str = "embed") -> None:
-    """`InputError` if no server can run `policy` on the recipe's `engine.name` and `engine.joining`."""
+def refuse_unservable(policy: Policy, engine: str) -> None:
+    """`InputError` if no server can run `policy` on the recipe's `engine.name`."""
     refuse_oracle(policy.name)
     if engine == ELSEWHERE:
         return  # the policy says what that server does
@@ -68,10 +68,4 @@ def refuse_unservable(policy: Policy, engine: str, joining: str = "embed") -> No
         raise InputError(
             f"policy '{policy.name}' needs an engine that re-batches; '{engine}' runs static batches",
             f"set engine.name to {REBATCHING[0]} and profile it, or serve 'slice' or 'sequence'",
-        )
-    wanted = policy.joining if isinstance(policy, Rebatches) else "embed"
-    if policy.continuous and joining != wanted:
-        raise InputError(
-            f"policy '{policy.name}' reckons with engine.joining '{wanted}', and the recipe has '{joining}'",
-            f"set engine.joining to {wanted} and profile it anew",
         )

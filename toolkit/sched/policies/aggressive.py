@@ -5,13 +5,13 @@ What vLLM does (Past-Future, section 2.3).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+from toolkit.sched.footprint import Footprint
 from toolkit.sched.policies.continuous import ContinuousPolicy
 from toolkit.sched.policies.parameters import knob
-from toolkit.sched.types import Job, View, Worker
+from toolkit.sched.types import Job, Worker
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,16 +25,8 @@ class AggressivePolicy(ContinuousPolicy):
 
     watermark: float = knob(0.95, low=0.01, high=1, search=(0.5, 1.0), doc="share of the capacity that may be filled")
 
-    def admit(self, view: View, worker: Worker, candidates: Sequence[Job]) -> int:
-        used, limit = worker.residents.used, self.watermark * worker.capacity_tokens
-        for count, job in enumerate(candidates):
-            if used + self._asks(job) > limit:
-                return count
-            used += job.length
-        return len(candidates)
-
-    def hopeful(self, worker: Worker, job: Job, used: int, committed: int) -> bool:
-        return used + self._asks(job) <= self.watermark * worker.capacity_tokens
+    def hopeful(self, worker: Worker, job: Job, there: Footprint) -> bool:
+        return there.taken_with(self._asks(job)) <= self.watermark * worker.capacity_tokens
 
     def _asks(self, job: Job) -> int:
         """Tokens that a newcomer is counted with; the artifact leaves out what one that was evicted had generated."""

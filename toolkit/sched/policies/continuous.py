@@ -3,7 +3,7 @@
 A worker runs one round after the other. Each `interval_steps` decode steps, and whenever it is empty, those who wait at
 it may enter, first come first served; how many, is the policy's own question. Before a round, the last admitted are
 evicted until one more step fits; they wait again before all others, and keep their tokens. A round ends before memory
-is passed, so capacity holds at every step.
+is passed, so capacity holds at every step. What rows take of it, paged or padded, is their footprint's to say.
 
 Where requests have priorities, those who are more urgent come first: the least urgent are evicted first, and where the
 most urgent who waits may not enter, as many of those who are less urgent are evicted as it takes, if that suffices.
@@ -11,12 +11,12 @@ most urgent who waits may not enter, as many of those who are less urgent are ev
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+from toolkit.sched.footprint import Footprint, footprint
 from toolkit.sched.policies.parameters import choice, knob, validate
 from toolkit.sched.policies.routers import ROUTERS
 from toolkit.sched.types import NO_LIMIT, Batch, Decision, Job, View, Worker
@@ -24,7 +24,7 @@ from toolkit.sched.types import NO_LIMIT, Batch, Decision, Job, View, Worker
 
 @dataclass(frozen=True, slots=True)
 class ContinuousPolicy(ABC):
-    """Base of the continuous policies: subclasses say who may enter (`admit`).
+    """Base of the continuous policies: subclasses say who may enter (`hopeful`, and `admit` where that is not all).
 
     `interval_steps` is the paper's 10 in Past-Future's Table 1; its `max_prefill_tokens` there is 32,768.
     """
@@ -48,19 +48,19 @@ class ContinuousPolicy(ABC):
         validate(self)
 
     @abstractmethod
-    def admit(self, view: View, worker: Worker, candidates: Sequence[Job]) -> int:
-        """How many of `candidates`, in their order, may enter by the policy's own criterion.
-
-        They fit the memory as it is now, and each but the first is `hopeful` if those before it enter. Where nobody is
-        resident, the first is admitted whatever this says: what fits alone is never left waiting.
-        """
-
-    @abstractmethod
-    def hopeful(self, worker: Worker, job: Job, used: int, committed: int) -> bool:
-        """Whether `job` may be admitted before a resident ends, given the tokens that residents use and may come to.
+    def hopeful(self, worker: Worker, job: Job, there: Footprint) -> bool:
+        """Whether `job` may be admitted beside those who are `there` before one of them ends.
 
         `False` must be certain: nobody asks again until one ends, which is what lets a round be long.
         """
+
+    def admit(self, view: View, worker: Worker, candidates: Sequence[Job]) -> int:
+        """How many of `candidates`, in their order, may enter by the policy's own criterion.
+
+        They fit the memory as it is now, and each is `hopeful` if those before it enter, but for the first where nobody
+        is resident: it is admitted whatever this says, since what fits alone is never left waiting.
+        """
+        return len(candidates)
 
     def longest_round(self, worker: Worker, entering: int) -> int:
         """The most decode steps until the policy wants to decide something that no end of a job brings about.
@@ -86,45 +86,40 @@ class ContinuousPolicy(ABC):
 
     def _could_use(self, view: View, worker: Worker) -> bool:
         """Whether the running round should stop, since the first who waits may enter before one ends."""
-        running, inbox, residents = worker.running, worker.inbox, worker.residents
+        running, inbox = worker.running, worker.inbox
         if running is None or running.interrupted or not inbox:
             return False
-        if self._may_enter(worker, inbox[0], len(residents.jobs), residents.used, residents.committed):
+        if self._may_enter(worker, inbox[0], footprint(worker)):
             return True
         return view.prioritised and bool(self._giving_way(worker, inbox[0])[0])
 
     def _round(self, view: View, worker: Worker) -> Batch:
         residents, inbox, interval = worker.residents, worker.inbox, self.interval_steps
-        used, committed, rows = residents.used, residents.committed, len(residents.jobs)
-        capacity = worker.capacity_tokens
+        there, capacity = footprint(worker), worker.capacity_tokens
         entering: list[Job] = []
         evicted: list[Job] = []
         longest = 0
-        if used + rows > capacity:
+        if there.needs > capacity:
             for job in last_first(worker) if view.prioritised else reversed(residents.jobs):
                 evicted.append(job)
-                used -= job.length + residents.steps - job.joined
-                committed -= limit_tokens(job)
-                rows -= 1
-                if used + rows <= capacity:
+                there.leave(job)
+                if there.needs <= capacity:
                     break
-        elif inbox and (not rows or residents.steps % interval == 0):
-            entering = self._entering(view, worker)
+        elif inbox and (not there.rows or residents.steps % interval == 0):
+            entering = self._entering(view, worker, there)
             if not entering and view.prioritised:
-                evicted, rows, used, committed = self._giving_way(worker, inbox[0])
+                evicted, there = self._giving_way(worker, inbox[0])
                 entering = [inbox[0]] if evicted else []
-            emits = worker.latency.prefill_emits_token
             for job in entering:
-                used += job.length + emits
-                committed += limit_tokens(job)
-                rows += 1
+                there.enter(job)
                 if job.length > longest:
                     longest = job.length
-        steps = max(min((capacity - used) // rows, self.longest_round(worker, len(entering))), 1)
+            there.prefilled()
+        steps = max(min(there.room(capacity), self.longest_round(worker, len(entering))), 1)
         if evicted or len(inbox) > len(entering) or inbox.behind:
             others = inbox.waiting > len(entering) and (entering or not evicted)
             first = inbox.after(len(entering)) if others else evicted[-1]
-            if self._may_enter(worker, first, rows, used, committed):
+            if self._may_enter(worker, first, there):
                 steps = min(steps, interval - residents.steps % interval)
         return Batch(
             worker.index,
@@ -138,67 +133,55 @@ class ContinuousPolicy(ABC):
             stop_every=interval,
         )
 
-    def _entering(self, view: View, worker: Worker) -> list[Job]:
-        residents, inbox = worker.residents, worker.inbox
-        resident, used, committed, prefill = len(residents.jobs), residents.used, residents.committed, 0
-        if not self._may_enter(worker, inbox[0], resident, used, committed):
+    def _entering(self, view: View, worker: Worker, there: Footprint) -> list[Job]:
+        inbox = worker.inbox
+        if not self._may_enter(worker, inbox[0], there):
             return []
-        most, most_prefill = self.rows(worker) - resident, self.max_prefill_tokens
-        emits = worker.latency.prefill_emits_token
-        room = math.inf if self.overfill else worker.capacity_tokens - used - resident - 1 - emits
+        most, most_prefill, prefill = self.rows(worker) - there.rows, self.max_prefill_tokens, 0
+        overfill, capacity, then = self.overfill, worker.capacity_tokens, footprint(worker)
         candidates: list[Job] = []
         for job in inbox:
-            length = job.length
-            if prefill >= most_prefill or len(candidates) >= most or length > room:
+            if prefill >= most_prefill or len(candidates) >= most:
                 break
-            if candidates and not self.hopeful(worker, job, used + prefill, committed):
+            if not (overfill or then.fits(job.length, capacity)):
+                break
+            if candidates and not self.hopeful(worker, job, then):
                 break
             candidates.append(job)
-            prefill += length
-            committed += limit_tokens(job)
-            room -= length + 1 + emits
+            prefill += job.length
+            then.enter(job)
         if not candidates:
-            return [] if resident else [inbox[0]]  # alone it may fill the memory to its last token
+            return [] if there.rows else [inbox[0]]  # alone it may fill the memory to its last token
         admitted = self.admit(view, worker, candidates)
-        return candidates[: admitted if resident else admitted or 1]
+        return candidates[: admitted if there.rows else admitted or 1]
 
-    def _giving_way(self, worker: Worker, job: Job) -> tuple[list[Job], int, int, int]:
+    def _giving_way(self, worker: Worker, job: Job) -> tuple[list[Job], Footprint]:
         """The less urgent residents who must leave so that `job` may enter; nobody, where it may not even so.
 
-        Then the rows, used and committed tokens of those who stay.
+        Then what those who stay take.
         """
-        residents = worker.residents
-        rows, used, committed = len(residents.jobs), residents.used, residents.committed
-        grows = 1 + worker.latency.prefill_emits_token
+        there = footprint(worker)
         leaving: list[Job] = []
         for other in last_first(worker):
             if other.request.priority <= job.request.priority:
                 break
             leaving.append(other)
-            used -= other.length + residents.steps - other.joined
-            committed -= limit_tokens(other)
-            rows -= 1
-            fits = used + rows + job.length + grows <= worker.capacity_tokens
-            if fits and self._may_enter(worker, job, rows, used, committed):
-                return leaving, rows, used, committed
-        return [], len(residents.jobs), residents.used, residents.committed
+            there.leave(other)
+            if there.fits(job.length, there.capacity) and self._may_enter(worker, job, there):
+                return leaving, there
+        return [], footprint(worker)
 
-    def _may_enter(self, worker: Worker, job: Job, rows: int, used: int, committed: int) -> bool:
+    def _may_enter(self, worker: Worker, job: Job, there: Footprint) -> bool:
         """Whether an attempt makes sense before one ends: both kinds of room only shrink until then."""
-        if not rows:
+        if not there.rows:
             return True
-        if rows >= self.rows(worker):
+        if there.rows >= self.rows(worker):
             return False
-        if used + job.length + rows + 1 > worker.capacity_tokens and not self.overfill:
+        if not (self.overfill or there.fits(job.length, worker.capacity_tokens)):
             return False
-        return self.hopeful(worker, job, used, committed)
+        return self.hopeful(worker, job, there)
 
 
 def last_first(worker: Worker) -> list[Job]:
     """Residents in the order in which they are evicted: the least urgent, and of these who was admitted last."""
     return sorted(worker.residents.jobs, key=lambda job: job.request.priority)[::-1]
-
-
-def limit_tokens(job: Job) -> int:
-    """Tokens that a job holds at its end if it generates all that it may."""
-    return job.request.prompt_tokens + job.request.max_new_tokens

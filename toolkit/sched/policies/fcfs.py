@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from toolkit.sched.policies.continuous import ContinuousPolicy, limit_tokens
+from toolkit.sched.footprint import Footprint
+from toolkit.sched.policies.continuous import ContinuousPolicy
 from toolkit.sched.policies.parameters import knob
-from toolkit.sched.types import Job, View, Worker
+from toolkit.sched.types import Job, Worker
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,13 +22,5 @@ class FcfsPolicy(ContinuousPolicy):
     def rows(self, worker: Worker) -> int:
         return min(self.max_batch_size, worker.row_limit)
 
-    def admit(self, view: View, worker: Worker, candidates: Sequence[Job]) -> int:
-        committed, capacity = worker.residents.committed, worker.capacity_tokens
-        for count, job in enumerate(candidates):
-            committed += limit_tokens(job)
-            if committed > capacity:
-                return count
-        return len(candidates)
-
-    def hopeful(self, worker: Worker, job: Job, used: int, committed: int) -> bool:
-        return committed + limit_tokens(job) <= worker.capacity_tokens
+    def hopeful(self, worker: Worker, job: Job, there: Footprint) -> bool:
+        return there.promised_with(job.limit_tokens) <= worker.capacity_tokens

@@ -13,6 +13,7 @@ from typing import ClassVar
 
 import numpy as np
 
+from toolkit.sched.footprint import Footprint
 from toolkit.sched.history import History
 from toolkit.sched.kernels import admit_past_future
 from toolkit.sched.policies.continuous import ContinuousPolicy
@@ -48,7 +49,8 @@ class PastFuturePolicy(ContinuousPolicy):
         waiting = np.array([(job.length, job.generated, job.request.max_new_tokens) for job in candidates]).T
         seed = view.rng.bit_generator.random_raw() >> 1  # 63 bits: one type for the kernel
         limit = (1.0 - self.reserve) * worker.capacity_tokens
-        return int(admit_past_future(table, residents.steps, waiting, view.finished.ascending(), limit, sets, seed))
+        past = view.finished.ascending()
+        return int(admit_past_future(table, residents.steps, waiting, past, limit, sets, seed, worker.padded))
 
-    def hopeful(self, worker: Worker, job: Job, used: int, committed: int) -> bool:
-        return used + job.length < (1.0 - self.reserve) * worker.capacity_tokens
+    def hopeful(self, worker: Worker, job: Job, there: Footprint) -> bool:
+        return there.taken_with(job.length) < (1.0 - self.reserve) * worker.capacity_tokens

@@ -9,6 +9,7 @@ from typing import ClassVar
 import numpy as np
 
 from toolkit.errors import InputError
+from toolkit.sched.footprint import Footprint
 from toolkit.sched.kernels import admit_knowing
 from toolkit.sched.policies.continuous import ContinuousPolicy
 from toolkit.sched.types import Job, View, Worker
@@ -27,8 +28,8 @@ class PastFutureOracle(ContinuousPolicy):
     def admit(self, view: View, worker: Worker, candidates: Sequence[Job]) -> int:
         raise InputError(f"policy '{self.name}' needs the true output lengths", "it runs in simulations only")
 
-    def hopeful(self, worker: Worker, job: Job, used: int, committed: int) -> bool:
-        return used + job.length < worker.capacity_tokens
+    def hopeful(self, worker: Worker, job: Job, there: Footprint) -> bool:
+        return there.taken_with(job.length) < worker.capacity_tokens
 
 
 class _Told(PastFutureOracle):
@@ -47,7 +48,7 @@ class _Told(PastFutureOracle):
         used = np.array([job.length + steps - job.joined for job in jobs], dtype=np.int64)
         remaining = np.array([self._remaining(job) - steps + job.joined for job in jobs], dtype=np.int64)
         waiting = np.array([(job.length, self._remaining(job)) for job in candidates]).T
-        return int(admit_knowing(used, remaining, waiting, float(worker.capacity_tokens)))
+        return int(admit_knowing(used, remaining, waiting, float(worker.capacity_tokens), worker.padded))
 
     def _remaining(self, job: Job) -> int:
         return self._output_tokens[job.request.request_id] - job.generated

@@ -17,6 +17,7 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
+from toolkit.sched.footprint import Footprint
 from toolkit.sched.inbox import RECALLED
 from toolkit.sched.kernels import future_peak
 from toolkit.sched.policies.parameters import knob
@@ -96,12 +97,13 @@ class PastFutureSlaPolicy(PastFuturePolicy):
         outputs = np.minimum(np.concatenate([table[LIMIT], waiting[2]]), expected_output(view))
         return used, np.maximum(outputs - generated, 1)
 
-    def _may_enter(self, worker: Worker, job: Job, rows: int, used: int, committed: int) -> bool:
+    def _may_enter(self, worker: Worker, job: Job, there: Footprint) -> bool:
         """Whether anybody might: who comes first changes with time, and may be as short as one token."""
-        if not rows:
+        if not there.rows:
             return True
-        limit = min((1.0 - self.reserve) * worker.capacity_tokens, worker.capacity_tokens - rows)
-        return rows < self.rows(worker) and used + 1 < limit
+        if there.rows >= self.rows(worker) or not there.fits(1, worker.capacity_tokens):
+            return False
+        return there.taken_with(1) < (1.0 - self.reserve) * worker.capacity_tokens
 
     def _in_turn(self, worker: Worker) -> bool:
         """Whether this attempt is one of those in which who has waited longest comes first."""

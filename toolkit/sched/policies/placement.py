@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from operator import attrgetter
 
+from toolkit.sched.footprint import Footprint, footprint
 from toolkit.sched.protocols import LatencyLaw
 from toolkit.sched.ranked import RankedInbox
 from toolkit.sched.types import Job, Moves, Worker
@@ -80,8 +81,19 @@ class Newcomers:
 
 def free_places(worker: Worker) -> int:
     """Tokens that caches may still take on the device and in host memory together; residents' by the last report."""
-    device = worker.capacity_tokens - worker.residents.used - worker.held.tokens
+    device = worker.capacity_tokens - footprint(worker).taken - worker.held.tokens
     return device + worker.host_tokens - worker.swapped.tokens
+
+
+def together(worker: Worker, rows: Sequence[Row]) -> Footprint:
+    """What `rows` take when they run together and nobody else does."""
+    found = footprint(worker).emptied()
+    for row in rows:
+        if row.place is Place.INBOX:
+            found.enter(row.job)
+        else:
+            found.join(row.tokens)
+    return found
 
 
 @dataclass(slots=True)
@@ -115,15 +127,13 @@ class Placement:
         running = {row.job for row in self.run}
         return [row for row in cached if row.job not in running]
 
-    def device_tokens(self, worker: Worker) -> int:
-        """What the device holds after the round's prefill, before its first step."""
-        emits = worker.latency.prefill_emits_token
+    def room(self, worker: Worker) -> int:
+        """Decode steps until those who run, and the caches on the device beside them, take more than there is."""
         running = {row.job.ticket for row in self.run}
-        held = sum([row.tokens + (emits and row.place is Place.INBOX) for row in self.run])
-        held += sum([row.tokens for row in self.kept if row.job.ticket not in running])
+        aside = sum([row.tokens for row in self.kept if row.job.ticket not in running])
         if self.overlap:
-            held += sum([row.tokens for row in (*self.swap_out, *self.swap_in)])
-        return held
+            aside += sum([row.tokens for row in (*self.swap_out, *self.swap_in)])
+        return together(worker, self.run).room(worker.capacity_tokens - aside)
 
     def transfers_s(self, worker: Worker) -> float:
         """Seconds that the round's transfers take, by the worker's law."""
@@ -143,7 +153,7 @@ def _keep(
     `others` have caches; they come in the order in which they will run. `spare` tokens are left for growth, `share` for
     newcomers.
     """
-    free = worker.capacity_tokens - sum([row.needs for row in chosen]) - spare - share
+    free = worker.capacity_tokens - together(worker, chosen).needs - spare - share
     placed = Placement(list(chosen))
     leaving: list[Row] = []
     for row in others:
@@ -198,30 +208,39 @@ def beside_transfers(
     """
     placed = _keep(worker, others, chosen, spare, share, fetch=True)
     placed.overlap, placed.run = True, []
-    free = worker.capacity_tokens - worker.residents.used - worker.held.tokens
-    free += sum([row.tokens for row in placed.evict])
+    there = footprint(worker).emptied()  # its capacity is what the caches beside the rows leave
+    there.capacity -= worker.residents.used + worker.held.tokens - sum([row.tokens for row in placed.evict])
     for row in chosen:
-        if row.place is Place.HOST and row.tokens <= free and row.waits_s < patience_s:
+        if row.place is Place.HOST and row.tokens <= there.capacity - there.needs and row.waits_s < patience_s:
             placed.swap_in.append(row)
             placed.awaited = True
-            free -= row.tokens
-        elif row.place is Place.DEVICE or (row.place is Place.INBOX and row.needs <= free):
+            there.capacity -= row.tokens
+        elif row.place is Place.DEVICE:
             placed.run.append(row)
-            free -= 1 if row.place is Place.DEVICE else row.needs
+            there.capacity += row.tokens
+            there.join(row.tokens)
+        elif row.place is Place.INBOX and there.fits(row.tokens, there.capacity):
+            placed.run.append(row)
+            there.enter(row.job)
         elif row.waits_s >= patience_s:
             return None
         else:
             placed.awaited = True
     for row in sorted(placed.kept, key=attrgetter("rank")):
-        if len(placed.run) < most and free > 0:
+        if len(placed.run) >= most:
+            break
+        there.capacity += row.tokens
+        if there.fits(row.tokens, there.capacity, enters=False):
             placed.run.append(row)
-            free -= 1
-    if free < 0 or not placed.run:
+            there.join(row.tokens)
+        else:
+            there.capacity -= row.tokens
+    if there.needs > there.capacity or not placed.run:
         return None
     for row in placed.fetched:
-        if row.tokens <= free:
+        if row.tokens <= there.capacity - there.needs:
             placed.swap_in.append(row)
-            free -= row.tokens
+            there.capacity -= row.tokens
     return placed
 
 

@@ -25,6 +25,7 @@ from itertools import islice
 from operator import attrgetter
 from typing import ClassVar
 
+from toolkit.sched.footprint import footprint
 from toolkit.sched.policies.parameters import choice, knob, validate
 from toolkit.sched.policies.placement import (
     RUNS,
@@ -127,7 +128,7 @@ class PreemptivePolicy(ABC):
             return True
         if len(ranks) >= self._most(worker):
             return False
-        return inbox[-1].length + 2 + len(ranks) <= worker.capacity_tokens - residents.used
+        return footprint(worker).fits(inbox[-1].length, worker.capacity_tokens)
 
     def _most(self, worker: Worker) -> int:
         return min(self.max_batch_size, worker.row_limit)
@@ -180,7 +181,8 @@ class PreemptivePolicy(ABC):
         Who runs already goes on while one more step fits; who joins needs room for more, or each step would move one.
         No cache is dropped so that another may be computed: who enters needs a place for what he displaces.
         """
-        free, most, prefill = worker.capacity_tokens, self._most(worker), 0
+        capacity, most, prefill = worker.capacity_tokens, self._most(worker), 0
+        there = footprint(worker).emptied()
         place: float = free_places(worker) if cached else math.inf
         newcomers = Newcomers(worker, now_s, self.patience_s)
         chosen: list[Row] = []
@@ -190,17 +192,19 @@ class PreemptivePolicy(ABC):
         while len(chosen) < most and (row or came):
             spare = self._spare(worker, len(chosen) + 1)
             if came and not (row and row.rank < came.rank):
-                if not chosen or came.needs + spare <= min(free, place):
+                if not chosen or (came.needs + spare <= place and there.fits(came.tokens, capacity - spare)):
                     chosen.append(came)
-                    free -= came.needs
+                    there.enter(came.job)
                     place -= came.needs
                     prefill += came.tokens
                 more = self._spare(worker, len(chosen) + 1)
-                came = newcomers.next(free - more, place - more) if prefill < self.max_prefill_tokens else None
+                goes_on = prefill < self.max_prefill_tokens
+                came = newcomers.next(there.widest(capacity - more), place - more) if goes_on else None
             elif row:
-                if not chosen or row.needs + (0 if row.waits_s == RUNS else spare) <= free:
+                limit = capacity - (0 if row.waits_s == RUNS else spare)
+                if not chosen or there.fits(row.tokens, limit, enters=False):
                     chosen.append(row)
-                    free -= row.needs
+                    there.join(row.tokens)
                 row = next(ahead, None)
         return chosen, not newcomers.possible(place - self._spare(worker, len(chosen) + 1))
 
@@ -225,7 +229,7 @@ class PreemptivePolicy(ABC):
         """Steps until something calls for a new decision, by the worker's laws."""
         law, run, n = worker.latency, placed.run, len(placed.run)
         emits = int(law.prefill_emits_token)
-        steps = max((worker.capacity_tokens - placed.device_tokens(worker)) // n, 1)
+        steps = max(placed.room(worker), 1)
         idle = placed.idle(cached)
         if placed.closed and not idle and len(worker.inbox) > len(enter):
             return steps  # whatever the ranks, nobody's turn comes before one ends

@@ -1,7 +1,7 @@
 """Which worker a request goes to, for policies whose requests wait at a worker: a name each, for a parameter.
 
-A router is a function of the view that gives each pooled job a worker, in the pool's order. It counts in tokens, and
-knows of output lengths only what has ended before.
+A router is a function of the view that gives each pooled job a worker, in the pool's order. It counts
+work in tokens, and knows of output lengths only what has ended before.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from toolkit.sched.kernels import future_peak
+from toolkit.sched.footprint import peak_to_come
 from toolkit.sched.residents import GENERATED, LENGTH
 from toolkit.sched.types import Job, View, Worker
 
@@ -76,7 +76,7 @@ def _peak(worker: Worker, newcomers: Sequence[Job], expected: int) -> int:
     jobs = [*_waiting(worker), *newcomers]
     used = np.concatenate([table[LENGTH] + steps, np.array([job.length for job in jobs], dtype=np.int64)])
     generated = np.concatenate([table[GENERATED] + steps, np.array([job.generated for job in jobs], dtype=np.int64)])
-    return int(future_peak(used, np.maximum(expected - generated, 1)))
+    return peak_to_come(used, np.maximum(expected - generated, 1), padded=worker.padded)
 
 
 def _waiting(worker: Worker) -> list[Job]:

@@ -14,7 +14,8 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from toolkit.sched.kernels import admit_knowing, future_peak, slices_left
+from toolkit.sched.footprint import Footprint, peak_to_come
+from toolkit.sched.kernels import admit_knowing, slices_left
 from toolkit.sched.policies.continuous import ContinuousPolicy
 from toolkit.sched.policies.parameters import choice, knob
 from toolkit.sched.policies.routers import ROUTERS
@@ -69,10 +70,10 @@ class SliceContinuousPolicy(ContinuousPolicy):
         emits = worker.latency.prefill_emits_token
         first = self._first_end(worker, worker.residents.steps) - worker.residents.steps
         waiting = np.array([(job.length + emits, min(first, job.remaining_limit - emits)) for job in candidates]).T
-        return int(admit_knowing(used, left, waiting, self._limit(worker) + 1.0))
+        return int(admit_knowing(used, left, waiting, self._limit(worker) + 1.0, worker.padded))
 
-    def hopeful(self, worker: Worker, job: Job, used: int, committed: int) -> bool:
-        return used + job.length < self._limit(worker)
+    def hopeful(self, worker: Worker, job: Job, there: Footprint) -> bool:
+        return there.taken_with(job.length) < self._limit(worker)
 
     def longest_round(self, worker: Worker, entering: int) -> int:
         residents = worker.residents
@@ -93,7 +94,7 @@ class SliceContinuousPolicy(ContinuousPolicy):
         leaving = []
         for job in over:
             staying[job.slot] = True
-            room = future_peak(used[staying], left[staying]) <= limit
+            room = peak_to_come(used[staying], left[staying], padded=worker.padded) <= limit
             if not crowded and (room or staying.sum() == 1):
                 continue
             needs = int(used[job.slot]) + self._period()

@@ -1,0 +1,171 @@
+"""What rows take of a worker's memory: the scheduler's account, the simulated worker's books, and plain sums."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from toolkit.estimators.laws import bilinear_law
+from toolkit.estimators.memory import ZetaMemory
+from toolkit.estimators.swap import LinearSwap
+from toolkit.sched.footprint import footprint, peak_to_come
+from toolkit.sched.policies import make_policy
+from toolkit.sched.scheduler import Scheduler
+from toolkit.sched.types import Job, Request, Worker
+from toolkit.sim.api import World, requests_of, virtual_workers
+from toolkit.sim.ledger import Ledger
+from toolkit.sim.loop import run
+from toolkit.traces.types import Trace
+
+CAPACITY = 400
+LAYOUTS = st.sampled_from([None, "embed", "shape"])
+POLICIES = {
+    "conservative": {"overcommit": 2.0},
+    "aggressive": {"watermark": 1.0, "interval_steps": 2},
+    "past-future": {"reserve": 0.0},
+    "fcfs": {},
+    "mlfq": {"quantum_s": 0.01, "starvation_s": 0.2, "max_batch_size": 4},
+    "baton": {"memory_threshold": 0.8, "headroom_steps": 2},
+}
+
+
+def law(emits):
+    return bilinear_law(p=(1e-5, 1e-4, 1e-6, 1e-3), d=(1e-7, 1e-5, 1e-7, 1e-3), prefill_emits_token=emits)
+
+
+def job(length, limit=50):
+    return Job(Request("any", 0.0, length, limit), 0, length)
+
+
+class Audit:
+    """A policy that decides like another, and compares the scheduler's account with what the worker holds."""
+
+    continuous = True
+
+    def __init__(self, policy):
+        self._policy, self.workers, self.audits = policy, [], 0
+        self.name, self.route = policy.name, policy.route
+        if hasattr(policy, "standings"):
+            self.standings = policy.standings
+
+    def plan(self, view, now_s):
+        for worker in view.free:
+            simulated, shelves = self.workers[worker.index], self.workers[worker.index]._shelves
+            assert footprint(worker).taken == simulated.used
+            assert (worker.held.tokens, worker.swapped.tokens) == (shelves.device_tokens, shelves.host_tokens)
+            self.audits += 1
+        return self._policy.plan(view, now_s)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    rows=st.lists(st.tuples(st.floats(0, 2), st.integers(1, 100), st.integers(1, 80)), min_size=1, max_size=30),
+    name=st.sampled_from(sorted(POLICIES)),
+    joining=LAYOUTS,
+    emits=st.booleans(),
+    host_tokens=st.sampled_from([0, 300]),
+)
+def test_the_scheduler_counts_what_the_simulated_worker_holds(rows, name, joining, emits, host_tokens):
+    arrival, prompt, output = zip(*sorted(rows), strict=True)
+    lengths = [np.array(column, dtype=np.int64) for column in (prompt, output, output)]
+    link = LinearSwap(2e-3, 4e4, 8e4)
+    world = World(law(emits), ZetaMemory(CAPACITY), 2, 80, swap=link, host_tokens=host_tokens, joining=joining)
+    requests, outputs = requests_of(Trace(np.array(arrival), *lengths), 80)
+    policy, ledger = Audit(make_policy(name, POLICIES[name])), Ledger(list(arrival), outputs, 2)
+    policy.workers = virtual_workers(policy, world, ledger, requests)
+    run(Scheduler(policy, [world.worker(k) for k in range(2)]), requests, policy.workers)
+    assert all(ledger.ok)
+    assert policy.audits > 0
+
+
+def worker_with(residents, joining, emits, steps=3):
+    worker = Worker(0, law(emits), ZetaMemory(CAPACITY), joining=joining)
+    for length in residents:
+        worker.residents.join(job(length))
+        worker.residents.steps += steps
+    return worker
+
+
+def held_by(residents, steps=3):
+    """Tokens of each who joined so, one after the other."""
+    n = len(residents)
+    return [length + steps * (n - k) for k, length in enumerate(residents)]
+
+
+def plainly(worker, there, entering, steps):
+    """The most that rows `there` and those `entering` take until `steps` are done; lists of tokens."""
+    emits, n = worker.emits, len(there) + len(entering)
+    shaped = worker.joining == "shape" and there and entering
+    now = there + [length + (0 if shaped else emits) for length in entering]
+    if not worker.padded:
+        return sum(now) + n * steps
+    beside = max(entering, default=0)
+    passing = n * (max(now) + beside) if shaped else n * max(now) + beside
+    return max(n * (max(now) + steps), passing if entering else 0)
+
+
+lengths = st.lists(st.integers(1, 120), max_size=6)
+
+
+@settings(max_examples=300, deadline=None)
+@given(lengths, lengths, lengths, st.integers(1, 120), LAYOUTS, st.booleans())
+def test_a_footprint_is_what_the_rows_take_one_by_one(residents, back, entering, length, joining, emits):
+    worker = worker_with(residents, joining, emits)
+    there, held = footprint(worker), held_by(residents) + back
+    for one in back:
+        there.join(one)
+    for one in entering:
+        there.enter(job(one))
+    assert there.rows == len(held) + len(entering)
+    if there.rows:
+        assert there.needs == plainly(worker, held, entering, 1)
+    fits = plainly(worker, held, [*entering, length], 1) <= CAPACITY
+    assert there.fits(length, CAPACITY) == fits
+    joins = plainly(worker, [*held, length], entering, 1) <= CAPACITY
+    assert there.fits(length, CAPACITY, enters=False) == joins
+    assert (length + worker.emits + 1 <= there.widest(CAPACITY)) == fits
+    there.prefilled()
+    if there.rows:
+        room = there.room(CAPACITY)
+        after = plainly(worker, held + [one + emits for one in entering], [], 0)
+        if not (joining == "shape" and held):
+            grown = [room * (len(held) + len(entering)) + after, (room + 1) * (len(held) + len(entering)) + after]
+            assert grown[0] <= CAPACITY < grown[1]
+
+
+@given(lengths.filter(len), LAYOUTS, st.data())
+def test_who_leaves_takes_his_share_with_him(residents, joining, data):
+    worker = worker_with(residents, joining, True)
+    there = footprint(worker)
+    gone = data.draw(st.sets(st.integers(0, len(residents) - 1)))
+    for k in gone:
+        there.leave(list(worker.residents.jobs)[k])
+    stay = [k for k in range(len(residents)) if k not in gone]
+    left = [held_by(residents)[k] for k in stay]
+    assert there.rows == len(stay)
+    assert there.taken == (len(stay) * max(left, default=0) if joining else sum(left))
+    limits = [residents[k] + 50 for k in stay]
+    assert there.promised_with(10) == ((len(stay) + 1) * max([10, *limits]) if joining else sum(limits) + 10)
+
+
+@given(st.lists(st.tuples(st.sampled_from(["join", "leave", "step", "emit", "ask"]), st.integers(1, 50)), max_size=40))
+def test_the_longest_resident_is_found_however_they_come_and_go(moves):
+    residents, jobs = Worker(0, law(True), ZetaMemory(CAPACITY)).residents, []
+    for move, number in moves:
+        if move == "join":
+            jobs.append(job(number, limit=2 * number % 37))
+            residents.join(jobs[-1])
+        elif move == "leave" and jobs:
+            residents.leave(jobs.pop(number % len(jobs)))
+        elif move == "step":
+            residents.steps += number
+        elif move == "emit" and jobs:
+            residents.emitted([jobs[number % len(jobs)]])
+        elif move == "ask":
+            assert residents.longest == max([one.length + residents.steps - one.joined for one in jobs], default=0)
+            assert residents.longest_promise == max([one.limit_tokens for one in jobs], default=0)
+
+
+@pytest.mark.parametrize(("padded", "peak"), [(False, 3 + 5 + 2 * 2), (True, 2 * (5 + 2))])
+def test_the_peak_to_come(padded, peak):
+    assert peak_to_come(np.array([3, 5]), np.array([4, 2]), padded=padded) == peak
