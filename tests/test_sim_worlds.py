@@ -74,6 +74,7 @@ def test_a_setting_of_nobody_is_refused(key: str, message: str, hint: str) -> No
     ("given", "message"),
     [
         ({"capacity_tokens": -1}, "world: capacity_tokens is -1; the limit is at least 0"),
+        ({"memory": "virtual"}, "world: memory is 'virtual'; it is one of engine, paged, slab, slab-shaped"),
         ({"capacity_tokens": 1.5}, "world: capacity_tokens is 1.5; it is a whole number"),
         ({"drain": 1}, "world: drain is 1; it is true or false"),
     ],
@@ -199,3 +200,12 @@ def test_a_stalled_simulation_names_its_state() -> None:
     world: World = make_world(samples.fit(), {})
     with pytest.raises(SimulationStalledError, match=r"2 of 2 requests have not ended, 2 wait and 0 run; a worker's"):
         simulate(trace_of([5, 6], [7, 8]), Idle(), world)
+
+
+@pytest.mark.parametrize(("memory", "joining"), [("paged", None), ("slab", "embed"), ("slab-shaped", "shape")])
+def test_a_world_may_have_another_memory_than_its_engine(memory: str, joining: str | None) -> None:
+    assert make_world(None, {"memory": memory}).joining == joining
+    facts = samples.fit().engine.model_copy(update={"joining": "embed"})
+    fit = samples.fit().model_copy(update={"engine": facts})
+    assert make_world(fit, {"memory": memory}).joining == joining
+    assert make_world(fit, {}).joining == "embed"

@@ -18,8 +18,9 @@ from toolkit.estimators.laws import unit_step
 from toolkit.estimators.memory import ZetaMemory
 from toolkit.files.fit import Fit
 from toolkit.sched.policies import make_policy
-from toolkit.sched.policies.parameters import Value, check, knob, knobs
+from toolkit.sched.policies.parameters import Value, check, choice, knob, knobs
 from toolkit.sched.protocols import Policy
+from toolkit.sched.types import Joining
 from toolkit.sim.api import World, world_from_fit
 from toolkit.traces.types import Trace
 
@@ -27,6 +28,7 @@ UNIT_STEP = "unit-step"
 TABLE_1_CAPACITY = 120_000
 TABLE_1_LIMIT = 4_096
 USUAL_LIMIT = 256  # tokens, as in recipes
+MEMORIES: dict[str, Joining | None] = {"paged": None, "slab": "embed", "slab-shaped": "shape"}
 ARTIFACT: dict[str, dict[str, Value]] = {  # what Table 1's artifact does, and policies here do not by default
     "past-future": {"overfill": True, "initial_count": 500},
     "past-future-oracle": {"overfill": True},
@@ -42,10 +44,15 @@ class WorldSettings:
     capacity_tokens: int = knob(0, doc="tokens of KV cache that a worker holds; 0: as fitted, in unit-step 120,000")
     drain: bool = knob(True, doc="false: stop when the last request is admitted; the default in unit-step")
     limits_hold: bool = knob(True, doc="false: outputs may pass the limits that policies see; the default in unit-step")
+    memory: str = choice("engine", ("engine", *MEMORIES), doc="how rows take memory: " + ", ".join(MEMORIES))
 
     def __post_init__(self) -> None:
         for f in fields(self):
             check("world", f.name, type(f.default), getattr(self, f.name), f.metadata["knob"])
+
+    def joining(self, engines: Joining | None) -> Joining | None:
+        """See `World.joining`; `engines` is what the engine does."""
+        return engines if self.memory == "engine" else MEMORIES[self.memory]
 
 
 def assign_settings(
@@ -92,7 +99,14 @@ def make_world(
         fit = _with_capacity(fit, settings.capacity_tokens)
     limit = max_new_tokens or USUAL_LIMIT
     world = world_from_fit(fit, workers=workers or fit.workers, max_new_tokens=limit, seed=seed)
-    return replace(world, future_memory=True, token_gaps=True, drain=settings.drain, limits_hold=settings.limits_hold)
+    return replace(
+        world,
+        future_memory=True,
+        token_gaps=True,
+        drain=settings.drain,
+        limits_hold=settings.limits_hold,
+        joining=settings.joining(world.joining),
+    )
 
 
 def _unit_step_world(given: Mapping[str, Value], workers: int, max_new_tokens: int, seed: int) -> World:
@@ -107,6 +121,7 @@ def _unit_step_world(given: Mapping[str, Value], workers: int, max_new_tokens: i
         token_gaps=True,
         drain=settings.drain,
         limits_hold=settings.limits_hold,
+        joining=settings.joining(None),
     )
 
 
