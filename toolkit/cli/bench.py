@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -13,11 +13,8 @@ if TYPE_CHECKING:
     from toolkit.bench.client import Load
     from toolkit.bench.report import BenchReport, Warmup
     from toolkit.endpoints.target import Target
-    from toolkit.files.plan import Plan
     from toolkit.traces.types import Trace
 
-DEFAULT_LIMIT = 256  # tokens, as in recipes
-SAFE_VOCABULARY = 256  # tokens that every tokenizer has
 LATE_S = 0.05  # the client's own delay from which on its figures deserve a warning
 
 
@@ -69,6 +66,7 @@ def command(
     """
     from toolkit.bench.client import Load, run, try_out
     from toolkit.bench.costs import counts_or_none, scheduling
+    from toolkit.bench.limits import fitted, limits_of
     from toolkit.bench.predict import predict
     from toolkit.bench.report import Prediction, report, request_lines
     from toolkit.bench.warmup import batch_times, others, slowdown_since
@@ -88,8 +86,8 @@ def command(
     path = trace_path(trace)
     loaded, _ = read_trace(path)
     target = find_target(url, model, api_key)
-    limits = _limits(planned, target, max_new_tokens, vocab_size)
-    whole = _fitted(loaded, limits, rate)
+    limits = limits_of(planned, target, max_new_tokens, vocab_size)
+    whole = fitted(loaded, limits, rate)
     replayed = _excerpt(whole, start, duration)
     lengths = lengths or ("hidden" if target.own else "given")
     dialect = try_out(target, lengths, limits.output)
@@ -134,34 +132,6 @@ def command(
         raise typer.Exit(130)
     if not result.measured["throughput_rps"]:
         raise LlmctlError(f"not one of {result.requests:,} requests was served", "the reasons are above")
-
-
-class Limits(NamedTuple):
-    """What requests must keep to, in tokens."""
-
-    context: int | None  # prompt + output; None: the server does not say
-    output: int
-    vocabulary: int
-
-
-def _limits(plan: Plan | None, target: Target, output: int | None, vocabulary: int | None) -> Limits:
-    """What was asked for, else the plan's, else what the server says, else what any server can do."""
-    if plan is not None:
-        recipe = plan.recipe
-        given = recipe.model.max_model_len, recipe.serve.max_new_tokens, plan.fit.engine.vocab_size
-        return Limits(given[0], output or given[1], vocabulary or given[2])
-    context = target.max_model_len
-    usual = DEFAULT_LIMIT if context is None else min(DEFAULT_LIMIT, context // 2)
-    return Limits(context, output or usual, vocabulary or SAFE_VOCABULARY)
-
-
-def _fitted(trace: Trace, limits: Limits, rate: float | None) -> Trace:
-    """The trace with lengths that the server takes and the wanted rate."""
-    from toolkit.traces.scale import scale_lengths, scale_rate
-
-    if limits.context is not None:
-        trace = scale_lengths(trace, limits.context, limits.output)
-    return trace if rate is None else scale_rate(trace, rate)
 
 
 def _warm_up(target: Target, trace: Trace, load: Load, expected_s: float) -> Warmup | None:

@@ -46,6 +46,7 @@ COMMANDS = {
     "render": Entry("Write the plan that `serve` starts, every value explained."),
     "serve": Entry("Start the server: OpenAI's API, N workers, one scheduler.", "the server has stopped"),
     "bench": Entry("Replay a trace against a server; measured beside predicted."),
+    "validate": Entry("Hold a plan's predictions against the server that runs it."),
     "simulate": Entry("Run a trace through the scheduler with fitted laws, no model."),
     "compare": Entry("Several policies on one trace: a table, and plots."),
     "trace": Entry("Inspect, convert and generate traces."),

@@ -56,6 +56,7 @@ def command(
     """
     from toolkit.cli.output import emit, note, progress
     from toolkit.cli.tuning_report import show
+    from toolkit.cli.validate import note_validation
     from toolkit.files.fit import Fit
     from toolkit.files.io import check_writable, head, read_file, write_file
     from toolkit.traces.read import read_trace
@@ -90,6 +91,7 @@ def command(
     write_file(result, out)
     memo.forget()
     emit(as_json, result, lambda: show(result))
+    note_validation(fit)
     note(f"wrote {out}")
 
 

@@ -20,7 +20,7 @@ from toolkit.files.recipes import load_recipe
 from toolkit.files.validate import read_bytes, validate
 
 AnyPath = str | os.PathLike[str]
-WORKFLOW_ROLES = ("profile", "fit", "tuning")
+WORKFLOW_ROLES = ("profile", "fit", "tuning", "plan")
 
 
 class _MadeFrom(BaseModel):

@@ -1,0 +1,166 @@
+"""Predictions held against a server: errors by metric and request, what is written, when it fails, who shows it."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import samples
+from sse_server import serve_request, sse_server, whole
+
+from toolkit.bench.validate import Pair, beyond, metric_errors, request_errors
+from toolkit.cli.main import run
+from toolkit.deploy.plan import make_plan
+from toolkit.files.io import read_file, write_file
+from toolkit.files.provenance import record_inputs
+from toolkit.files.validation import Validation, WindowResult
+from toolkit.metrics import Served
+
+
+def window(measured: dict[str, float], predicted: dict[str, float]) -> WindowResult:
+    names = ("throughput_rps", "ttft_mean_s", "tpot_mean_s", "e2e_mean_s", "e2e_p95_s")
+    return WindowResult(
+        start_s=0.0,
+        end_s=1.0,
+        requests=1,
+        failed=0,
+        slowdown=1.0,
+        measured=dict.fromkeys(names, 1.0) | measured,
+        predicted=dict.fromkeys(names, 1.0) | predicted,
+    )
+
+
+def served(first: list[float], finish: list[float], ok: list[bool] | None = None) -> Served:
+    n = len(first)
+    return Served(
+        np.zeros(n), np.array(first), np.array(finish), np.ones(n, int), np.zeros(n), np.array(ok or [True] * n)
+    )
+
+
+def test_errors_are_those_of_the_means_and_the_worst_window_keeps_its_sign():
+    found = metric_errors(
+        [
+            window({"ttft_mean_s": 2.0}, {"ttft_mean_s": 1.0}),
+            window({"ttft_mean_s": 2.0}, {"ttft_mean_s": 2.4}),
+        ]
+    )
+    ttft = next(each for each in found if each.metric == "ttft_mean_s")
+    assert (ttft.measured, ttft.predicted) == (2.0, 1.7)
+    assert ttft.error_percent == pytest.approx(-15.0)
+    assert ttft.worst_percent == pytest.approx(-50.0)
+
+
+def test_a_metric_of_which_nothing_was_measured_is_left_out():
+    found = metric_errors([window({"tpot_mean_s": 0.0}, {})])
+    assert "tpot_mean_s" not in [each.metric for each in found]
+
+
+def test_requests_are_compared_one_by_one_where_both_were_served():
+    measured = served([1.0, 1.0, 1.0], [2.0, 2.0, 2.0], [True, True, False])
+    predicted = served([1.1, 0.8, 9.0], [2.0, 3.0, 9.0])
+    ttft, e2e = request_errors([Pair(measured, predicted)])
+    assert (ttft.latency, ttft.requests) == ("ttft", 2)
+    assert ttft.median_percent == pytest.approx(-5.0)
+    assert ttft.median_absolute_percent == pytest.approx(15.0)
+    assert e2e.median_percent == pytest.approx(25.0)
+
+
+def test_the_limit_is_about_throughput_and_means():
+    found = metric_errors([window({}, {"e2e_p95_s": 9.0, "throughput_rps": 0.8})])
+    assert [each.metric for each in beyond(found, 15.0)] == ["throughput_rps"]
+    assert beyond(found, 25.0) == []
+
+
+def write_fit(recipe: Path, fit: Path, capacity_tokens: int) -> None:
+    made_from = record_inputs({"recipe": recipe})
+    write_file(samples.fit(capacity_tokens).model_copy(update={"inputs": made_from}), fit)
+
+
+def render(folder: Path) -> list[str]:
+    given = {"--fit": "fit.json", "--out": "new.json"}
+    options = [word for name, file in given.items() for word in (name, str(folder / file))]
+    return ["render", str(folder / "recipe.json"), *options]
+
+
+@pytest.fixture
+def plan(tmp_path: Path) -> Path:
+    recipe = samples.recipe()
+    inputs = {"recipe": tmp_path / "recipe.json", "fit": tmp_path / "fit.json"}
+    write_file(recipe, inputs["recipe"])
+    write_fit(inputs["recipe"], inputs["fit"], 8192)
+    write_file(make_plan(recipe, samples.fit(), None, inputs), tmp_path / "plan.json")
+    return tmp_path / "plan.json"
+
+
+def validate(plan: Path, url: str, *options: str) -> int:
+    words = ["validate", str(plan), "--url", url, "--windows", "2", "--window", "1", "--rate", "20", *options]
+    with pytest.raises(SystemExit) as ended:
+        run(words)
+    return int(ended.value.code or 0)
+
+
+def test_a_validation_is_written_beside_the_plan_and_shown_by_those_who_predict(
+    plan: Path, capsys: pytest.CaptureFixture[str]
+):
+    with sse_server() as server:
+        server.batch_s = (1.0, 1.0)
+        assert validate(plan, server.url, "--warmup", "0") == 0
+    found = read_file(Validation, plan.with_name("validation.json"))
+    assert len(found.windows) == 2
+    assert {"throughput_rps", "ttft_mean_s", "e2e_mean_s"} <= {each.metric for each in found.metrics}
+    assert found.requests[0].requests == sum(each.requests for each in found.windows)
+    capsys.readouterr()
+    folder = plan.parent
+    with pytest.raises(SystemExit):
+        run(
+            [
+                "render",
+                str(folder / "recipe.json"),
+                "--fit",
+                str(folder / "fit.json"),
+                "--out",
+                str(folder / "new.json"),
+            ]
+        )
+    assert "validated on 2 windows, the prediction's errors: throughput_rps" in capsys.readouterr().err
+
+
+def test_a_validation_of_another_fit_is_not_shown(plan: Path, capsys: pytest.CaptureFixture[str]):
+    with sse_server() as server:
+        assert validate(plan, server.url, "--warmup", "0") == 0
+    folder = plan.parent
+    write_fit(folder / "recipe.json", folder / "fit.json", 4096)
+    capsys.readouterr()
+    with pytest.raises(SystemExit):
+        run(
+            [
+                "render",
+                str(folder / "recipe.json"),
+                "--fit",
+                str(folder / "fit.json"),
+                "--out",
+                str(folder / "new.json"),
+            ]
+        )
+    assert "it is about another fit" in capsys.readouterr().err
+
+
+def test_errors_beyond_the_limit_are_exit_code_4_and_nothing_is_lost(plan: Path, capsys: pytest.CaptureFixture[str]):
+    with sse_server() as server:  # answers at once: the laws predict far more
+        assert validate(plan, server.url, "--warmup", "0", "--max-error", "1") == 4
+    assert "beyond 1 %: " in capsys.readouterr().err
+    assert plan.with_name("validation.json").is_file()
+
+
+def test_a_server_that_fails_every_request_is_said(plan: Path, capsys: pytest.CaptureFixture[str]):
+    tried = []
+
+    def answer(body: dict) -> bytes:
+        tried.append(body)
+        return serve_request(body) if len(tried) == 1 else whole({"error": {"message": "no"}}, 500)
+
+    with sse_server(answer) as server:
+        assert validate(plan, server.url, "--warmup", "0", "--json") == 0
+    out = json.loads(capsys.readouterr().out)
+    assert out["metrics"] == []
+    assert all(each["failed"] == each["requests"] for each in out["windows"])

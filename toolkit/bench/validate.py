@@ -1,0 +1,81 @@
+"""Predictions held against a running server: by metric over windows of a trace, and request by request."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from toolkit.files.validation import MetricError, RequestError, WindowResult
+from toolkit.metrics import Served
+
+METRICS = ("throughput_rps", "ttft_mean_s", "tpot_mean_s", "e2e_mean_s", "e2e_p95_s")
+HELD_TO = ("throughput_rps", "ttft_mean_s", "tpot_mean_s", "e2e_mean_s")  # what --max-error is about
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(slots=True, frozen=True)
+class Pair:
+    """The requests of one window as they were served and as they were predicted, in the same order."""
+
+    measured: Served
+    predicted: Served
+
+
+def metric_errors(windows: Sequence[WindowResult]) -> list[MetricError]:
+    """Each of `METRICS` over the windows, those left out that nothing was measured of."""
+    found = []
+    for name in METRICS:
+        measured = np.array([window.measured.get(name, 0.0) for window in windows])
+        predicted = np.array([window.predicted.get(name, 0.0) for window in windows])
+        if not measured.size or (measured <= 0.0).any():
+            continue
+        errors = 100.0 * (predicted / measured - 1.0)
+        found.append(
+            MetricError(
+                metric=name,
+                measured=float(measured.mean()),
+                predicted=float(predicted.mean()),
+                error_percent=float(100.0 * (predicted.mean() / measured.mean() - 1.0)),
+                worst_percent=float(errors[np.abs(errors).argmax()]),
+            )
+        )
+    return found
+
+
+def request_errors(pairs: Sequence[Pair]) -> list[RequestError]:
+    """TTFT and E2E of every request that was served here and there."""
+    found = []
+    for name in ("ttft", "e2e"):
+        errors = np.concatenate([_errors(pair, name) for pair in pairs]) if pairs else np.empty(0)
+        if not errors.size:
+            continue
+        found.append(
+            RequestError(
+                latency=name,
+                median_percent=float(np.median(errors)),
+                median_absolute_percent=float(np.median(np.abs(errors))),
+                p90_absolute_percent=float(np.percentile(np.abs(errors), 90)),
+                requests=errors.size,
+            )
+        )
+    return found
+
+
+def beyond(metrics: Sequence[MetricError], max_error_percent: float) -> list[MetricError]:
+    """Those of `HELD_TO` whose error is larger."""
+    return [each for each in metrics if each.metric in HELD_TO and abs(each.error_percent) > max_error_percent]
+
+
+def _errors(pair: Pair, name: str) -> Floats:
+    both = pair.measured.ok & pair.predicted.ok
+    measured, predicted = (_latency(served, name)[both] for served in (pair.measured, pair.predicted))
+    seen = measured > 0.0
+    return np.asarray(100.0 * (predicted[seen] / measured[seen] - 1.0))
+
+
+def _latency(served: Served, name: str) -> Floats:
+    return (served.first_token_s if name == "ttft" else served.finish_s) - served.arrival_s

@@ -1,0 +1,218 @@
+"""`llmctl validate`: windows of a trace replayed against a server; the prediction's errors, with their signs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from toolkit.cli.arguments import JsonOption
+
+if TYPE_CHECKING:
+    from toolkit.bench.client import Load
+    from toolkit.bench.validate import Pair
+    from toolkit.endpoints.target import Target
+    from toolkit.files.plan import Plan
+    from toolkit.files.validation import Validation, WindowResult
+    from toolkit.traces.types import Trace
+    from toolkit.traces.windows import Window
+
+FILE_NAME = "validation.json"
+
+
+def command(
+    plan: Annotated[Path, typer.Argument(metavar="PLAN.json", help="What the server runs, from `llmctl render`.")],
+    url: Annotated[
+        str | None,
+        typer.Option(help="The server; default: the recipe's engine.url, or its serve.port here."),
+    ] = None,
+    trace: Annotated[str, typer.Option(help="A trace file, or the name of a shipped trace.")] = "chat-small",
+    rate: Annotated[float | None, typer.Option(help="Scale arrivals to this many requests per second.")] = None,
+    windows: Annotated[int, typer.Option(min=1, help="Windows, spread evenly over the trace.")] = 3,
+    window_s: Annotated[float, typer.Option("--window", min=0.1, help="Seconds of each.")] = 20.0,
+    warmup: Annotated[
+        float, typer.Option(min=0.0, help="Seconds of other requests before each window; 0: none.")
+    ] = 5.0,
+    max_error: Annotated[
+        float | None,
+        typer.Option(min=0.0, help="Exit code 4 where throughput or a mean latency is off by more percent."),
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Default: validation.json beside the plan.")] = None,
+    model: Annotated[str | None, typer.Option(help="The model's name; default: the first that the server has.")] = None,
+    api_key: Annotated[str, typer.Option(envvar="LLMCTL_API_KEY", help="The server's key.")] = "",
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the windows' places and of the prompts.")] = 0,
+    as_json: JsonOption = False,
+) -> None:
+    """Hold a plan's predictions against the server that runs it.
+
+    Windows of a trace are replayed, each after some other requests which show how fast the machine is now. What was
+    measured and predicted is written beside the plan; `tune` and `render` show it where it is about their fit.
+    Ctrl-C ends it early: the windows that were replayed are reported.
+    """
+    from toolkit.bench.client import Load, try_out
+    from toolkit.bench.limits import fitted, limits_of
+    from toolkit.bench.validate import beyond
+    from toolkit.cli.output import emit, note
+    from toolkit.endpoints.target import find_target
+    from toolkit.errors import LlmctlError, TargetMissedError
+    from toolkit.files.io import check_writable, read_file, write_file
+    from toolkit.files.plan import Plan
+    from toolkit.traces.read import read_trace
+    from toolkit.traces.shipped import trace_path
+    from toolkit.traces.windows import split_windows
+
+    written = out or plan.with_name(FILE_NAME)
+    check_writable(written)
+    planned = read_file(Plan, plan)
+    path = trace_path(trace)
+    target = find_target(url or _address(planned), model or planned.recipe.engine.served_model, api_key)
+    limits = limits_of(planned, target)
+    whole = fitted(read_trace(path)[0], limits, rate)
+    dialect = try_out(target, "hidden" if target.own else "given", limits.output)
+    load = Load("hidden" if target.own else "given", limits.output, limits.vocabulary, seed=seed, dialect=dialect)
+    for lacking in dialect.lacks:
+        note(f"the server does not take {lacking}: lengths may differ from the trace's")
+    chosen, _ = split_windows(whole, window_s, windows, 0, seed)
+    session = _Session(target, planned, whole, load, warmup)
+    interrupted = session.run(chosen)
+    if not session.results:
+        raise LlmctlError("not one window was replayed to its end", "nothing was written")
+    result = session.validation(path, plan, whole.notes)
+    write_file(result, written)
+    emit(as_json, result, lambda: show(result))
+    note(f"wrote {written}")
+    if interrupted:
+        raise typer.Exit(130)
+    wrong = beyond(result.metrics, max_error) if max_error is not None else []
+    if wrong:
+        told = ", ".join(f"{each.metric} {each.error_percent:+.1f} %" for each in wrong)
+        raise TargetMissedError(f"beyond {max_error:g} %: {told}", "profile and fit again, on the machine as it is now")
+
+
+def _address(plan: Plan) -> str:
+    serve = plan.recipe.serve
+    return plan.recipe.engine.url or f"http://{serve.host}:{serve.port}"
+
+
+class _Session:
+    """Windows replayed one after the other, and what came of them."""
+
+    def __init__(self, target: Target, plan: Plan, whole: Trace, load: Load, warmup_s: float) -> None:
+        self._target, self._plan, self._whole, self._load, self._warmup_s = target, plan, whole, load, warmup_s
+        self.results: list[WindowResult] = []
+        self._pairs: list[Pair] = []
+
+    def run(self, windows: list[Window]) -> bool:
+        """Replay them; whether that was interrupted."""
+        for number, window in enumerate(windows, start=1):
+            slowdown = self._warm_up(window)
+            if slowdown is None or self._replay(number, len(windows), window, slowdown):
+                return True
+        return False
+
+    def validation(self, trace: Path, plan: Path, notes: tuple[str, ...]) -> Validation:
+        from toolkit.bench.validate import metric_errors, request_errors
+        from toolkit.files.io import head
+        from toolkit.files.validation import Validation
+
+        return Validation(
+            **head({"plan": plan, "trace": trace}),
+            model=self._target.model,
+            policy=self._plan.policy.name,
+            notes=list(notes),
+            windows=self.results,
+            metrics=metric_errors(self.results),
+            requests=request_errors(self._pairs),
+        )
+
+    def _warm_up(self, window: Window) -> float | None:
+        """How slow batches are now, where the server tells; None: interrupted."""
+        from toolkit.bench.client import run
+        from toolkit.bench.predict import predict
+        from toolkit.bench.warmup import others, warm_up
+        from toolkit.cli.output import progress
+
+        expected = predict(self._plan, window.trace, {})["throughput_rps"]
+        count = round(self._warmup_s * expected)
+        if not count:
+            return 1.0
+        trace = others(self._whole, window.end_s, count)
+        with progress("warming up", count) as advance:
+            if not self._target.own:
+                return None if run(self._target, trace, self._load, advance).interrupted else 1.0
+            warm, interrupted = warm_up(self._target, trace, self._load, advance)
+        return None if interrupted else warm.slowdown if warm else 1.0
+
+    def _replay(self, number: int, count: int, window: Window, slowdown: float) -> bool:
+        from toolkit.bench.client import run
+        from toolkit.bench.predict import predicted
+        from toolkit.bench.report import served
+        from toolkit.bench.validate import Pair
+        from toolkit.cli.output import progress
+        from toolkit.files.validation import WindowResult
+        from toolkit.metrics import summarize
+
+        sla = self._plan.recipe.sla
+        with progress(f"window {number} of {count}", len(window.trace)) as advance:
+            replay = run(self._target, window.trace, self._load, advance)
+        if replay.interrupted:
+            return True
+        simulated, measured = predicted(self._plan, window.trace, slowdown), served(replay.samples)
+        self._pairs.append(Pair(measured, simulated.served))
+        self.results.append(
+            WindowResult(
+                start_s=window.start_s,
+                end_s=window.end_s,
+                requests=len(replay.samples),
+                failed=sum(bool(sample.failure) for sample in replay.samples),
+                slowdown=slowdown,
+                measured=summarize(measured, sla),
+                predicted=simulated.metrics(sla),
+            )
+        )
+        return False
+
+
+def show(result: Validation) -> None:
+    """Print the errors for people."""
+    from toolkit.cli.output import note, percent, table
+
+    rows = [
+        [each.metric, each.measured, each.predicted, percent(each.error_percent), percent(each.worst_percent)]
+        for each in result.metrics
+    ]
+    table(["metric", ">measured", ">predicted", ">its error", ">worst window"], rows, "means over the windows")
+    requests = [
+        [each.latency, percent(each.median_percent), f"{each.median_absolute_percent:.1f} %", each.requests]
+        for each in result.requests
+    ]
+    table(["request by request", ">median error", ">median size of it", ">requests"], requests)
+    slow = ", ".join(f"{window.slowdown:.2f}" for window in result.windows)
+    note(f"before the windows, batches took {slow} times as long as fitted; the predictions take that over")
+    failed = sum(window.failed for window in result.windows)
+    if failed:
+        note(f"{failed:,} requests failed")
+
+
+def note_validation(fit: Path) -> None:
+    """Say how good predictions from `fit` were, where a validation of it lies beside it."""
+    from toolkit.cli.output import note
+    from toolkit.errors import InputError
+    from toolkit.files.io import read_file
+    from toolkit.files.provenance import digest
+    from toolkit.files.validation import Validation
+
+    beside = fit.with_name(FILE_NAME)
+    if not beside.is_file():
+        return
+    try:
+        found = read_file(Validation, beside)
+    except InputError as error:
+        note(f"{beside.name} is not used: {error.message}")
+        return
+    about = found.inputs.get("fit")
+    if about is None or about.sha256 != digest(fit).sha256:
+        note(f"{beside.name} is not used: it is about another fit")
+        return
+    note(found.summary())
