@@ -57,6 +57,8 @@ def command(
     )
     write_file(fit, out)
     emit(as_json, fit, lambda: show(fit, fitted if points else None))
+    if measured.engine.analytic:
+        note(f"analytic, nothing of this was measured: {measured.engine.analytic}")
     note(f"wrote {out}")
     if max_error is not None:
         _hold_to(fit, max_error)

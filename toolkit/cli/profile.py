@@ -17,6 +17,18 @@ if TYPE_CHECKING:
     from toolkit.profiling.plan import Plan
 
 OutOption = Annotated[Path, typer.Option("--out", help="Where to write the profile.")]
+AnalyticOption = Annotated[
+    bool,
+    typer.Option("--analytic", help="Measure nothing: a roofline from the recipe's hardware and model numbers."),
+]
+LikeOption = Annotated[
+    tuple[Path, Path] | None,
+    typer.Option(
+        "--like",
+        metavar="PROFILE RECIPE",
+        help="With --analytic: take the efficiency from a measured profile of the same engine, and its recipe.",
+    ),
+]
 FreshOption = Annotated[bool, typer.Option("--fresh", help="Begin anew, though an interrupted run left results.")]
 
 OTHERS_MAX_PERCENT = 10.0  # of all CPUs; more than that shows in the laws
@@ -26,6 +38,8 @@ def command(
     recipe: RecipeArgument,
     out: OutOption = Path("profile.json"),
     fresh: FreshOption = False,
+    analytic: AnalyticOption = False,
+    like: LikeOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Measure an engine: prefills and decode steps over a grid, whole slices on all workers, and the memory edge.
@@ -38,6 +52,9 @@ def command(
     from toolkit.profiling.run import journal_path, profile
 
     check_writable(out)
+    if analytic or like:
+        _profile_analytically(recipe, out, like, as_json, analytic=analytic)
+        return
     others = OtherLoad()
     with ExitStack() as stack:
         measured = profile(open_recipe(recipe), recipe, out, TerminalWatch(stack), fresh=fresh)
@@ -45,6 +62,28 @@ def command(
     journal_path(out).unlink(missing_ok=True)
     _say_how_quiet_it_was(others.percent())
     emit(as_json, measured, lambda: show(measured))
+    note(f"wrote {out}; fit its laws with: llmctl fit {out}")
+
+
+def _profile_analytically(
+    recipe: Path, out: Path, like: tuple[Path, Path] | None, as_json: bool, *, analytic: bool
+) -> None:
+    from toolkit.errors import InputError
+    from toolkit.files.io import head, read_file, recipe_path, write_file
+    from toolkit.files.profile import Profile
+    from toolkit.profiling.analytic import analytic_profile, basis_of
+
+    if not analytic:
+        raise InputError("--like is for analytic profiles", "add --analytic")
+    loaded = open_recipe(recipe)
+    basis = None
+    if like is not None:
+        measured, made_with = like[0], recipe_path(like[1])
+        basis = basis_of(read_file(Profile, measured, inputs={"recipe": made_with}), open_recipe(made_with))
+    made = analytic_profile(loaded, head(inputs={"recipe": recipe}, device=loaded.hardware.name), basis)
+    write_file(made, out)
+    emit(as_json, made, lambda: show(made))
+    note(f"analytic, nothing was measured: {made.engine.analytic}")
     note(f"wrote {out}; fit its laws with: llmctl fit {out}")
 
 

@@ -45,12 +45,12 @@ def command(
     if check:
         _compare(plan, out, as_json)
         return
-    from toolkit.cli.validate import note_validation
+    from toolkit.cli.basis import note_basis
     from toolkit.files.io import write_file
 
     write_file(plan, out)
     emit(as_json, plan, lambda: _show(plan))
-    note_validation(fit)
+    note_basis(plan.fit, fit)
     note(f"wrote {out}; start it with: llmctl serve {out}")
 
 

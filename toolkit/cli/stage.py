@@ -38,6 +38,7 @@ class Stage:
 
 def open_stage(trace: str, fit: str, max_new_tokens: int | None, fit_lengths: bool) -> Stage:
     """Read both; lengths are scaled into the fitted model's context where asked for."""
+    from toolkit.cli.basis import note_basis
     from toolkit.files.fit import Fit
     from toolkit.files.io import read_file
     from toolkit.sim.worlds import UNIT_STEP, USUAL_LIMIT
@@ -46,6 +47,8 @@ def open_stage(trace: str, fit: str, max_new_tokens: int | None, fit_lengths: bo
     from toolkit.traces.shipped import trace_path
 
     fitted = None if fit == UNIT_STEP and not Path(fit).exists() else read_file(Fit, fit)
+    if fitted:
+        note_basis(fitted, Path(fit))
     requests, _ = read_trace(trace_path(trace))
     if fitted and fit_lengths:
         requests = scale_lengths(requests, fitted.engine.max_model_len, max_new_tokens or USUAL_LIMIT)

@@ -54,9 +54,9 @@ def command(
     Trial 0 is the recipe's own policy. What is found is a gain over it on windows that the search never saw, how sure
     it is, or the advice to keep it. An interrupted search goes on where it was; --jobs changes nothing but the time.
     """
+    from toolkit.cli.basis import note_basis
     from toolkit.cli.output import emit, note, progress
     from toolkit.cli.tuning_report import show
-    from toolkit.cli.validate import note_validation
     from toolkit.files.fit import Fit
     from toolkit.files.io import check_writable, head, read_file, write_file
     from toolkit.traces.read import read_trace
@@ -91,7 +91,7 @@ def command(
     write_file(result, out)
     memo.forget()
     emit(as_json, result, lambda: show(result))
-    note_validation(fit)
+    note_basis(fitted, fit)
     note(f"wrote {out}")
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from toolkit.cli.arguments import JsonOption
+from toolkit.cli.basis import VALIDATION
 
 if TYPE_CHECKING:
     from toolkit.bench.client import Load
@@ -17,8 +18,6 @@ if TYPE_CHECKING:
     from toolkit.files.validation import Validation, WindowResult
     from toolkit.traces.types import Trace
     from toolkit.traces.windows import Window
-
-FILE_NAME = "validation.json"
 
 
 def command(
@@ -62,7 +61,7 @@ def command(
     from toolkit.traces.shipped import trace_path
     from toolkit.traces.windows import split_windows
 
-    written = out or plan.with_name(FILE_NAME)
+    written = out or plan.with_name(VALIDATION)
     check_writable(written)
     planned = read_file(Plan, plan)
     path = trace_path(trace)
@@ -193,26 +192,3 @@ def show(result: Validation) -> None:
     failed = sum(window.failed for window in result.windows)
     if failed:
         note(f"{failed:,} requests failed")
-
-
-def note_validation(fit: Path) -> None:
-    """Say how good predictions from `fit` were, where a validation of it lies beside it."""
-    from toolkit.cli.output import note
-    from toolkit.errors import InputError
-    from toolkit.files.io import read_file
-    from toolkit.files.provenance import digest
-    from toolkit.files.validation import Validation
-
-    beside = fit.with_name(FILE_NAME)
-    if not beside.is_file():
-        return
-    try:
-        found = read_file(Validation, beside)
-    except InputError as error:
-        note(f"{beside.name} is not used: {error.message}")
-        return
-    about = found.inputs.get("fit")
-    if about is None or about.sha256 != digest(fit).sha256:
-        note(f"{beside.name} is not used: it is about another fit")
-        return
-    note(found.summary())

@@ -71,6 +71,7 @@ class EngineFacts(Strict):
     vocab_size: int
     prefill_emits_token: bool = Field(description="True: a slice of S tokens is a prefill and S - 1 decode iterations")
     max_rows: int | None = Field(default=None, description="requests that run at once; None: memory alone limits")
+    analytic: str = Field(default="", description="nothing was measured: what was assumed instead")
     lacks: list[str] = Field(default=[], description="of a server: what it does not do as OpenAI's API has it")
     joining: Literal["embed", "shape"] | None = Field(
         default_factory=lambda facts: "embed" if facts["engine"] == "rebatch" else None,

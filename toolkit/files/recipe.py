@@ -61,6 +61,12 @@ class HardwareSpec(Strict):
     device: Literal["cpu", "cuda"]
     name: str = Field(description="for people and for doctor's check, like 'A100-80GB'")
     memory_gib: Annotated[float, Field(gt=0)] | None = Field(default=None, description="of one device")
+    peak_tflops: Annotated[float, Field(gt=0)] | None = Field(
+        default=None, description="dense, in model.dtype, from the data sheet; for analytic profiles"
+    )
+    bandwidth_gb_s: Annotated[float, Field(gt=0)] | None = Field(
+        default=None, description="of the device's memory, from the data sheet; for analytic profiles"
+    )
 
 
 class EngineSpec(Strict):

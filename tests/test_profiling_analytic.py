@@ -1,0 +1,108 @@
+"""Profiles of hardware that is not here: the roofline by hand, what is assumed, and what a measured one teaches."""
+
+from pathlib import Path
+
+import pytest
+import samples
+
+from toolkit.cli.main import run
+from toolkit.errors import InputError
+from toolkit.estimators.fitting import fit_profile
+from toolkit.estimators.roofline import Efficiency, Peaks, Roofline, Sizes, fit_efficiency
+from toolkit.files.io import read_file, write_file
+from toolkit.files.profile import DecodePoint, PrefillPoint, Profile
+from toolkit.files.recipe import Recipe
+from toolkit.profiling.analytic import Basis, analytic_profile, basis_of
+
+SIZES = Sizes(weight_bytes=2000, weights=1000, layers=2, attention_width=10, kv_bytes_per_token=4)
+PEAKS = Peaks(flops_per_s=1e6, bytes_per_s=1e5)
+REACHED = Efficiency(compute=0.5, traffic=0.8, pass_s=0.01)
+
+
+def recipe(**hardware: object) -> Recipe:
+    return samples.recipe(
+        model={
+            "source": "random",
+            "config": {"model_type": "llama", "num_hidden_layers": 32, "hidden_size": 4096},
+            "max_model_len": 4096,
+            "dtype": "float16",
+            "kv_bytes_per_token": 524288,
+            "weight_bytes": 13476831232,
+        },
+        hardware={"device": "cuda", "name": "A100", "memory_gib": 79.1, "peak_tflops": 312, "bandwidth_gb_s": 2039}
+        | hardware,
+        engine={"name": "transformers"},
+        workers=1,
+        profile={
+            "batch_sizes": [1, 2, 4, 8, 16, 32],
+            "input_lengths": [32, 128, 512, 2048],
+            "cached_lengths": [32, 128, 512, 2048],
+            "memory_lengths": [256, 1024],
+        },
+    )
+
+
+def test_a_pass_takes_what_limits_it():
+    line = Roofline(PEAKS, SIZES, REACHED)
+    flops = 2 * 1000 * 3 * 50 + 2 * 2 * 10 * 3 * 50 * 50
+    assert line.prefill_s(3, 50) == 0.01 + flops / 0.5e6  # arithmetic
+    assert line.decode_s(1, 10) == 0.01 + (2000 + 10 * 4) / 0.8e5  # traffic
+
+
+def test_the_efficiency_is_found_from_what_it_gives():
+    line = Roofline(PEAKS, SIZES, REACHED)
+    prefill = [
+        PrefillPoint(batch_size=n, input_length=k, seconds=[line.prefill_s(n, k)]) for n in (1, 4, 16) for k in (8, 64)
+    ]
+    decode = [
+        DecodePoint(batch_size=n, cached_length=k, seconds=[line.decode_s(n, k)]) for n in (1, 2, 64) for k in (8, 64)
+    ]
+    found, error = fit_efficiency(PEAKS, SIZES, prefill, decode)
+    assert (found.compute, found.traffic, found.pass_s) == pytest.approx((0.5, 0.8, 0.01), rel=1e-3)
+    assert error < 0.1
+
+
+def test_an_analytic_profile_says_so_all_the_way_and_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    source, profile, fit = tmp_path / "recipe.json", tmp_path / "profile.json", tmp_path / "fit.json"
+    write_file(recipe(), source)
+    for words in (
+        ["profile", str(source), "--analytic", "--out", str(profile)],
+        ["fit", str(profile), "--out", str(fit)],
+        ["simulate", "--fit", str(fit), "--policy", "slice", "--trace", "chat-small", "--fit-lengths"],
+    ):
+        with pytest.raises(SystemExit, match="0"):
+            run(words)
+        assert "analytic, nothing" in capsys.readouterr().err, words[0]
+    made = read_file(Profile, profile)
+    assert "0.5 of the peak FLOP/s" in made.engine.analytic
+    assert made.engine.capacity_tokens == (int(79.1 * (1 << 30) * 0.9) - 13476831232) // 524288
+    fitted = fit_profile(made)
+    assert fitted.decode.fit.error.median_percent < 5.0
+    assert fitted.memory.capacity_tokens == made.engine.capacity_tokens
+
+
+def test_a_measured_profile_of_the_engine_teaches_the_efficiency():
+    measured = analytic_profile(
+        recipe(),
+        {"tool_version": "0", "environment": samples.ENVIRONMENT, "inputs": {}},
+        Basis(Efficiency(0.31, 0.62, 0.004), "made up"),
+    )
+    with pytest.raises(InputError, match="analytic itself"):
+        basis_of(measured, recipe())
+    measured = measured.model_copy(update={"engine": measured.engine.model_copy(update={"analytic": ""})})
+    basis = basis_of(measured, recipe())
+    assert basis.efficiency.compute == pytest.approx(0.31, rel=0.02)
+    assert "fitted to test" in basis.text()
+
+
+@pytest.mark.parametrize("number", ["peak_tflops", "bandwidth_gb_s", "memory_gib"])
+def test_a_number_that_the_recipe_lacks_is_named(number: str):
+    head = {"tool_version": "0", "environment": samples.ENVIRONMENT, "inputs": {}}
+    with pytest.raises(InputError, match=f"hardware.{number}"):
+        analytic_profile(recipe(**{number: None}), head)
+
+
+def test_weights_that_leave_no_cache_are_refused():
+    head = {"tool_version": "0", "environment": samples.ENVIRONMENT, "inputs": {}}
+    with pytest.raises(InputError, match=r"12\.6 GiB, leave no KV cache"):
+        analytic_profile(recipe(memory_gib=12.0), head)

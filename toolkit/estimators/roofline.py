@@ -1,0 +1,105 @@
+"""The roofline: how long a pass takes where arithmetic or memory traffic is all that limits it.
+
+    seconds = pass_s + max(FLOPs / (peak * compute), bytes / (bandwidth * traffic))
+
+FLOPs and bytes follow from the model's sizes; `compute` and `traffic` are the shares of the hardware's peaks that an
+engine reaches, and `pass_s` what every pass costs besides (launches, sampling). With nothing measured they are
+assumptions; `fit_efficiency` finds them from a measured profile of the same engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from scipy.optimize import least_squares
+
+from toolkit.estimators.held_out import Floats
+from toolkit.files.profile import DecodePoint, PrefillPoint
+
+
+@dataclass(slots=True, frozen=True)
+class Peaks:
+    """The device's data sheet."""
+
+    flops_per_s: float
+    bytes_per_s: float
+
+
+@dataclass(slots=True, frozen=True)
+class Sizes:
+    """The model: `attention_width` is heads * head_dim."""
+
+    weight_bytes: int
+    weights: int
+    layers: int
+    attention_width: int
+    kv_bytes_per_token: int
+
+
+@dataclass(slots=True, frozen=True)
+class Efficiency:
+    """Shares of the peaks that are reached, in (0, 1], and seconds per pass."""
+
+    compute: float
+    traffic: float
+    pass_s: float
+
+
+@dataclass(slots=True, frozen=True)
+class Roofline:
+    """T_prefill(N, L) and tau(l, N) of a dense model on one device."""
+
+    peaks: Peaks
+    sizes: Sizes
+    efficiency: Efficiency
+
+    def prefill_s(self, batch_size: int, input_length: int) -> float:
+        """A pass over [N, L] tokens: 2 FLOPs per weight and token, and causal attention's 2 L^2 per width and layer."""
+        n, length, sizes = batch_size, input_length, self.sizes
+        attention = 2.0 * sizes.layers * sizes.attention_width * n * length * length
+        flops = 2.0 * sizes.weights * n * length + attention
+        return self._pass_s(flops, sizes.weight_bytes + n * length * sizes.kv_bytes_per_token)
+
+    def decode_s(self, batch_size: int, cached_length: int) -> float:
+        """A step of N rows: every weight and every cached key and value is read once."""
+        n, length, sizes = batch_size, cached_length, self.sizes
+        flops = 2.0 * sizes.weights * n + 4.0 * sizes.layers * sizes.attention_width * n * length
+        return self._pass_s(flops, sizes.weight_bytes + n * length * sizes.kv_bytes_per_token)
+
+    def _pass_s(self, flops: float, traffic_bytes: float) -> float:
+        reached = self.efficiency
+        computing_s = flops / (self.peaks.flops_per_s * reached.compute)
+        moving_s = traffic_bytes / (self.peaks.bytes_per_s * reached.traffic)
+        return reached.pass_s + max(computing_s, moving_s)
+
+
+def fit_efficiency(
+    peaks: Peaks, sizes: Sizes, prefill: Sequence[PrefillPoint], decode: Sequence[DecodePoint]
+) -> tuple[Efficiency, float]:
+    """The efficiency under which the roofline is nearest to what was measured, and its median error in percent.
+
+    Least squares of the logarithms of the ratios, so that short and long passes count alike.
+    """
+    samples = [point.seconds for point in prefill] + [point.seconds for point in decode]
+    measured = np.array([np.median(seconds) for seconds in samples])
+
+    def predicted(x: Floats) -> Floats:
+        line = Roofline(peaks, sizes, _efficiency(x))
+        passes = [line.prefill_s(point.batch_size, point.input_length) for point in prefill]
+        return np.array(passes + [line.decode_s(point.batch_size, point.cached_length) for point in decode])
+
+    found = least_squares(
+        lambda x: np.log(predicted(x) / measured),
+        np.array([np.log(0.5), np.log(0.5), np.log(0.5 * measured.min())]),
+        bounds=([np.log(1e-6), np.log(1e-6), np.log(1e-9)], [0.0, 0.0, np.log(measured.min())]),
+        loss="soft_l1",
+    )
+    error = float(100.0 * np.median(np.abs(predicted(found.x) / measured - 1.0)))
+    return _efficiency(found.x), error
+
+
+def _efficiency(x: Floats) -> Efficiency:
+    compute, traffic, pass_s = np.exp(x).tolist()
+    return Efficiency(compute, traffic, pass_s)

@@ -1,0 +1,160 @@
+"""A profile of hardware that nobody has at hand: a roofline from the recipe's numbers, and marked as such.
+
+It has the grid and the sections of a measured profile, so that all that follows takes it. What is assumed is written
+into it (`engine.analytic`); the factors may come from a measured profile of the same engine elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from toolkit.errors import InputError
+from toolkit.estimators.roofline import Efficiency, Peaks, Roofline, Sizes, fit_efficiency
+from toolkit.files.io import Head
+from toolkit.files.profile import DecodePoint, EngineFacts, MemoryPoint, PrefillPoint, Profile, SlicePoint
+from toolkit.files.recipe import Recipe
+from toolkit.profiling.grid import GridPoint, Kind, Shape, grid, slice_shapes
+from toolkit.profiling.memory import probe_shapes, safe_tokens
+
+GIB = 1 << 30
+MIB = 1 << 20
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+ASSUMED = Efficiency(compute=0.5, traffic=0.7, pass_s=0.005)  # what a plain eager engine reaches, roughly; not measured
+SAFE_VOCABULARY = 256
+
+
+@dataclass(slots=True, frozen=True)
+class Basis:
+    """Where the efficiency comes from, in words for `EngineFacts.analytic`."""
+
+    efficiency: Efficiency
+    source: str
+
+    def text(self) -> str:
+        """All that is assumed."""
+        one = self.efficiency
+        shares = f"{one.compute:.3g} of the peak FLOP/s, {one.traffic:.3g} of the bandwidth"
+        return f"roofline with {shares}, {one.pass_s * 1e3:.3g} ms per pass ({self.source})"
+
+
+def basis_of(measured: Profile, recipe: Recipe) -> Basis:
+    """The efficiency that a measured profile shows, `recipe` being the one it was made with."""
+    if measured.engine.analytic:
+        raise InputError("the profile to learn from is analytic itself", "give one that was measured")
+    efficiency, error = fit_efficiency(peaks_of(recipe), sizes_of(recipe), measured.prefill, measured.decode)
+    return Basis(efficiency, f"fitted to {measured.recipe_name}, median error {error:.0f} %")
+
+
+def analytic_profile(recipe: Recipe, head: Head, basis: Basis | None = None) -> Profile:
+    """The profile that the roofline gives. `InputError` naming the numbers that the recipe lacks."""
+    basis = basis or Basis(ASSUMED, "assumed")
+    line = Roofline(peaks_of(recipe), sizes_of(recipe), basis.efficiency)
+    facts = _facts(recipe, line.sizes, basis.text())
+    points, skipped = grid(recipe.profile, facts)
+    probes = [_probe(length, steps, facts.capacity_tokens) for length, steps in probe_shapes(recipe.profile, facts)]
+    shapes = slice_shapes(recipe.profile, safe_tokens(probes, facts), facts.max_model_len)
+    return Profile(
+        **head,
+        recipe_name=recipe.name,
+        workers=recipe.workers,
+        clock="wall",
+        engine=facts,
+        prefill=[
+            PrefillPoint(batch_size=n, input_length=l, seconds=[line.prefill_s(n, l)])
+            for n, l in _of(points, "prefill")  # noqa: E741
+        ],
+        decode=[
+            DecodePoint(batch_size=n, cached_length=l, seconds=[line.decode_s(n, l)])
+            for n, l in _of(points, "decode")  # noqa: E741
+        ],
+        slices=[_slice(shape, line) for shape in shapes.values()],
+        memory=probes,
+        failed=skipped,
+    )
+
+
+def peaks_of(recipe: Recipe) -> Peaks:
+    """The device's, from the recipe."""
+    hardware = recipe.hardware
+    _need({"hardware.peak_tflops": hardware.peak_tflops, "hardware.bandwidth_gb_s": hardware.bandwidth_gb_s})
+    assert hardware.peak_tflops is not None
+    assert hardware.bandwidth_gb_s is not None
+    return Peaks(hardware.peak_tflops * 1e12, hardware.bandwidth_gb_s * 1e9)
+
+
+def sizes_of(recipe: Recipe) -> Sizes:
+    """The model's, from the recipe."""
+    model, config = recipe.model, recipe.model.config
+    layers, hidden = config.get("num_hidden_layers"), config.get("hidden_size")
+    heads, head_dim = config.get("num_attention_heads"), config.get("head_dim")
+    width = heads * head_dim if isinstance(heads, int) and isinstance(head_dim, int) else hidden
+    _need(
+        {
+            "model.weight_bytes": model.weight_bytes,
+            "model.kv_bytes_per_token": model.kv_bytes_per_token,
+            "model.config.num_hidden_layers": layers if isinstance(layers, int) else None,
+            "model.config.hidden_size": width if isinstance(width, int) else None,
+        }
+    )
+    assert model.weight_bytes is not None
+    assert model.kv_bytes_per_token is not None
+    assert isinstance(layers, int)
+    assert isinstance(width, int)
+    weights = model.weight_bytes // DTYPE_BYTES[model.dtype]
+    return Sizes(model.weight_bytes, weights, layers, width, model.kv_bytes_per_token)
+
+
+def _need(values: dict[str, object]) -> None:
+    missing = [name for name, value in values.items() if value is None]
+    if missing:
+        raise InputError(f"an analytic profile needs {', '.join(missing)}", "see the data sheet and the model")
+
+
+def _facts(recipe: Recipe, sizes: Sizes, analytic: str) -> EngineFacts:
+    budget = _kv_budget_bytes(recipe, sizes)
+    vocabulary = recipe.model.config.get("vocab_size")
+    return EngineFacts(
+        engine=recipe.engine.name,
+        engine_version="",
+        model_type=str(recipe.model.config.get("model_type", "")),
+        parameters=sizes.weights,
+        dtype=recipe.model.dtype,
+        device=recipe.hardware.name,
+        threads=recipe.engine.threads,
+        kv_bytes_per_token=sizes.kv_bytes_per_token,
+        kv_budget_bytes=budget,
+        capacity_tokens=budget // sizes.kv_bytes_per_token,
+        max_model_len=recipe.model.max_model_len,
+        vocab_size=vocabulary if isinstance(vocabulary, int) else SAFE_VOCABULARY,
+        prefill_emits_token=True,
+        analytic=analytic,
+    )
+
+
+def _kv_budget_bytes(recipe: Recipe, sizes: Sizes) -> int:
+    engine, memory_gib = recipe.engine, recipe.hardware.memory_gib
+    if engine.kv_cache_memory_mib is not None:
+        return int(engine.kv_cache_memory_mib * MIB)
+    _need({"hardware.memory_gib": memory_gib})
+    assert memory_gib is not None
+    left = int(memory_gib * GIB * engine.gpu_memory_utilization) - sizes.weight_bytes
+    if left < sizes.kv_bytes_per_token:
+        share = f"{engine.gpu_memory_utilization:g} of {memory_gib:g} GiB"
+        raise InputError(f"the weights, {sizes.weight_bytes / GIB:.1f} GiB, leave no KV cache in {share}")
+    return left
+
+
+def _probe(length: int, steps: int, capacity: int) -> MemoryPoint:
+    rows = capacity // (length + steps)
+    return MemoryPoint(input_length=length, steps=steps, largest_ok=rows, smallest_oom=rows + 1)
+
+
+def _of(points: Sequence[GridPoint], kind: Kind) -> list[tuple[int, int]]:
+    return [(point.batch_size, point.length) for point in points if point.kind == kind]
+
+
+def _slice(shape: Shape, line: Roofline) -> SlicePoint:
+    n, length = shape.batch_size, shape.input_length
+    decoded = sum(line.decode_s(n, length + step) for step in range(1, shape.steps))
+    return SlicePoint(batch_size=n, input_length=length, steps=shape.steps, seconds=line.prefill_s(n, length) + decoded)
