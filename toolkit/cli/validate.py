@@ -101,6 +101,7 @@ class _Session:
         self._target, self._plan, self._whole, self._load, self._warmup_s = target, plan, whole, load, warmup_s
         self.results: list[WindowResult] = []
         self._pairs: list[Pair] = []
+        self._finished: list[int] = []  # output lengths that the server's scheduler has seen
 
     def run(self, windows: list[Window]) -> bool:
         """Replay them; whether that was interrupted."""
@@ -137,6 +138,7 @@ class _Session:
         if not count:
             return 1.0
         trace = others(self._whole, window.end_s, count)
+        self._finished += trace.output_tokens.tolist()
         with progress("warming up", count) as advance:
             if not self._target.own:
                 return None if run(self._target, trace, self._load, advance).interrupted else 1.0
@@ -157,7 +159,9 @@ class _Session:
             replay = run(self._target, window.trace, self._load, advance)
         if replay.interrupted:
             return True
-        simulated, measured = predicted(self._plan, window.trace, slowdown), served(replay.samples)
+        simulated = predicted(self._plan, window.trace, slowdown, self._finished)
+        measured = served(replay.samples)
+        self._finished += window.trace.output_tokens.tolist()
         self._pairs.append(Pair(measured, simulated.served))
         self.results.append(
             WindowResult(
