@@ -39,7 +39,6 @@ POLICIES: dict[str, tuple[str, dict[str, Any]]] = {
     "rebatch": ("past-future", {}),
     "rebatch-slab": ("past-future", {}),
 }
-SLAB_SHARE = 0.55  # of a padded slab that rows of these lengths fill: what a count of real tokens may use of it
 
 
 class Ours:
@@ -75,8 +74,7 @@ class Ours:
             name, parameters = "sequence", {"batch_size": int(self.system.partition("-")[2])}
         else:
             name, parameters = POLICIES[self.system]
-        zeta = SLAB_SHARE if self.system == "rebatch-slab" else 1.0
-        worker = Worker(0, law, ZetaMemory(work.kv_tokens, zeta))
+        worker = Worker(0, law, ZetaMemory(work.kv_tokens), joining=self.engine.facts.joining)
         scheduler = Scheduler(make_policy(name, parameters), [worker])
         free = SamplingParams(ignore_eos=True)
         self.lives: dict[str, Live] = {}

@@ -57,6 +57,11 @@ def test_a_row_that_does_not_fit_is_out_of_memory_and_the_engine_goes_on() -> No
     assert output.ended == (0,)
 
 
+def test_only_a_slab_is_counted_with_its_padding() -> None:
+    assert rebatch_engine(kv_layout="rows").facts.joining is None
+    assert rebatch_engine().facts.joining == "embed"
+
+
 def test_shaping_needs_a_slab() -> None:
     with pytest.raises(InputError, match="kv_layout is rows"):
         rebatch_engine(kv_layout="rows", joining="shape")

@@ -38,7 +38,7 @@ class RebatchEngine(TransformersEngine):
 
     def __init__(self, spec: ModelSpec, engine: EngineSpec, hardware: HardwareSpec) -> None:
         super().__init__(spec, engine, hardware)
-        self.facts = self.facts.model_copy(update={"joining": engine.joining})
+        self.facts = self.facts.model_copy(update={"joining": engine.joining if engine.kv_layout == "slab" else None})
         self._chunk_tokens = engine.chunk_tokens
         self._shapes_in = engine.joining == "shape"
         swap = engine.swap_memory_mib
