@@ -7,12 +7,12 @@
 Every system is a process of its own with the same weights, requests, threads and bytes for its KV cache; each round
 runs all of them one after the other, in an order that turns, so that a ratio is one of runs side by side. Tokens are
 those that were generated: each request gets exactly the length that the trace gives it, on every system. Tokens are
-compared with those of transformers' `generate()`, one request at a time, on every fifth request.
+compared with those of transformers' `generate()`, one request at a time, on every tenth request.
 
     rebatch             engine rebatch, kv_layout rows, policy past-future (rebatch-slab: kv_layout slab)
     static-N            engine rebatch's slices, policy sequence: batches of N until all have ended (SLS)
     slices              policy slice: 32 tokens at a time, batches cut by DP (SCLS)
-    generate            transformers, one request at a time, over every fifth request
+    generate            transformers, one request at a time, over every tenth request
     generate_batch-N    transformers' continuous batching, its pool bounded, at most N requests at a time; 0: no cap
     llama.cpp-N         its server with N slots, over HTTP; where there is --llama-server
     vllm                in its own process, in the environment of --vllm-python
@@ -43,7 +43,7 @@ SYSTEMS = ("generate", "static-8", "static-16", "static-32", "slices", "generate
 SYSTEMS += ("generate_batch-8", "generate_batch-16", "generate_batch-32")
 SYSTEMS += ("rebatch-slab", "rebatch", "llama.cpp-32", "llama.cpp-64", "vllm")
 REFERENCE = "generate"  # whose tokens the others' are compared with
-SAMPLE = 5
+SAMPLE = 10
 WARM_UP = 6  # requests
 SECTION = "offline-throughput"
 Run = dict[
