@@ -6,7 +6,18 @@ import numpy as np
 
 from toolkit.estimators.laws import SegmentedLaw, bilinear_law
 from toolkit.files.envelope import Environment
-from toolkit.files.profile import DecodePoint, EngineFacts, MemoryPoint, PrefillPoint, Profile, SlicePoint
+from toolkit.files.profile import (
+    DecodePoint,
+    EngineFacts,
+    MemoryPoint,
+    PartPoint,
+    PrefillPoint,
+    Profile,
+    RoundPoint,
+    RoundSequence,
+    RoundsProfile,
+    SlicePoint,
+)
 
 SIZES = (1, 2, 4, 8, 16, 32)
 LENGTHS = (16, 32, 64, 128, 256)
@@ -84,3 +95,62 @@ def probe_all(zeta: float, lengths: Sequence[int] = (16, 64, 128, 256), steps: i
         MemoryPoint(input_length=length, steps=steps, largest_ok=rows, smallest_oom=rows + 1)
         for length, rows in zip(lengths, fits, strict=True)
     ]
+
+
+def make_rounds(
+    law: SegmentedLaw,
+    join: Latency = lambda rows, length: 2e-4 * rows + 1e-6 * rows * length,
+    leave_s: Callable[[int], float] = lambda length: 3e-4,
+    grow: Latency = lambda rows, length: 2e-8 * rows * length,
+    batch_s: float = 1.5e-3,
+    stretch: float = 1.3,
+    latency_s: float = 1e-4,
+    rates: tuple[float, float] = (2e9, 4e9),
+    noise: float = 0.0,
+    seed: int = 0,
+) -> RoundsProfile:
+    """Rounds whose parts take what is said, and that take batch_s + stretch * the sum of these and `law`."""
+    rng = np.random.default_rng(seed)
+
+    def samples(seconds: float, count: int = 5) -> list[float]:
+        return [float(seconds * factor) for factor in rng.lognormal(0.0, noise, count)]
+
+    def part(name: str, rows: int, length: int, others: int, seconds: float) -> PartPoint:
+        return PartPoint(part=name, rows=rows, length=length, others=others, seconds=samples(seconds))
+
+    def swap_s(length: int, rate: float) -> float:
+        return latency_s + length * FACTS.kv_bytes_per_token / rate
+
+    parts: list[PartPoint] = []
+    for length in LENGTHS:
+        for others in (3, 15):
+            parts += [part("join", rows, length, others, join(rows, length)) for rows in (1, 4, 16)]
+            parts.append(part("leave", 1, length, others, leave_s(length)))
+            parts.append(part("grow", 1, length, others, grow(1 + others, length)))
+            parts.append(part("swap_out", 1, length, others, swap_s(length, rates[0])))
+            parts.append(part("swap_in", 1, length, others, swap_s(length, rates[1])))
+
+    def one_round() -> RoundPoint:
+        groups = [(int(rng.integers(1, 5)), int(rng.integers(16, 256))) for _ in range(int(rng.integers(0, 3)))]
+        rows = sum(count for count, _ in groups) + int(rng.integers(1, 17))
+        cached, steps, left = int(rng.integers(64, 256)), int(rng.integers(1, 33)), int(rng.integers(0, 3))
+        seconds = sum(law.prefill_s(*group) + join(*group) for group in groups) + law.decode_s(rows, cached, steps)
+        seconds += sum(grow(rows, cached + step) for step in range(1, steps + 1)) + left * leave_s(cached + steps)
+        return RoundPoint(
+            groups=groups,
+            rows=rows,
+            cached_length=cached,
+            steps=steps,
+            left=left,
+            seconds=samples(batch_s + stretch * seconds, 1)[0],
+        )
+
+    return RoundsProfile(
+        parts=parts,
+        sequences=[RoundSequence(rounds=[one_round() for _ in range(12)]) for _ in range(8)],
+        memory=[
+            MemoryPoint(input_length=length, steps=1, largest_ok=rows, smallest_oom=rows + 1)
+            for length, rows in ((64, 110), (256, 28))
+        ],
+        host_bytes=1 << 30,
+    )

@@ -6,8 +6,9 @@ from scipy.optimize import curve_fit
 from synthetic_profiles import FACTS, LAW, SIZES, make_profile, probe_all
 
 from toolkit.errors import InputError
-from toolkit.estimators.fitting import choose, fit_profile, typical
-from toolkit.estimators.forms import Form, Points, candidates
+from toolkit.estimators.fitting import fit_profile
+from toolkit.estimators.forms import Form, Points, candidates, typical
+from toolkit.estimators.held_out import choose
 from toolkit.estimators.load import memory_from_fit
 from toolkit.estimators.memory import RuleMemory
 from toolkit.estimators.memory_fit import fit_memory

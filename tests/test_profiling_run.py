@@ -12,6 +12,7 @@ from samples import recipe
 from synthetic_profiles import ENVIRONMENT, FACTS
 
 from toolkit.engines.fake import FakeEngine
+from toolkit.engines.fake_rounds import FakeRoundEngine
 from toolkit.engines.protocol import SliceOutput
 from toolkit.errors import EngineError, InputError
 from toolkit.estimators.fitting import fit_profile
@@ -25,7 +26,7 @@ from toolkit.profiling.process import DEATHS_MAX, Died, EngineProcess, busy_neig
 from toolkit.profiling.run import journal_path, profile
 from toolkit.profiling.slices import run_slices
 from toolkit.workers.pool import ProcessWorkers
-from toolkit.workers.protocol import BatchDone, Times, WorkerLost, WorkerReady
+from toolkit.workers.protocol import BatchDone, RoundDone, Times, WorkerLost, WorkerReady
 
 RECIPE = """
 name: fake
@@ -40,6 +41,7 @@ profile:
   memory_lengths: [64, 128]
   repeats: 2
   slices: 8
+  sequences: 3
 """
 POINTS = 4 * 3 + 4 * 3 - 3  # 32 rows of 64 tokens and one more do not fit into 2,048, nor of 128
 
@@ -86,6 +88,7 @@ class InMemory:
         self.ran = []
         self._busy = set()
         self._engine = FakeEngine(FACTS)
+        self._rounds = [FakeRoundEngine(FACTS) for _ in range(size)]
 
     @classmethod
     def of(cls, recipe):
@@ -111,6 +114,22 @@ class InMemory:
             self._on_event(WorkerLost(worker, "killed"))
             asyncio.get_running_loop().call_soon(self._on_event, WorkerReady(worker, FACTS))
 
+    def run_round(self, worker, batch_id, plan):
+        assert worker not in self._busy
+        self._busy.add(worker)
+        asyncio.get_running_loop().call_soon(self._end_round, worker, batch_id, plan)
+
+    def _end_round(self, worker, batch_id, plan):
+        self._busy.discard(worker)
+        failure = self.fate(batch_id, plan.enter)
+        if failure:
+            self._rounds[worker] = FakeRoundEngine(FACTS)
+        output = None if failure else self._rounds[worker].run_round(plan, lambda _: True)
+        self._on_event(RoundDone(worker, batch_id, output, Times(), failure))
+        if failure == "crashed":
+            self._on_event(WorkerLost(worker, "killed"))
+            asyncio.get_running_loop().call_soon(self._on_event, WorkerReady(worker, FACTS))
+
     async def stop(self):
         self.stopped = True
 
@@ -124,6 +143,12 @@ def test_a_profile_holds_what_its_recipe_asks_for(source):
     assert len(found.prefill) + len(found.decode) == POINTS
     assert all(len(point.seconds) >= 2 for point in [*found.prefill, *found.decode])
     assert len(found.slices) == 8
+    assert len(found.rounds.sequences) == 3
+    assert {point.part for point in found.rounds.parts} == {"join", "leave", "grow", "swap_out", "swap_in"}
+    assert [(probe.input_length, probe.largest_ok, probe.smallest_oom) for probe in found.rounds.memory] == [
+        (64, 31, 32),  # of 65 tokens, as prefill gives one
+        (128, 15, 16),
+    ]
     assert {(point.input_length, point.steps, point.largest_ok) for point in found.memory} == {
         (64, 32, 21),
         (64, 448, 4),

@@ -12,7 +12,9 @@ from toolkit.cli.output import emit, note, number, percent, seconds, table
 
 if TYPE_CHECKING:
     from toolkit.estimators.fitting import FittedLaw, FittedProfile
-    from toolkit.files.fit import Fit, HeldOutError, MemoryFit, Segment
+    from toolkit.files.fit import Fit, HeldOutError, MemoryFit, PartFit, Segment, SwapFit
+
+LARGE_PERCENT = 15.0  # of a law's held-out error; beyond it predictions of latencies cannot be better either
 
 ProfileArgument = Annotated[Path, typer.Argument(metavar="PROFILE", help="profile.json, from `llmctl profile`.")]
 OutOption = Annotated[Path, typer.Option("--out", help="Where to write the fit.")]
@@ -54,11 +56,14 @@ def command(
         decode=fitted.decode.fit,
         overhead=fitted.overhead,
         memory=fitted.memory,
+        rounds=fitted.rounds.rounds if fitted.rounds else None,
+        swap=fitted.rounds.swap if fitted.rounds else None,
     )
     write_file(fit, out)
     emit(as_json, fit, lambda: show(fit, fitted if points else None))
     if measured.engine.analytic:
         note(f"analytic, nothing of this was measured: {measured.engine.analytic}")
+    _warn_of_rounds(fit)
     note(f"wrote {out}")
     if max_error is not None:
         _hold_to(fit, max_error)
@@ -75,15 +80,57 @@ def show(fit: Fit, fitted: FittedProfile | None = None) -> None:
     rows.append(
         ("slice", overhead, *_errors(fit.overhead.error), f"{fit.workers} worker{'s' * (fit.workers != 1)} busy")
     )
+    rows += _of_rounds(fit)
     title = f"{fit.recipe_name}: absolute error on held-out points"
     table(["law", "form", ">median", ">p95", ">worst", "measured up to"], rows, title)
-    print(f"memory: {_memory(fit.memory)}\n")
+    print(f"memory: {_memory(fit.memory)}")
+    if fit.rounds:
+        usable = int(fit.rounds.usable_share * fit.memory.capacity_tokens)
+        print(f"in rounds: rows x longest <= {number(usable)} tokens, {fit.rounds.usable_share:.3f} of the capacity")
+    print()
     coefficients = [(name, *_coefficients(segment)) for name, law in laws for segment in law.segments]
     table(["law", ">N from", ">N*L", ">N", ">L", ">1", ">N*L^2"], coefficients, "coefficients in microseconds")
     _show_candidates(fit)
     if fitted:
         _show_points("prefill", fitted.prefill)
         _show_points("decode", fitted.decode)
+
+
+def _of_rounds(fit: Fit) -> list[tuple[object, ...]]:
+    """The lines of rounds and of swaps."""
+    lines: list[tuple[object, ...]] = []
+    if fit.rounds:
+        overhead = fit.rounds.overhead
+        form = f"{seconds(overhead.batch_s)} + {number(overhead.stretch)} x laws"
+        lines.append(("round", form, *_errors(overhead.error), f"{fit.workers} worker{'s' * (fit.workers != 1)} busy"))
+        for name, part in (("join", fit.rounds.join), ("leave", fit.rounds.leave), ("grow", fit.rounds.grow)):
+            lines.append((name, _terms(part), *_errors(part.error), f"{part.error.points} points"))
+    if fit.swap and fit.swap.error:
+        lines.append(("swap", _swap(fit.swap), *_errors(fit.swap.error), f"{fit.swap.error.points} points"))
+    return lines
+
+
+def _terms(part: PartFit) -> str:
+    """The terms that the data show, in microseconds."""
+    named = ((part.flat_s, ""), (part.row_s, " N"), (part.token_s, " N*L"))
+    return (
+        " + ".join(f"{number(value * 1e6)}{name}" for value, name in named if value) + " us"
+        if part.error.points
+        else "0"
+    )
+
+
+def _swap(fit: SwapFit) -> str:
+    out, back = (f"{rate / 1e9:.2g}" for rate in (fit.out_bytes_per_s, fit.in_bytes_per_s))
+    return f"{seconds(fit.latency_s)}, {out} out {back} in GB/s"
+
+
+def _warn_of_rounds(fit: Fit) -> None:
+    if fit.rounds and fit.rounds.overhead.error.median_percent > LARGE_PERCENT:
+        found = fit.rounds.overhead.error.median_percent
+        note(
+            f"rounds: the held-out median error is {found:.0f} %; profile again on a quieter machine, or more sequences"
+        )
 
 
 def _errors(error: HeldOutError) -> tuple[str, str, str]:
@@ -145,7 +192,10 @@ def _show_points(name: str, law: FittedLaw) -> None:
 def _hold_to(fit: Fit, max_error: float) -> None:
     from toolkit.errors import TargetMissedError
 
-    for name, law in (("prefill", fit.prefill), ("decode", fit.decode)):
-        if law.error.median_percent > max_error:
-            found = f"{name}: held-out median error {law.error.median_percent:.1f} % is above --max-error {max_error:g}"
+    errors = [("prefill", fit.prefill.error), ("decode", fit.decode.error)]
+    if fit.rounds:
+        errors.append(("rounds", fit.rounds.overhead.error))
+    for name, error in errors:
+        if error.median_percent > max_error:
+            found = f"{name}: held-out median error {error.median_percent:.1f} % is above --max-error {max_error:g}"
             raise TargetMissedError(found, "profile on a quieter machine, or with more repeats")

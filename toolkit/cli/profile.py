@@ -13,7 +13,7 @@ from toolkit.cli.arguments import JsonOption, RecipeArgument, open_recipe
 from toolkit.cli.output import emit, note, number, progress, seconds, size, table
 
 if TYPE_CHECKING:
-    from toolkit.files.profile import Profile
+    from toolkit.files.profile import Profile, RoundsProfile
     from toolkit.profiling.plan import Plan
 
 OutOption = Annotated[Path, typer.Option("--out", help="Where to write the profile.")]
@@ -137,8 +137,23 @@ def show(profile: Profile) -> None:
         note(f"at most {facts.max_rows} requests ran at once")
     for lacking in facts.lacks:
         note(f"the server does not take {lacking}")
+    if profile.rounds:
+        _show_rounds(profile.rounds)
     for reason, count in Counter(point.reason for point in profile.failed).items():
         note(f"{_points(count)} not measured: {reason}")
+
+
+def _show_rounds(rounds: RoundsProfile) -> None:
+    from statistics import median
+
+    rows: list[tuple[object, ...]] = [
+        (point.part, point.rows, point.length, point.others, seconds(median(point.seconds))) for point in rounds.parts
+    ]
+    table(["part", ">rows", ">L", ">beside", ">median"], rows, "parts of rounds (grow: per step)")
+    entered = [(point.input_length, point.largest_ok) for point in rounds.memory]
+    table([">L", ">rows that entered"], entered, "room in rounds")
+    count = sum(len(sequence.rounds) for sequence in rounds.sequences)
+    print(f"{count} rounds in {len(rounds.sequences)} sequences\n")
 
 
 def _points(count: int) -> str:

@@ -6,11 +6,11 @@ has no end.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from toolkit.engines.endings import LiveRow
 from toolkit.engines.fake import FakeEngine, Text
-from toolkit.engines.protocol import FinishReason, OnStep, OutOfMemory, Round, RoundOutput, Row, StepOutput
+from toolkit.engines.protocol import FinishReason, OnStep, OutOfMemory, Part, Round, RoundOutput, Row, StepOutput
 
 
 class FakeRow:
@@ -48,6 +48,12 @@ class FakeRoundEngine(FakeEngine):
             self._running.clear()
             self._paused.clear()
             raise OutOfMemory(str(error), tuple(self._swapped)) from None
+
+    def time_part(self, part: Part, rows: int, length: int, others: int, clock: Callable[[], float]) -> float:
+        """See `RoundEngine.time_part`. Nothing takes time here but prefills and steps."""
+        self._check_memory(rows + others, length)
+        start = clock()
+        return clock() - start
 
     def _run(self, plan: Round, on_step: OnStep) -> RoundOutput:
         self._move(plan)

@@ -12,17 +12,16 @@ from dataclasses import dataclass
 import numpy as np
 
 from toolkit.errors import InputError
-from toolkit.estimators.forms import Form, Points, candidates
-from toolkit.estimators.held_out import Floats, Rows, percent_error, predict_held_out
+from toolkit.estimators.forms import Form, Points, candidates, typical
+from toolkit.estimators.held_out import Floats, Rows, choose, percent_error, predict_held_out
 from toolkit.estimators.laws import SegmentedLaw
 from toolkit.estimators.memory_fit import fit_memory
 from toolkit.estimators.overhead import fit_overhead
+from toolkit.estimators.rounds_fit import FittedRounds, fit_rounds
 from toolkit.files.fit import Candidate, LatencyFit, MemoryFit, OverheadFit, Range
 from toolkit.files.profile import DecodePoint, PrefillPoint, Profile
 
 POINTS_MIN = 8
-CLIP = 1.5
-NO_DIFFERENCE = 1e-3  # of relative error, on exact data
 
 
 @dataclass(slots=True, frozen=True)
@@ -49,18 +48,23 @@ class FittedProfile:
     decode: FittedLaw
     overhead: OverheadFit
     memory: MemoryFit
+    rounds: FittedRounds | None = None
 
 
 def fit_profile(profile: Profile, seed: int = 0) -> FittedProfile:
     """Fit every law to a profile; `seed` deals the points into parts.
 
-    Raises `InputError` naming what the profile lacks: points, lengths, batch sizes, slices or memory probes.
+    Raises `InputError` naming what the profile lacks: points, lengths, batch sizes, slices, rounds or memory probes.
     """
     prefill = fit_latency("prefill", prefill_points(profile.prefill), seed, square=True)
     decode = fit_latency("decode", decode_points(profile.decode), seed, square=False)
     law = SegmentedLaw(tuple(prefill.fit.segments), tuple(decode.fit.segments), profile.engine.prefill_emits_token)
     return FittedProfile(
-        prefill, decode, fit_overhead(profile.slices, law, seed), fit_memory(profile.memory, profile.engine)
+        prefill,
+        decode,
+        fit_overhead(profile.slices, law, seed),
+        fit_memory(profile.memory, profile.engine),
+        fit_rounds(profile, law, seed),
     )
 
 
@@ -92,21 +96,6 @@ def _predict_held_out(form: Form, points: Points, seed: int) -> Floats:
     return predict_held_out(len(points), predict, seed)
 
 
-def choose(errors: Sequence[Floats]) -> int:
-    """The index of the form to keep, given each form's held-out errors [n], the simplest form first.
-
-    The one with the least mean, or the first that is not worse by more than the standard error of the paired
-    difference: less than that is luck in which points were held out.
-    """
-    best = min(errors, key=np.mean)
-
-    def as_good(error: Floats) -> bool:
-        worse = error - best
-        return bool(worse.mean() <= worse.std() / np.sqrt(len(worse)) + NO_DIFFERENCE)
-
-    return next(index for index, error in enumerate(errors) if as_good(error))
-
-
 def prefill_points(measured: Sequence[PrefillPoint]) -> Points:
     """T_prefill(N, L) of each point, by the `typical` of its samples. `InputError` for one that took no time."""
     return _points("prefill", [(p.batch_size, p.input_length, p.seconds) for p in measured])
@@ -126,16 +115,6 @@ def _points(name: str, rows: Sequence[tuple[int, int, list[float]]]) -> Points:
     sizes, lengths = [row[0] for row in rows], [row[1] for row in rows]
     seconds = [typical(row[2]) for row in rows]
     return Points(np.array(sizes, dtype=float), np.array(lengths, dtype=float), np.array(seconds))
-
-
-def typical(samples: Sequence[float]) -> float:
-    """The mean of a point's samples, none counted beyond 1.5 times their median.
-
-    The mean is what a slice of many steps pays. On shared machines times have two modes, fast and slow moments, and a
-    median jumps from one to the other: held-out errors on three noisy profiles were 5.5 % (median over the laws; p95
-    16 %) with medians and 4.3 % (14 %) with this.
-    """
-    return float(np.minimum(samples, CLIP * np.median(samples)).mean())
 
 
 def _check(name: str, points: Points) -> None:

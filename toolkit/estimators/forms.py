@@ -7,6 +7,7 @@ hundred times the time (30 ms and 0.2 ms; a profile takes 70 such fits).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,6 +16,18 @@ from scipy.optimize import nnls
 from toolkit.errors import InputError
 from toolkit.estimators.held_out import Floats, Rows
 from toolkit.files.fit import Segment
+
+CLIP = 1.5
+
+
+def typical(samples: Sequence[float]) -> float:
+    """The mean of a point's samples, none counted beyond 1.5 times their median.
+
+    The mean is what a slice of many steps pays. On shared machines times have two modes, fast and slow moments, and a
+    median jumps from one to the other: held-out errors on three noisy profiles were 5.5 % (median over the laws; p95
+    16 %) with medians and 4.3 % (14 %) with this.
+    """
+    return float(np.minimum(samples, CLIP * np.median(samples)).mean())
 
 
 @dataclass(slots=True, frozen=True)

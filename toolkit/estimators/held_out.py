@@ -6,7 +6,7 @@ once.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from toolkit.files.fit import HeldOutError
 
 PARTS = 5
+NO_DIFFERENCE = 1e-3  # of relative error, on exact data
 
 Floats = NDArray[np.float64]
 Rows = NDArray[np.int64]
@@ -38,3 +39,18 @@ def percent_error(predicted: Floats, measured: Floats) -> HeldOutError:
         worst_percent=float(errors.max()),
         points=len(errors),
     )
+
+
+def choose(errors: Sequence[Floats]) -> int:
+    """The index of the form to keep, given each form's held-out errors [n], the simplest form first.
+
+    The one with the least mean, or the first that is not worse by more than the standard error of the paired
+    difference: less than that is luck in which points were held out.
+    """
+    best = min(errors, key=np.mean)
+
+    def as_good(error: Floats) -> bool:
+        worse = error - best
+        return bool(worse.mean() <= worse.std() / np.sqrt(len(worse)) + NO_DIFFERENCE)
+
+    return next(index for index, error in enumerate(errors) if as_good(error))

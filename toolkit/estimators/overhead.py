@@ -38,24 +38,24 @@ def fit_overhead(slices: Sequence[SlicePoint], law: SegmentedLaw, seed: int) -> 
     served = _served(slices, law)
 
     def predict(seen: Rows, rows: Rows) -> Floats:
-        batch_s, stretch = _line(served[seen], seconds[seen])
+        batch_s, stretch = fit_line(served[seen], seconds[seen])
         return batch_s + stretch * served[rows]
 
     error = percent_error(predict_held_out(len(slices), predict, seed), seconds)
-    batch_s, stretch = _line(served, seconds)
+    batch_s, stretch = fit_line(served, seconds)
     return OverheadFit(batch_s=batch_s, stretch=stretch, error=error)
 
 
 def refit_overhead(slices: Sequence[SlicePoint], law: SegmentedLaw) -> tuple[float, float]:
     """batch_s and stretch of `slices` that were checked before, without the held-out error."""
-    return _line(_served(slices, law), np.array([point.seconds for point in slices]))
+    return fit_line(_served(slices, law), np.array([point.seconds for point in slices]))
 
 
 def _served(slices: Sequence[SlicePoint], law: SegmentedLaw) -> Floats:
     return np.array([law.serve_s(point.batch_size, point.input_length, point.steps) for point in slices])
 
 
-def _line(served: Floats, seconds: Floats) -> tuple[float, float]:
+def fit_line(served: Floats, seconds: Floats) -> tuple[float, float]:
     """batch_s >= 0 and stretch > 0 with the least sum of soft-L1 relative residuals."""
     columns = np.stack([1.0 / seconds, served / seconds], axis=1)
     scale = np.linalg.norm(columns, axis=0)

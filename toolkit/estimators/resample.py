@@ -20,8 +20,10 @@ from toolkit.estimators.fitting import decode_points, prefill_points
 from toolkit.estimators.forms import Points, form_named
 from toolkit.estimators.laws import SegmentedLaw
 from toolkit.estimators.overhead import refit_overhead
-from toolkit.files.fit import Fit, HeldOutError, LatencyFit, OverheadFit, Segment
-from toolkit.files.profile import DecodePoint, PrefillPoint, Profile
+from toolkit.estimators.rounds import law_of_parts
+from toolkit.estimators.rounds_fit import refit_round_overhead, rounds_of
+from toolkit.files.fit import Fit, HeldOutError, LatencyFit, OverheadFit, RoundsFit, Segment
+from toolkit.files.profile import DecodePoint, PrefillPoint, Profile, RoundPoint
 
 Measured = TypeVar("Measured", PrefillPoint, DecodePoint)
 
@@ -42,7 +44,19 @@ def _resampled(profile: Profile, fit: Fit, rng: np.random.Generator) -> Fit:
     slices = [profile.slices[k] for k in rng.integers(len(profile.slices), size=len(profile.slices))]
     batch_s, stretch = refit_overhead(slices, law)
     overhead = fit.overhead.model_copy(update={"batch_s": batch_s, "stretch": stretch})
-    return fit.model_copy(update={"prefill": prefill, "decode": decode, "overhead": overhead})
+    found: dict[str, object] = {"prefill": prefill, "decode": decode, "overhead": overhead}
+    if fit.rounds and profile.rounds:
+        found["rounds"] = _redrawn_rounds(fit.rounds, rounds_of(profile.rounds), law, rng)
+    return fit.model_copy(update=found)
+
+
+def _redrawn_rounds(
+    fit: RoundsFit, points: Sequence[RoundPoint], law: SegmentedLaw, rng: np.random.Generator
+) -> RoundsFit:
+    """The parts stay: they are a few percent of a round."""
+    drawn = [points[k] for k in rng.integers(len(points), size=len(points))]
+    batch_s, stretch = refit_round_overhead(drawn, law_of_parts(law, fit.join, fit.leave, fit.grow))
+    return fit.model_copy(update={"overhead": fit.overhead.model_copy(update={"batch_s": batch_s, "stretch": stretch})})
 
 
 def _redrawn(points: Sequence[Measured], rng: np.random.Generator) -> list[Measured]:
@@ -63,17 +77,19 @@ def scaled_fits(fit: Fit, draws: int, seed: int) -> list[Fit]:
 
 def _scaled(fit: Fit, rng: np.random.Generator) -> Fit:
     prefill, decode, overhead = (_factor(one.error, rng) for one in (fit.prefill, fit.decode, fit.overhead))
-    return fit.model_copy(
-        update={
-            "prefill": _times(fit.prefill, prefill),
-            "decode": _times(fit.decode, decode),
-            "overhead": OverheadFit(
-                batch_s=fit.overhead.batch_s * overhead,
-                stretch=fit.overhead.stretch * overhead,
-                error=fit.overhead.error,
-            ),
-        }
-    )
+    found: dict[str, object] = {
+        "prefill": _times(fit.prefill, prefill),
+        "decode": _times(fit.decode, decode),
+        "overhead": _slower(fit.overhead, overhead),
+    }
+    if fit.rounds:
+        slower = _slower(fit.rounds.overhead, _factor(fit.rounds.overhead.error, rng))
+        found["rounds"] = fit.rounds.model_copy(update={"overhead": slower})
+    return fit.model_copy(update=found)
+
+
+def _slower(overhead: OverheadFit, factor: float) -> OverheadFit:
+    return OverheadFit(batch_s=overhead.batch_s * factor, stretch=overhead.stretch * factor, error=overhead.error)
 
 
 def _factor(error: HeldOutError, rng: np.random.Generator) -> float:

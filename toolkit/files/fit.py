@@ -93,6 +93,7 @@ class SwapFit(Strict):
     out_bytes_per_s: float
     in_bytes_per_s: float
     host_bytes: int = Field(description="host memory for caches, per worker")
+    error: HeldOutError | None = Field(default=None, description="none: it was not measured but stated")
 
 
 class PartFit(Strict):

@@ -45,10 +45,46 @@ class MemoryPoint(Strict):
     smallest_oom: int | None = Field(description="None where the probe stopped before the edge")
 
 
+class PartPoint(Strict):
+    """A part of a round (`toolkit.engines.protocol.RoundEngine.time_part`), every repeat."""
+
+    part: Literal["join", "leave", "grow", "swap_out", "swap_in"]
+    rows: int
+    length: int = Field(description="tokens of the longest row")
+    others: int = Field(description="rows that run beside them")
+    seconds: list[float]
+
+
+class RoundPoint(Strict):
+    """A round through a worker process, all workers busy, from dispatch to result. Always wall time."""
+
+    groups: list[tuple[int, int]] = Field(description="rows and longest input of each prefill")
+    rows: int = Field(description="that decode")
+    cached_length: int = Field(description="of the longest, before the first step")
+    steps: int
+    left: int = Field(description="rows that were dropped before or ended")
+    seconds: float
+
+
+class RoundSequence(Strict):
+    """Rounds that follow one another on a worker, from an empty batch on."""
+
+    rounds: list[RoundPoint]
+
+
+class RoundsProfile(Strict):
+    """What was measured of rounds, besides prefills and decode steps, which are rounds' own on such an engine."""
+
+    parts: list[PartPoint]
+    sequences: list[RoundSequence]
+    memory: list[MemoryPoint] = Field(description="rows that were admitted one by one at a length; `steps` is 1")
+    host_bytes: int = Field(description="host memory for caches, per worker; 0: caches are not swapped")
+
+
 class FailedPoint(Strict):
     """A point that could not be measured, and why."""
 
-    kind: Literal["prefill", "decode", "slice", "memory"]
+    kind: Literal["prefill", "decode", "slice", "memory", "rounds", "join", "leave", "grow", "swap_out", "swap_in"]
     batch_size: int
     length: int
     reason: str
@@ -95,3 +131,4 @@ class Profile(Envelope):
     slices: list[SlicePoint]
     memory: list[MemoryPoint]
     failed: list[FailedPoint] = Field(default_factory=list)
+    rounds: RoundsProfile | None = Field(default=None, description="none: the engine does not keep its rows")

@@ -118,6 +118,9 @@ class ProfileSpec(Strict):
     cached_lengths: Grid
     slice_tokens: Grid = Field(default=[16, 32], description="slice lengths of the end-to-end samples")
     slices: Positive = Field(default=24, description="end-to-end slices, on all workers at once")
+    sequences: Positive = Field(
+        default=24, description="rebatch: end-to-end sequences of rounds, on all workers at once"
+    )
     repeats: Positive = 5
     warmups: Annotated[int, Field(ge=0)] = 1
     memory_lengths: Grid = Field(description="input lengths at which the memory edge is probed")

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Literal, Protocol
+from typing import Literal, Protocol, cast
 
-from toolkit.engines.protocol import Engine, OutOfMemory, Row, SamplingParams
+from toolkit.engines.protocol import Engine, OutOfMemory, Round, RoundEngine, Row, SamplingParams
 from toolkit.files.profile import EngineFacts
 from toolkit.profiling.grid import GridPoint, Shape
 
@@ -40,6 +40,17 @@ class Bench(Protocol):
         ...
 
 
+class RoundBench(Bench, Protocol):
+    """An engine that keeps its rows, on the bench."""
+
+    def admit(self, length: int, limit: int) -> tuple[int, bool]:
+        """How many rows of `length` tokens may enter, a round each, and whether the next one ran out of memory.
+
+        At most `limit`. Raises `Unmeasurable` with the reason.
+        """
+        ...
+
+
 class LocalBench:
     """An engine in this process. `now_s` says when a visit has taken long enough."""
 
@@ -51,17 +62,40 @@ class LocalBench:
 
     def time(self, point: GridPoint, warmups: int) -> list[float]:
         """See `Bench.time`."""
-        measure = self._engine.time_prefill if point.kind == "prefill" else self._engine.time_decode
         try:
             for _ in range(warmups):
-                measure(point.batch_size, point.length, self._clock)
+                self._run(point)
             samples: list[float] = []
             end_s = self._now_s() + VISIT_S
             while not samples or (len(samples) < VISIT_SAMPLES and self._now_s() < end_s):
-                samples.append(measure(point.batch_size, point.length, self._clock))
+                samples.append(self._run(point))
         except OutOfMemory:
             raise Unmeasurable("out of memory") from None
         return samples
+
+    def _run(self, point: GridPoint) -> float:
+        rows, length, clock = point.batch_size, point.length, self._clock
+        if point.kind == "prefill":
+            return self._engine.time_prefill(rows, length, clock)
+        if point.kind == "decode":
+            return self._engine.time_decode(rows, length, clock)
+        return self._round_engine.time_part(point.kind, rows, length, point.others, clock)
+
+    @property
+    def _round_engine(self) -> RoundEngine:
+        return cast(RoundEngine, self._engine)
+
+    def admit(self, length: int, limit: int) -> tuple[int, bool]:
+        """See `RoundBench.admit`."""
+        (row,) = slice_rows(Shape(1, length, self.facts.max_model_len - length))
+        engine = self._round_engine
+        for number in range(limit):
+            try:
+                engine.run_round(Round(0, (row,), (number,)), lambda _: True)
+            except OutOfMemory:
+                return number, True
+        engine.run_round(Round(0, evict=tuple(range(limit))), lambda _: True)
+        return limit, False
 
     def fits(self, shape: Shape) -> bool:
         """See `Bench.fits`. The engine holds memory for all steps from the start, so the first one tells."""

@@ -12,6 +12,8 @@ from toolkit.errors import LlmctlError
 from toolkit.files.recipe import Recipe
 from toolkit.profiling.bench import LocalBench, Unmeasurable, slice_rows
 from toolkit.profiling.frames import (
+    Admit,
+    Admitted,
     Failed,
     Fits,
     KeepBusy,
@@ -62,6 +64,8 @@ def _answer(bench: LocalBench, request: Request) -> Reply:
     try:
         if isinstance(request, Time):
             return Timed(tuple(bench.time(request.point, request.warmups)))
+        if isinstance(request, Admit):
+            return Admitted(*bench.admit(request.length, request.limit))
         assert isinstance(request, Fits)
         return Tried(bench.fits(request.shape))
     except Unmeasurable as error:

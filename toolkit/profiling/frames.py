@@ -28,6 +28,13 @@ class Fits(msgspec.Struct, tag=True, frozen=True):
     shape: Shape
 
 
+class Admit(msgspec.Struct, tag=True, frozen=True):
+    """Let rows enter one by one."""
+
+    length: int
+    limit: int
+
+
 class KeepBusy(msgspec.Struct, tag=True, frozen=True):
     """Serve these slices over and over, until the stream ends. It has no reply."""
 
@@ -52,6 +59,13 @@ class Tried(msgspec.Struct, tag=True, frozen=True):
     fitted: bool
 
 
+class Admitted(msgspec.Struct, tag=True, frozen=True):
+    """How many entered, and whether the next one ran out of memory."""
+
+    rows: int
+    ran_out: bool
+
+
 class Failed(msgspec.Struct, tag=True, frozen=True):
     """What was asked cannot be done. `exit_code` is that of the error to raise, 0 where it is this point's alone."""
 
@@ -60,8 +74,8 @@ class Failed(msgspec.Struct, tag=True, frozen=True):
     exit_code: int = 0
 
 
-Request = Load | Time | Fits | KeepBusy
-Reply = Loaded | Timed | Tried | Failed
+Request = Load | Time | Fits | Admit | KeepBusy
+Reply = Loaded | Timed | Tried | Admitted | Failed
 
 _requests: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
 _replies: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)

@@ -11,23 +11,28 @@ from typing import Literal
 from toolkit.files.profile import EngineFacts, FailedPoint
 from toolkit.files.recipe import ProfileSpec
 
-Kind = Literal["prefill", "decode"]
+Kind = Literal["prefill", "decode", "join", "leave", "grow", "swap_out", "swap_in"]
 
 
 @dataclass(slots=True, frozen=True, order=True)
 class GridPoint:
-    """A prefill of [N, L] tokens, or a decode step of N rows at cached length `length`."""
+    """A prefill of [N, L] tokens, a decode step of N rows at cached length `length`, or a part of a round.
+
+    Of a part, N rows join, leave or move beside `others` that run.
+    """
 
     kind: Kind
     batch_size: int
     length: int
+    others: int = 0
 
     @property
     def tokens(self) -> int:
-        return self.batch_size * self.length
+        return (self.batch_size + self.others) * self.length
 
     def __str__(self) -> str:
-        return f"{self.kind} N={self.batch_size} {'L' if self.kind == 'prefill' else 'l'}={self.length}"
+        beside = f" beside {self.others}" if self.others else ""
+        return f"{self.kind} N={self.batch_size} {'L' if self.kind == 'prefill' else 'l'}={self.length}{beside}"
 
 
 def grid(spec: ProfileSpec, facts: EngineFacts) -> tuple[list[GridPoint], list[FailedPoint]]:
@@ -58,6 +63,28 @@ def _too_large(point: GridPoint, facts: EngineFacts) -> str:
     return ""
 
 
+JOINING = (1, 4, 16)  # rows at once
+OTHERS = (3, 15, 31)  # rows that run beside them
+PARTS: tuple[tuple[Kind, tuple[int, ...], tuple[int, ...], float], ...] = (  # rows, others, memory in batches
+    ("join", JOINING, OTHERS[:2], 2.0),
+    ("leave", JOINING[:1], OTHERS, 1.5),
+    ("grow", JOINING[:1], OTHERS, 2.5),
+    ("swap_out", JOINING[:1], OTHERS[:2], 1.5),
+    ("swap_in", JOINING[:1], OTHERS[:2], 1.5),
+)
+
+
+def part_points(spec: ProfileSpec, facts: EngineFacts) -> list[GridPoint]:
+    """The parts of rounds, at the recipe's cached lengths, that leave memory for what they need at once."""
+    return [
+        point
+        for kind, rows, others, batches in PARTS
+        for length in sorted(set(spec.cached_lengths))
+        for point in (GridPoint(kind, count, length, beside) for count in rows for beside in others)
+        if length < facts.max_model_len and batches * point.tokens <= facts.capacity_tokens
+    ]
+
+
 # Points that cost little are visited this often in a round. A short visit sees one moment of the machine, so it takes
 # more of them to see as much as one long prefill does.
 CHEAP_VISITS = 3
@@ -70,12 +97,13 @@ def in_rounds(points: Sequence[GridPoint], spec: ProfileSpec) -> Iterator[tuple[
     then spoils one visit to many points, not all visits to one. Decode steps, and the prefills with fewer tokens than
     most, are visited three times in a round.
     """
+    parts = sorted(point for point in points if point.kind not in ("prefill", "decode"))
     prefill = sorted((point for point in points if point.kind == "prefill"), key=lambda point: (point.tokens, point))
     half = len(prefill) // 2
     cheap = sorted(point for point in points if point.kind == "decode") + prefill[:half]
     for number in range(spec.repeats):
         rng = random.Random(f"{spec.seed}/{number}")
-        dealt = rng.sample(prefill[half:], len(prefill) - half)
+        dealt = rng.sample(prefill[half:], len(prefill) - half) + rng.sample(parts, len(parts))
         for part in range(CHEAP_VISITS):
             visits = [(number, point) for point in dealt[part::CHEAP_VISITS]]
             visits += [(number * CHEAP_VISITS + part, point) for point in cheap]
@@ -111,12 +139,13 @@ def slice_shapes(spec: ProfileSpec, tokens_max: float, length_max: int) -> dict[
 def _draw_shape(spec: ProfileSpec, tokens_max: float, length_max: int, rng: random.Random) -> Shape | None:
     for _ in range(TRIES):
         steps = rng.choice(spec.slice_tokens)
-        length = _log_uniform(spec.input_lengths, rng)
-        batch_size = _log_uniform(spec.batch_sizes, rng)
+        length = log_uniform(spec.input_lengths, rng)
+        batch_size = log_uniform(spec.batch_sizes, rng)
         if batch_size * (length + steps) <= tokens_max and length + steps <= length_max:
             return Shape(batch_size, length, steps)
     return None
 
 
-def _log_uniform(values: Sequence[int], rng: random.Random) -> int:
+def log_uniform(values: Sequence[int], rng: random.Random) -> int:
+    """A number between the least and the greatest of `values`."""
     return round(math.exp(rng.uniform(math.log(min(values)), math.log(max(values)))))

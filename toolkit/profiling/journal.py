@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import fcntl
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
-from typing import IO
+from typing import IO, TypeVar
 
 from pydantic import ValidationError
 
 from toolkit.errors import InputError
 from toolkit.files.envelope import Environment, Strict
-from toolkit.files.profile import EngineFacts, FailedPoint, MemoryPoint, SlicePoint
+from toolkit.files.profile import EngineFacts, FailedPoint, MemoryPoint, RoundSequence, SlicePoint
 
 
 class Conditions(Strict):
@@ -46,7 +47,8 @@ class Visit(Strict):
     seconds: list[float]
 
 
-Result = Visit | SlicePoint | MemoryPoint | FailedPoint
+ResultT = TypeVar("ResultT")
+Result = Visit | SlicePoint | MemoryPoint | RoundSequence | FailedPoint
 
 
 class Entry(Strict):
@@ -156,3 +158,8 @@ def _why_not(first_line: bytes, now: Conditions) -> str:
         return "its first line cannot be read"
     changed = then.differences(now)
     return f"changed since: {', '.join(changed)}" if changed else ""
+
+
+def of_kind(kind: type[ResultT], results: Iterable[object]) -> list[ResultT]:
+    """Those of the results that are of this kind."""
+    return [result for result in results if isinstance(result, kind)]

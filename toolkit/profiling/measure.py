@@ -6,9 +6,9 @@ disturbance spoils a few samples of every point, in the same proportion.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
-from toolkit.files.profile import DecodePoint, FailedPoint, PrefillPoint
+from toolkit.files.profile import DecodePoint, FailedPoint, PartPoint, PrefillPoint
 from toolkit.files.recipe import ProfileSpec
 from toolkit.profiling.bench import Bench, Unmeasurable
 from toolkit.profiling.grid import CHEAP_VISITS, GridPoint, in_rounds
@@ -20,7 +20,8 @@ def visit_key(point: GridPoint, number: int) -> str:
 
 
 def failure_key(point: GridPoint) -> str:
-    return f"{point.kind}/{point.batch_size}/{point.length}"
+    beside = f"/{point.others}" if point.others else ""
+    return f"{point.kind}/{point.batch_size}/{point.length}{beside}"
 
 
 def visits_left(points: Sequence[GridPoint], spec: ProfileSpec, journal: Journal) -> list[tuple[int, GridPoint]]:
@@ -68,13 +69,29 @@ def grid_points(
 ) -> tuple[list[PrefillPoint], list[DecodePoint]]:
     """The points of the profile, with the samples of all their visits."""
     prefill, decode = [], []
+    for point, seconds in _measured(points, spec, results):
+        if point.kind == "prefill":
+            prefill.append(PrefillPoint(batch_size=point.batch_size, input_length=point.length, seconds=seconds))
+        elif point.kind == "decode":
+            decode.append(DecodePoint(batch_size=point.batch_size, cached_length=point.length, seconds=seconds))
+    return prefill, decode
+
+
+def round_parts(points: Sequence[GridPoint], spec: ProfileSpec, results: dict[str, Result]) -> list[PartPoint]:
+    """The parts of rounds, with the samples of all their visits."""
+    return [
+        PartPoint(part=point.kind, rows=point.batch_size, length=point.length, others=point.others, seconds=seconds)
+        for point, seconds in _measured(points, spec, results)
+        if point.kind != "prefill" and point.kind != "decode"
+    ]
+
+
+def _measured(
+    points: Sequence[GridPoint], spec: ProfileSpec, results: dict[str, Result]
+) -> Iterator[tuple[GridPoint, list[float]]]:
+    """Points that were measured and never failed, with all their samples."""
     for point in points:
         visits = [results.get(visit_key(point, number)) for number in range(spec.repeats * CHEAP_VISITS)]
         seconds = [second for visit in visits if isinstance(visit, Visit) for second in visit.seconds]
-        if not seconds or failure_key(point) in results:
-            continue
-        if point.kind == "prefill":
-            prefill.append(PrefillPoint(batch_size=point.batch_size, input_length=point.length, seconds=seconds))
-        else:
-            decode.append(DecodePoint(batch_size=point.batch_size, cached_length=point.length, seconds=seconds))
-    return prefill, decode
+        if seconds and failure_key(point) not in results:
+            yield point, seconds

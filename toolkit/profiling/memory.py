@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 
 from toolkit.files.profile import EngineFacts, MemoryPoint
 from toolkit.files.recipe import ProfileSpec
-from toolkit.profiling.bench import Bench
+from toolkit.profiling.bench import Bench, RoundBench
 from toolkit.profiling.grid import Shape
 
 ROWS_MAX = 4096
@@ -54,6 +54,18 @@ def probe_shapes(spec: ProfileSpec, facts: EngineFacts) -> list[tuple[int, int]]
         for length in lengths
         for steps in sorted({min(max(spec.slice_tokens), facts.max_model_len - length), facts.max_model_len - length})
     ]
+
+
+def admission_lengths(spec: ProfileSpec, facts: EngineFacts) -> list[int]:
+    """The lengths at which rows are admitted one by one; each may still get a token, and another."""
+    return [length for length in sorted(set(spec.memory_lengths)) if length + 2 <= facts.max_model_len]
+
+
+def probe_admission(bench: RoundBench, length: int) -> MemoryPoint:
+    """The edge of rounds at one input length: rows enter until the next one has no room, or nobody else would."""
+    limit = min(ROWS_MAX, max(1, int(BEYOND * bench.facts.capacity_tokens / (length + 1))))
+    rows, ran_out = bench.admit(length, limit)
+    return MemoryPoint(input_length=length, steps=1, largest_ok=rows, smallest_oom=rows + 1 if ran_out else None)
 
 
 def safe_tokens(probes: Iterable[MemoryPoint], facts: EngineFacts) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -12,8 +13,10 @@ from toolkit.files.recipe import ProfileSpec
 from toolkit.profiling.bench import VISIT_S, VISIT_SAMPLES, Bench, Unmeasurable
 from toolkit.profiling.grid import GridPoint, Kind, Shape
 from toolkit.profiling.measure import warmups
+from toolkit.profiling.sequences import ROUNDS
 
 PROBES_PER_LENGTH = 2  # that run; those that do not fit cost next to nothing
+SEQUENCE_PREFILLS = 2  # of a usual batch, in a sequence of rounds: the first one, and who replaces it
 
 
 @dataclass(slots=True, frozen=True)
@@ -23,11 +26,14 @@ class Work:
     visits: Sequence[tuple[int, GridPoint]]
     memory: Sequence[tuple[int, int]]  # (input length, steps)
     slices: dict[int, Shape]  # by number
+    admissions: Sequence[int] = ()  # input lengths at which rows are admitted
+    sequences: Sequence[int] = ()  # of rounds, their numbers
 
     @property
     def steps(self) -> int:
         """How often a progress bar moves."""
-        return len(self.visits) + len(self.memory) + len(self.slices)
+        parts = self.visits, self.memory, self.slices, self.admissions, self.sequences
+        return sum(map(len, parts))
 
 
 @dataclass(slots=True, frozen=True)
@@ -52,7 +58,7 @@ def estimate_s(work: Work, points: Sequence[GridPoint], spec: ProfileSpec, bench
     lines = {kind: _Line.timed([point for point in points if point.kind == kind], bench) for kind in kinds}
 
     def visit_s(number: int, point: GridPoint) -> float:
-        once_s = lines[point.kind].at(point.tokens)
+        once_s = lines[point.kind if point.kind == "prefill" else "decode"].at(point.tokens)
         samples = min(VISIT_SAMPLES, max(1.0, VISIT_S / once_s))
         return once_s * (warmups(number, spec) + samples)
 
@@ -60,10 +66,15 @@ def estimate_s(work: Work, points: Sequence[GridPoint], spec: ProfileSpec, bench
         tokens = shape.batch_size * shape.input_length
         return lines["prefill"].at(tokens) + shape.steps * lines["decode"].at(tokens)
 
-    probe_s = PROBES_PER_LENGTH * lines["prefill"].at(bench.facts.capacity_tokens)
+    capacity = bench.facts.capacity_tokens
+    probe_s = PROBES_PER_LENGTH * lines["prefill"].at(capacity)
     visits_s = sum(visit_s(number, point) for number, point in work.visits)
     slices_s = sum(slice_s(shape) for shape in work.slices.values()) / workers
-    return visits_s + slices_s + len(work.memory) * probe_s
+    admissions_s = sum(capacity / length * lines["prefill"].at(length) for length in work.admissions)
+    tokens = round(math.prod(math.sqrt(min(grid) * max(grid)) for grid in (spec.batch_sizes, spec.input_lengths)))
+    steps = ROUNDS * math.sqrt(max(spec.slice_tokens))
+    sequence_s = SEQUENCE_PREFILLS * lines["prefill"].at(tokens) + steps * lines["decode"].at(tokens)
+    return visits_s + slices_s + len(work.memory) * probe_s + admissions_s + len(work.sequences) * sequence_s / workers
 
 
 @dataclass(slots=True, frozen=True)

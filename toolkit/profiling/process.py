@@ -17,6 +17,8 @@ from toolkit.files.profile import EngineFacts
 from toolkit.files.recipe import Recipe
 from toolkit.profiling.bench import Unmeasurable
 from toolkit.profiling.frames import (
+    Admit,
+    Admitted,
     Failed,
     Fits,
     KeepBusy,
@@ -106,6 +108,12 @@ class EngineProcess:
 
         model, engine, hardware = recipe.model, recipe.engine, recipe.hardware
         return ProcessWorkers(model, engine, hardware, recipe.workers, flush_s=engine.flush_s)
+
+    def admit(self, length: int, limit: int) -> tuple[int, bool]:
+        """See `RoundBench.admit`. Raises `Died` where that killed the process: how far it came is not known."""
+        reply = self._ask(Admit(length, limit))
+        assert isinstance(reply, Admitted)
+        return reply.rows, reply.ran_out
 
     def keep_busy(self, shapes: Sequence[Shape]) -> None:
         """Serve these slices over and over until `stop`."""

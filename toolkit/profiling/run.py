@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Protocol, cast
 
 from toolkit.errors import EngineError
 from toolkit.files.io import Head, head
@@ -20,18 +20,19 @@ from toolkit.files.profile import (
     SlicePoint,
 )
 from toolkit.files.recipe import Recipe
-from toolkit.profiling.bench import Bench, Unmeasurable
+from toolkit.profiling.bench import Bench, RoundBench, Unmeasurable
 from toolkit.profiling.grid import Shape, grid, slice_shapes
-from toolkit.profiling.journal import Conditions, Journal
+from toolkit.profiling.journal import Conditions, Journal, Result, of_kind
 from toolkit.profiling.measure import grid_points, measure, visits_left
 from toolkit.profiling.memory import TIME_LIMIT_S, probe_memory, probe_shapes, safe_tokens
 from toolkit.profiling.plan import Plan, Work, estimate_s, skip_reasons
 from toolkit.profiling.process import busy_neighbours, engine_process
+from toolkit.profiling.rounds import RoundsStage
 from toolkit.profiling.slices import run_slices
+from toolkit.sched.policies import REBATCHING
 from toolkit.workers.protocol import Workers
 
 MakeWorkers = Callable[[Recipe], Workers]
-ResultT = TypeVar("ResultT")
 
 
 class ProfileBench(Bench, Protocol):
@@ -88,9 +89,11 @@ def profile(
             session = _Session(recipe, bench.facts, journal, watch)
             watch.planned(session.plan(bench, load_s))
             session.probe_memory(bench)
+            session.probe_admission(bench)
             session.measure(bench)
             bench.stop()  # its memory is the workers' now
             session.run_slices(make_workers or bench.workers)
+            session.run_sequences(make_workers or bench.workers)
             return session.result(made_from)
 
 
@@ -130,22 +133,26 @@ class _Session:
         self._journal = journal
         self._watch = watch
         self._points, self._skipped = grid(self._spec, facts)
+        self._rounds = RoundsStage(recipe, facts, journal) if facts.engine in REBATCHING else None
+        parts = self._rounds.points if self._rounds else []
         self._work = Work(
-            visits=visits_left(self._points, self._spec, journal),
+            visits=visits_left([*self._points, *parts], self._spec, journal),
             memory=[each for each in probe_shapes(self._spec, facts) if _memory_key(*each) not in journal.results],
             slices=self._slices_left(),
+            admissions=self._rounds.lengths_left() if self._rounds else (),
+            sequences=self._rounds.sequences_left() if self._rounds else (),
         )
 
     def _slices_left(self) -> dict[int, Shape]:
         """Those that the journal does not know. Until memory has been probed, they may be too large."""
         results = self._journal.results
-        tokens_max = safe_tokens(_of_kind(MemoryPoint, results.values()), self._facts)
+        tokens_max = safe_tokens(_batch_probes(results), self._facts)
         shapes = slice_shapes(self._spec, tokens_max, self._facts.max_model_len)
         return {number: shape for number, shape in shapes.items() if _slice_key(number) not in results}
 
     def plan(self, bench: Bench, load_s: float) -> Plan:
         work = self._work
-        loads = (1 if work.visits else 0) + (1 if work.slices else 0)  # the neighbours', the workers'
+        loads = bool(work.visits) + bool(work.slices) + bool(work.sequences)  # the neighbours', the workers' twice
         work_s = estimate_s(work, self._points, self._spec, bench, self._recipe.workers)
         return Plan(
             points=len(self._points),
@@ -167,13 +174,17 @@ class _Session:
             self._journal.put(_memory_key(length, steps), result)
             self._watch.advanced(f"memory L={length} S={steps}")
 
+    def probe_admission(self, bench: Bench) -> None:
+        if self._rounds:
+            self._rounds.probe_admission(cast(RoundBench, bench), self._watch.advanced)
+
     def measure(self, bench: Bench) -> None:
         """The grid, beside as many busy engines as there will be when it serves. On GPUs, each has its own device."""
         if not self._work.visits:
             return
         shared = self._recipe.hardware.device == "cpu"
         others = self._recipe.workers - 1 if shared else 0
-        tokens_max = safe_tokens(_of_kind(MemoryPoint, self._journal.results.values()), self._facts)
+        tokens_max = safe_tokens(_batch_probes(self._journal.results), self._facts)
         shapes = slice_shapes(self._spec, tokens_max, self._facts.max_model_len)
         with busy_neighbours(self._recipe, others, list(shapes.values())):
             measure(self._work.visits, bench, self._spec, self._journal, self._watch.advanced)
@@ -187,6 +198,10 @@ class _Session:
         if left:
             workers = make_workers(self._recipe)
             asyncio.run(run_slices(workers, left, self._facts.vocab_size, record))
+
+    def run_sequences(self, make_workers: MakeWorkers) -> None:
+        if self._rounds and self._work.sequences:
+            self._rounds.run_sequences(make_workers(self._recipe), self._watch.advanced)
 
     def result(self, made_from: Head) -> Profile:
         results = self._journal.results
@@ -203,11 +218,15 @@ class _Session:
             engine=self._facts,
             prefill=prefill,
             decode=decode,
-            slices=_of_kind(SlicePoint, results.values()),
-            memory=sorted(_of_kind(MemoryPoint, results.values()), key=lambda point: (point.input_length, point.steps)),
-            failed=[*self._skipped, *_of_kind(FailedPoint, results.values())],
+            slices=of_kind(SlicePoint, results.values()),
+            memory=_batch_probes(results),
+            failed=[*self._skipped, *of_kind(FailedPoint, results.values())],
+            rounds=self._rounds.result() if self._rounds else None,
         )
 
 
-def _of_kind(kind: type[ResultT], results: Iterable[object]) -> list[ResultT]:
-    return [result for result in results if isinstance(result, kind)]
+def _batch_probes(results: Mapping[str, Result]) -> list[MemoryPoint]:
+    """Those of the memory edge of batches."""
+    probes = (result for key, result in results.items() if key.startswith("memory/"))
+    found = [probe for probe in probes if isinstance(probe, MemoryPoint)]
+    return sorted(found, key=lambda probe: (probe.input_length, probe.steps))

@@ -1,0 +1,116 @@
+"""The law of rounds from a profile: known coefficients are found again, and terms that are not there are not fitted."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from synthetic_profiles import FACTS, LAW, make_profile, make_rounds
+
+from toolkit.errors import InputError
+from toolkit.estimators.fitting import fit_profile
+from toolkit.estimators.laws import SegmentedLaw
+from toolkit.estimators.resample import resampled_fits, scaled_fits
+from toolkit.estimators.rounds import law_of_rounds
+from toolkit.files.fit import Fit
+from toolkit.files.profile import Profile
+
+
+def profile(**truth) -> Profile:
+    return make_profile().model_copy(update={"rounds": make_rounds(LAW, **truth)})
+
+
+def fitted(**truth):
+    return fit_profile(profile(**truth)).rounds
+
+
+def close(value: float):
+    return pytest.approx(value, rel=1e-3, abs=1e-12)
+
+
+def test_parts_are_found_again_and_terms_that_are_not_there_are_dropped():
+    rounds = fitted().rounds
+    join, leave, grow = rounds.join, rounds.leave, rounds.grow
+    assert (join.flat_s, join.row_s, join.token_s) == (0.0, close(2e-4), close(1e-6))
+    assert (leave.flat_s, leave.row_s, leave.token_s) == (0.0, close(3e-4), 0.0)
+    assert (grow.flat_s, grow.row_s, grow.token_s) == (0.0, 0.0, close(2e-8))
+
+
+def test_dispatch_and_stretch_are_found_again():
+    overhead = fitted().rounds.overhead
+    assert (overhead.batch_s, overhead.stretch) == (close(1.5e-3), close(1.3))
+    assert overhead.error.worst_percent < 0.1
+    assert overhead.error.points == 8 * 12
+
+
+def test_noise_shows_in_the_held_out_error_and_hardly_in_the_law():
+    rounds = fitted(noise=0.05).rounds
+    assert rounds.overhead.stretch == pytest.approx(1.3, rel=0.05)
+    assert 1.0 < rounds.overhead.error.median_percent < 10.0
+    assert rounds.join.row_s == pytest.approx(2e-4, rel=0.2)
+
+
+def test_the_link_to_host_memory_is_found_again():
+    swap = fitted().swap
+    assert (swap.latency_s, swap.out_bytes_per_s, swap.in_bytes_per_s) == (close(1e-4), close(2e9), close(4e9))
+    assert swap.host_bytes == 1 << 30
+
+
+def test_usable_is_what_ran_at_every_length():
+    assert fitted().rounds.usable_share * FACTS.capacity_tokens == close(min(110 * 65, 28 * 257))
+
+
+def test_parts_that_take_no_time_are_nothing():
+    rounds = fitted(join=lambda rows, length: 0.0, leave_s=lambda length: 0.0, grow=lambda rows, length: 0.0).rounds
+    assert (rounds.join.row_s, rounds.leave.row_s, rounds.grow.token_s) == (0.0, 0.0, 0.0)
+    assert (rounds.overhead.batch_s, rounds.overhead.stretch) == (close(1.5e-3), close(1.3))
+
+
+def test_the_law_of_rounds_says_what_a_round_took():
+    found = profile()
+    law = law_of_rounds(LAW, fit_profile(found).rounds.rounds)
+    for point in found.rounds.sequences[0].rounds:
+        seconds = law.round_s + sum(law.prefill_s(*group) for group in point.groups)
+        seconds += law.decode_s(point.rows, point.cached_length, point.steps)
+        seconds += point.left * law.leave_s(point.cached_length + point.steps)
+        assert seconds == pytest.approx(point.seconds, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"parts": []}, "0 points of 'join'"),
+        ({"sequences": []}, "rounds: 0 were measured"),
+        ({"memory": []}, "memory was not probed"),
+    ],
+)
+def test_what_is_missing_is_named(change, said):
+    found = profile()
+    lacking = found.model_copy(update={"rounds": found.rounds.model_copy(update=change)})
+    with pytest.raises(InputError, match=said):
+        fit_profile(lacking)
+
+
+def fit_of(found: Profile) -> Fit:
+    laws = fit_profile(found)
+    return Fit(
+        **found.model_dump(include={"tool_version", "environment", "inputs", "recipe_name", "workers", "engine"}),
+        prefill=laws.prefill.fit,
+        decode=laws.decode.fit,
+        overhead=laws.overhead,
+        memory=laws.memory,
+        rounds=laws.rounds.rounds,
+    )
+
+
+def test_drawn_fits_draw_the_rounds_too():
+    found = profile(noise=0.05)
+    fit = fit_of(found)
+    for fits in (resampled_fits(found, fit, 8, 0), scaled_fits(fit, 8, 0)):
+        stretches = [one.rounds.overhead.stretch for one in fits]
+        assert len(set(stretches)) == 8
+        assert np.mean(stretches) == pytest.approx(fit.rounds.overhead.stretch, rel=0.1)
+
+
+def test_a_profile_without_rounds_has_no_law_of_them():
+    assert fit_profile(make_profile()).rounds is None
+    assert SegmentedLaw(LAW.prefill, LAW.decode, True).round_s == replace(LAW).leave_s(100) == 0.0

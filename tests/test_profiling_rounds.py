@@ -1,0 +1,118 @@
+"""Sequences of rounds: what is drawn, what is recorded of it, and what becomes of workers that fail meanwhile."""
+
+import asyncio
+
+import pytest
+from synthetic_profiles import FACTS
+from test_profiling_run import InMemory
+
+from toolkit.engines.fake_rounds import FakeRoundEngine
+from toolkit.files.profile import FailedPoint, RoundSequence
+from toolkit.files.recipe import ProfileSpec
+from toolkit.profiling.bench import LocalBench
+from toolkit.profiling.grid import GridPoint, part_points
+from toolkit.profiling.memory import admission_lengths, probe_admission
+from toolkit.profiling.sequences import ROUNDS, Ranges, RowsOfSequence, run_sequences
+
+SPEC = ProfileSpec(
+    batch_sizes=[1, 4, 16],
+    input_lengths=[16, 64, 128],
+    cached_lengths=[16, 64, 511, 512],
+    memory_lengths=[64, 511],
+    slice_tokens=[8, 16],
+)
+RANGES = Ranges(SPEC, FACTS, tokens_max=4000.0)
+
+
+def drive(number: int, engine: FakeRoundEngine | None = None):
+    """A whole sequence on a fake engine, and the largest rows x longest that was there at the end of a round."""
+    rows, engine, padded = RowsOfSequence(RANGES, number, 0, ()), engine or FakeRoundEngine(FACTS), 0
+    for _ in range(ROUNDS):
+        plan = rows.plan()
+        output = engine.run_round(plan, lambda _: True)
+        rows.finish(output, 0.5)
+        point = rows.points[-1]
+        padded = max(padded, point.rows * (point.cached_length + point.steps))
+    return rows.points, padded
+
+
+@pytest.mark.parametrize("number", range(8))
+def test_a_sequence_stays_within_memory_and_has_rounds_of_all_kinds(number):
+    points, padded = drive(number)
+    assert len(points) == ROUNDS
+    assert padded <= RANGES.tokens_max
+    assert points[0].groups
+    assert all(sum(rows for rows, _ in point.groups) <= point.rows for point in points)
+    assert all(1 <= point.steps <= 16 for point in points if point.rows)
+
+
+def test_rows_come_and_go():
+    points = [point for number in range(20) for point in drive(number)[0]]
+    entered = sum(rows for point in points for rows, _ in point.groups)
+    assert 0 < sum(point.left for point in points) < entered
+    assert {bool(point.groups) for point in points} == {True, False}
+    assert len({point.rows for point in points}) > 8
+
+
+def test_a_sequence_depends_on_its_number_alone():
+    assert drive(3)[0] == drive(3)[0]
+    assert drive(3)[0] != drive(4)[0]
+
+
+def test_what_is_left_of_a_sequence_is_dropped_with_the_next_one():
+    engine = FakeRoundEngine(FACTS)
+    first = RowsOfSequence(RANGES, 0, 0, ())
+    engine.run_round(first.plan(), lambda _: True)
+    second = RowsOfSequence(RANGES, 1, first.next_row, range(first.next_row))
+    output = engine.run_round(second.plan(), lambda _: True)
+    second.finish(output, 0.5)
+    assert second.points[0].left == first.next_row + len(output.ended)
+    assert output.tokens <= second.points[0].rows * (second.points[0].cached_length + output.steps + 1)
+
+
+def run_all(workers: InMemory):
+    recorded = {}
+
+    def record(number, result):
+        assert number not in recorded
+        recorded[number] = result
+
+    asyncio.run(run_sequences(workers, range(6), RANGES, record))
+    assert workers.stopped
+    return recorded
+
+
+def test_each_sequence_is_recorded_once_and_whole():
+    recorded = run_all(InMemory(2))
+    assert sorted(recorded) == list(range(6))
+    for result in recorded.values():
+        assert isinstance(result, RoundSequence)
+        assert len(result.rounds) == ROUNDS
+        assert all(point.seconds > 0.0 for point in result.rounds)
+
+
+@pytest.mark.parametrize("failure", ["oom", "crashed"])
+def test_a_sequence_that_fails_is_recorded_and_the_others_go_on(failure):
+    recorded = run_all(InMemory(2, fate=lambda batch_id, rows: failure if batch_id == 40 else ""))
+    failed = [result for result in recorded.values() if isinstance(result, FailedPoint)]
+    assert sorted(recorded) == list(range(6))
+    assert [(point.kind, point.reason) for point in failed] == [("rounds", failure)]
+
+
+def test_rows_enter_until_the_next_has_no_room():
+    bench = LocalBench(FakeRoundEngine(FACTS), "wall")
+    probe = probe_admission(bench, 127)
+    assert (probe.largest_ok, probe.smallest_oom) == (64, 65)
+    assert bench.admit(127, 10) == (10, False)
+    assert bench.admit(127, 10) == (10, False)  # they have left
+
+
+def test_rows_that_enter_have_two_tokens_to_come():
+    assert admission_lengths(SPEC, FACTS) == [64]
+
+
+def test_parts_are_measured_where_they_fit():
+    points = part_points(SPEC, FACTS)
+    assert GridPoint("join", 16, 64, 15) in points
+    assert {point.length for point in points} == {16, 64, 511}
+    assert all(point.tokens <= FACTS.capacity_tokens for point in points)
