@@ -16,6 +16,7 @@ from toolkit.profiling.measure import warmups
 from toolkit.profiling.sequences import ROUNDS
 
 PROBES_PER_LENGTH = 2  # that run; those that do not fit cost next to nothing
+SHORTEST_S = 1e-6  # of a run; where no point of a kind fits, nothing is known
 SEQUENCE_PREFILLS = 2  # of a usual batch, in a sequence of rounds: the first one, and who replaces it
 
 
@@ -59,7 +60,7 @@ def estimate_s(work: Work, points: Sequence[GridPoint], spec: ProfileSpec, bench
 
     def visit_s(number: int, point: GridPoint) -> float:
         once_s = lines[point.kind if point.kind == "prefill" else "decode"].at(point.tokens)
-        samples = min(VISIT_SAMPLES, max(1.0, VISIT_S / once_s))
+        samples = min(VISIT_SAMPLES, max(1.0, VISIT_S / max(once_s, SHORTEST_S)))
         return once_s * (warmups(number, spec) + samples)
 
     def slice_s(shape: Shape) -> float:
