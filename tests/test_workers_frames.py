@@ -99,7 +99,7 @@ class Slice:
         self.channel = FakeChannel()
         run = Run(3, (Row("a", (1,), 0, 9), Row("b", (2,), 0, 9)), 9)
         self.outbox = Outbox(self.channel, 0.05, lambda: self.now_s)  # type: ignore[arg-type]
-        self.outbox.begin(3, at_once=True)
+        self.outbox.begin(3)
         self.running = RunningSlice(run, self.channel, self.outbox)  # type: ignore[arg-type]
 
     def step(self, at_s: float, ended: Sequence[tuple[int, FinishReason]] = ()) -> bool:
@@ -168,13 +168,26 @@ def test_a_round_goes_on_until_it_is_interrupted() -> None:
     assert not running.on_step(StepOutput((7,), (6,)))
 
 
-def test_tokens_of_a_round_without_newcomers_wait_for_those_of_the_round_before() -> None:
+def test_each_newcomers_first_token_goes_out_at_once_and_others_wait() -> None:
     channel = FakeChannel()
     running, outbox = running_round(channel)
-    for at_once in (True, False, True):
-        outbox.begin(3, at_once=at_once)
-        assert running.on_step(StepOutput((7,), (5,)))
-    assert [len(frame.steps) for frame in channel.sent] == [1, 2]
+    outbox.begin_round(3, Round(9, numbers=(7, 8)))
+    for rows in ((7,), (8,), (7, 8)):  # two groups are prefilled, then all decode
+        running.on_step(StepOutput(rows, rows))
+    assert [len(frame.steps) for frame in channel.sent] == [1, 1]
+    outbox.begin_round(4, Round(9))
+    running.on_step(StepOutput((7, 8), (5, 6)))
+    assert len(outbox.take()) == 2
+
+
+def test_a_newcomer_may_get_his_first_token_in_a_later_round() -> None:
+    channel = FakeChannel()
+    running, outbox = running_round(channel)
+    outbox.begin_round(3, Round(9, numbers=(7, 8)))
+    running.on_step(StepOutput((7,), (5,)))
+    outbox.begin_round(4, Round(9, evict=(7,)))
+    running.on_step(StepOutput((8,), (5,)))
+    assert [len(frame.steps) for frame in channel.sent] == [1, 1]
 
 
 def test_stop_ends_a_round_and_is_found_again() -> None:

@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from typing import cast
 
 from toolkit.engines.factory import make_engine
-from toolkit.engines.protocol import Engine, OnStep, OutOfMemory, RoundEngine, Row, StepOutput
+from toolkit.engines.protocol import Engine, OnStep, OutOfMemory, Round, RoundEngine, Row, StepOutput
 from toolkit.errors import LlmctlError
 from toolkit.files.recipe import EngineSpec, HardwareSpec, ModelSpec
 from toolkit.workers.frames import (
@@ -99,8 +99,9 @@ class Channel:
 class Outbox:
     """Tokens on their way to the front.
 
-    A batch's first ones go out at once; later ones wait up to `flush_s` for company, a row's last one too, so that the
-    front handles a few frames per second and worker, and not one per token or per end of a row.
+    A slice's first ones, and in rounds each row's first one, go out at once; later ones wait up to `flush_s` for
+    company, a row's last one too, so that the front handles a few frames per second and worker, and not one per token
+    or per end of a row.
     """
 
     def __init__(self, channel: Channel, flush_s: float, clock: Callable[[], float]) -> None:
@@ -110,17 +111,27 @@ class Outbox:
         self._batch_id = -1
         self._unsent: list[StepOutput] = []
         self._sent_s = -1.0
+        self._awaited: set[int] = set()  # rows of rounds that have no token yet
 
-    def begin(self, batch_id: int, *, at_once: bool) -> None:
-        """A batch starts, whose first tokens are urgent or not."""
+    def begin(self, batch_id: int) -> None:
+        """A slice starts."""
         self._batch_id = batch_id
-        if at_once:
-            self._sent_s = -1.0
+        self._sent_s = -1.0
+
+    def begin_round(self, batch_id: int, plan: Round) -> None:
+        """A round starts. Its newcomers may get their first tokens in later ones."""
+        self._batch_id = batch_id
+        self._awaited.difference_update(plan.evict)
+        self._awaited.update(plan.numbers)
 
     def put(self, step: StepOutput) -> None:
+        """A step's tokens."""
         self._unsent.append(step)
+        is_first = not self._awaited.isdisjoint(step.rows)
+        if is_first:
+            self._awaited.difference_update(step.rows)
         now_s = self._clock()
-        if self._sent_s < 0 or now_s - self._sent_s >= self._flush_s:
+        if is_first or self._sent_s < 0 or now_s - self._sent_s >= self._flush_s:
             self._channel.send(Progress(self._batch_id, self.take()))
             self._sent_s = now_s
 
@@ -244,7 +255,7 @@ def _load(start: Start) -> Engine:
 
 def _run(engine: Engine, run: Run, channel: Channel, outbox: Outbox, watch: Stopwatch) -> Done:
     watch.start()
-    outbox.begin(run.batch_id, at_once=True)
+    outbox.begin(run.batch_id)
     fitted = False
     with contextlib.suppress(OutOfMemory):
         engine.run_slice(run.rows, run.steps, watch.reporting(RunningSlice(run, channel, outbox).on_step))
@@ -254,7 +265,7 @@ def _run(engine: Engine, run: Run, channel: Channel, outbox: Outbox, watch: Stop
 
 def _run_round(engine: RoundEngine, run: RunRound, channel: Channel, outbox: Outbox, watch: Stopwatch) -> DoneRound:
     watch.start()
-    outbox.begin(run.batch_id, at_once=bool(run.plan.enter))
+    outbox.begin_round(run.batch_id, run.plan)
     try:
         output = engine.run_round(run.plan, watch.reporting(RunningRound(run, channel, outbox).on_step))
     except OutOfMemory as error:
