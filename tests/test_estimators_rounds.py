@@ -39,13 +39,13 @@ def test_dispatch_and_stretch_are_found_again():
     overhead = fitted().rounds.overhead
     assert (overhead.batch_s, overhead.stretch) == (close(1.5e-3), close(1.3))
     assert overhead.error.worst_percent < 0.1
-    assert overhead.error.points == 8 * 12
+    assert overhead.error.points == 8
 
 
 def test_noise_shows_in_the_held_out_error_and_hardly_in_the_law():
     rounds = fitted(noise=0.05).rounds
     assert rounds.overhead.stretch == pytest.approx(1.3, rel=0.05)
-    assert 1.0 < rounds.overhead.error.median_percent < 10.0
+    assert 0.3 < rounds.overhead.error.median_percent < 10.0
     assert rounds.join.row_s == pytest.approx(2e-4, rel=0.2)
 
 
@@ -79,7 +79,7 @@ def test_the_law_of_rounds_says_what_a_round_took():
     ("change", "said"),
     [
         ({"parts": []}, "0 points of 'join'"),
-        ({"sequences": []}, "rounds: 0 were measured"),
+        ({"sequences": []}, "rounds: 0 sequences were measured"),
         ({"memory": []}, "memory was not probed"),
     ],
 )

@@ -21,7 +21,7 @@ from toolkit.estimators.forms import Points, form_named
 from toolkit.estimators.laws import SegmentedLaw
 from toolkit.estimators.overhead import refit_overhead
 from toolkit.estimators.rounds import law_of_parts
-from toolkit.estimators.rounds_fit import refit_round_overhead, rounds_of
+from toolkit.estimators.rounds_fit import refit_round_overhead, sequences_of
 from toolkit.files.fit import Fit, HeldOutError, LatencyFit, OverheadFit, RoundsFit, Segment
 from toolkit.files.profile import DecodePoint, PrefillPoint, Profile, RoundPoint
 
@@ -46,15 +46,15 @@ def _resampled(profile: Profile, fit: Fit, rng: np.random.Generator) -> Fit:
     overhead = fit.overhead.model_copy(update={"batch_s": batch_s, "stretch": stretch})
     found: dict[str, object] = {"prefill": prefill, "decode": decode, "overhead": overhead}
     if fit.rounds and profile.rounds:
-        found["rounds"] = _redrawn_rounds(fit.rounds, rounds_of(profile.rounds), law, rng)
+        found["rounds"] = _redrawn_rounds(fit.rounds, sequences_of(profile.rounds), law, rng)
     return fit.model_copy(update=found)
 
 
 def _redrawn_rounds(
-    fit: RoundsFit, points: Sequence[RoundPoint], law: SegmentedLaw, rng: np.random.Generator
+    fit: RoundsFit, sequences: Sequence[Sequence[RoundPoint]], law: SegmentedLaw, rng: np.random.Generator
 ) -> RoundsFit:
     """The parts stay: they are a few percent of a round."""
-    drawn = [points[k] for k in rng.integers(len(points), size=len(points))]
+    drawn = [sequences[k] for k in rng.integers(len(sequences), size=len(sequences))]
     batch_s, stretch = refit_round_overhead(drawn, law_of_parts(law, fit.join, fit.leave, fit.grow))
     return fit.model_copy(update={"overhead": fit.overhead.model_copy(update={"batch_s": batch_s, "stretch": stretch})})
 

@@ -12,7 +12,7 @@ import numpy as np
 from scipy.optimize import nnls
 
 from toolkit.errors import InputError
-from toolkit.estimators.forms import typical
+from toolkit.estimators.forms import CLIP, typical
 from toolkit.estimators.held_out import Floats, Rows, choose, percent_error, predict_held_out
 from toolkit.estimators.laws import SegmentedLaw
 from toolkit.estimators.overhead import fit_line
@@ -47,40 +47,62 @@ def fit_rounds(profile: Profile, law: SegmentedLaw, seed: int) -> FittedRounds |
         return None
     join, leave = (_fit_part(name, _of_part(measured, name), seed) for name in ("join", "leave"))
     grow = _fit_part("grow", _of_part(measured, "grow"), seed)
-    overhead = fit_round_overhead(rounds_of(measured), law_of_parts(law, join, leave, grow), seed)
+    overhead = fit_round_overhead(sequences_of(measured), law_of_parts(law, join, leave, grow), seed)
     share = _usable_tokens(measured) / profile.engine.capacity_tokens
     rounds = RoundsFit(join=join, leave=leave, grow=grow, overhead=overhead, usable_share=share)
     return FittedRounds(rounds, fit_swap(measured, profile.engine.kv_bytes_per_token, seed))
 
 
-def rounds_of(measured: RoundsProfile) -> list[RoundPoint]:
-    """Every round of every sequence, but for those in which nothing was done."""
-    return [point for sequence in measured.sequences for point in sequence.rounds if point.rows]
+Sequences = Sequence[Sequence[RoundPoint]]
 
 
-def fit_round_overhead(rounds: Sequence[RoundPoint], law: SegmentedLaw, seed: int) -> OverheadFit:
-    """What rounds take over the law of their parts, and its held-out error."""
-    if len(rounds) < POINTS_MIN:
+def sequences_of(measured: RoundsProfile) -> list[list[RoundPoint]]:
+    """The rounds of each sequence, but for those in which nothing was done."""
+    found = ([point for point in sequence.rounds if point.rows] for sequence in measured.sequences)
+    return [rounds for rounds in found if rounds]
+
+
+def fit_round_overhead(sequences: Sequences, law: SegmentedLaw, seed: int) -> OverheadFit:
+    """What rounds take over the law of their parts, and the held-out error of whole sequences.
+
+    A round lasts some hundredths of a second, in which a shared machine shows one of its moments; a sequence has many.
+    """
+    if len(sequences) < POINTS_MIN:
         raise InputError(
-            f"rounds: {len(rounds)} were measured, at least {POINTS_MIN} are needed",
+            f"rounds: {len(sequences)} sequences were measured, at least {POINTS_MIN} are needed",
             "raise profile.sequences in the recipe; then: llmctl profile RECIPE",
         )
-    seconds, expected = np.array([point.seconds for point in rounds]), _expected(rounds, law)
-    if min(seconds.min(), expected.min()) <= 0.0:
-        raise InputError(f"rounds: one took {seconds.min()} s", REMEDY)
+    times = [_times(rounds, law) for rounds in sequences]
+    if min(each.min() for each in times) <= 0.0:
+        raise InputError("rounds: one took no time", REMEDY)
 
     def predict(seen: Rows, rows: Rows) -> Floats:
-        batch_s, stretch = fit_line(expected[seen], seconds[seen])
-        return batch_s + stretch * expected[rows]
+        batch_s, stretch = _line([times[k] for k in seen])
+        return np.array([batch_s * times[k].shape[1] + stretch * times[k][0].sum() for k in rows])
 
-    error = percent_error(predict_held_out(len(rounds), predict, seed), seconds)
-    batch_s, stretch = fit_line(expected, seconds)
+    totals = np.array([each[1].sum() for each in times])
+    error = percent_error(predict_held_out(len(times), predict, seed), totals)
+    batch_s, stretch = _line(times)
     return OverheadFit(batch_s=batch_s, stretch=stretch, error=error)
 
 
-def refit_round_overhead(rounds: Sequence[RoundPoint], law: SegmentedLaw) -> tuple[float, float]:
-    """batch_s and stretch of `rounds` that were checked before, without the held-out error."""
-    return fit_line(_expected(rounds, law), np.array([point.seconds for point in rounds]))
+def refit_round_overhead(sequences: Sequences, law: SegmentedLaw) -> tuple[float, float]:
+    """batch_s and stretch of sequences that were checked before, without the held-out error."""
+    return _line([_times(rounds, law) for rounds in sequences])
+
+
+def _times(rounds: Sequence[RoundPoint], law: SegmentedLaw) -> Floats:
+    """[2, n]: what the law says of each round, and what it took."""
+    return np.array([[round_s(point, law) for point in rounds], [point.seconds for point in rounds]])
+
+
+def _line(times: Sequence[Floats]) -> tuple[float, float]:
+    """batch_s and stretch: the line of the usual round, raised to the mean, which serving pays (as `typical` does)."""
+    expected, seconds = np.concatenate(times, axis=1)
+    batch_s, stretch = fit_line(expected, seconds)
+    usual = batch_s + stretch * expected
+    mean = float(np.minimum(seconds, CLIP * usual).sum() / usual.sum())
+    return batch_s * mean, stretch * mean
 
 
 def round_s(point: RoundPoint, law: SegmentedLaw) -> float:
@@ -89,10 +111,6 @@ def round_s(point: RoundPoint, law: SegmentedLaw) -> float:
     if point.steps:
         seconds += law.decode_s(point.rows, point.cached_length, point.steps)
     return seconds + point.left * law.leave_s(point.cached_length + point.steps)
-
-
-def _expected(rounds: Sequence[RoundPoint], law: SegmentedLaw) -> Floats:
-    return np.array([round_s(point, law) for point in rounds])
 
 
 def _of_part(measured: RoundsProfile, part: str) -> list[PartPoint]:
