@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from synthetic_profiles import make_profile, probe_all
+from synthetic_profiles import LAW, make_profile, make_rounds, probe_all
 
 from toolkit.cli import main
 from toolkit.estimators.load import laws_from_fit
@@ -52,6 +52,33 @@ def test_fit_prints_errors_coefficients_and_forms_in_80_columns(folder, capsys):
     assert max(map(len, shown.splitlines())) <= 80
 
 
+def with_rounds(**truth) -> Profile:
+    return make_profile(noise=0.05).model_copy(update={"rounds": make_rounds(LAW, **truth)})
+
+
+def test_fit_writes_and_prints_the_laws_of_rounds_and_swaps(folder, capsys):
+    write_file(with_rounds(noise=0.02), "profile.json")
+    assert run("fit", "profile.json") == 0
+    fit = read_file(Fit, "fit.json", inputs={"profile": "profile.json"})
+    laws = laws_from_fit(fit)
+    assert laws.rounds.round_s > 0.0
+    assert laws.round_memory.usable_tokens == min(110 * 65, 28 * 257)
+    assert laws.swap is not None
+    captured = capsys.readouterr()
+    for word in ("round", "join", "leave", "grow", "swap", "GB/s", "in rounds: rows x longest <= 7,150 tokens"):
+        assert word in captured.out
+    assert max(map(len, captured.out.splitlines())) <= 80
+    assert "rounds: the held-out" not in captured.err
+
+
+def test_fit_warns_of_rounds_that_no_law_explains_and_holds_them_to_the_bound(folder, capsys):
+    write_file(with_rounds(noise=1.5), "profile.json")
+    assert run("fit", "profile.json", "--max-error", "20") == 4
+    captured = capsys.readouterr()
+    assert "rounds: the held-out median error is" in captured.err
+    assert "rounds: held-out median error" in captured.err
+
+
 def test_fit_prints_rules_where_there_are_rules(folder, capsys):
     probes = [
         probe.model_copy(update={"largest_ok": rows, "smallest_oom": rows + 1})
@@ -85,7 +112,8 @@ model: {source: random, config: {model_type: fake}, dtype: float32, tokenizer: b
 hardware: {device: cpu, name: none}
 engine: {name: fake, kv_cache_memory_mib: 2}
 profile:
-  {batch_sizes: [1, 64], input_lengths: [16, 64], cached_lengths: [16], memory_lengths: [64], repeats: 1, slices: 2}
+  {batch_sizes: [1, 64], input_lengths: [16, 64], cached_lengths: [16], memory_lengths: [64], repeats: 1, slices: 2,
+   sequences: 2}
 """
 
 
@@ -96,7 +124,7 @@ def test_profile_writes_a_profile_and_leaves_no_journal(folder, capsys):
     assert len(read_file(Profile, "new.json", inputs={"recipe": "fake.yaml"}).slices) == 2
     assert {path.name for path in folder.iterdir()} == {"fake.yaml", "new.json", "profile.json"}
     assert "1 point skipped: more than the 2048 tokens" in shown.err
-    assert "5 points, 15 measurements to go, about" in shown.err
+    assert "5 points, 34 measurements to go, about" in shown.err
     assert "memory edge" in shown.out
     assert max(map(len, shown.out.splitlines())) <= 80
 

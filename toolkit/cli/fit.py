@@ -113,16 +113,13 @@ def _of_rounds(fit: Fit) -> list[tuple[object, ...]]:
 def _terms(part: PartFit) -> str:
     """The terms that the data show, in microseconds."""
     named = ((part.flat_s, ""), (part.row_s, " N"), (part.token_s, " N*L"))
-    return (
-        " + ".join(f"{number(value * 1e6)}{name}" for value, name in named if value) + " us"
-        if part.error.points
-        else "0"
-    )
+    terms = [f"{number(value * 1e6)}{name}" for value, name in named if value]
+    return f"{' + '.join(terms)} us" if terms else "takes no time"
 
 
 def _swap(fit: SwapFit) -> str:
     out, back = (f"{rate / 1e9:.2g}" for rate in (fit.out_bytes_per_s, fit.in_bytes_per_s))
-    return f"{seconds(fit.latency_s)}, {out} out {back} in GB/s"
+    return f"{seconds(fit.latency_s)} + {out}, {back} GB/s"
 
 
 def _warn_of_rounds(fit: Fit) -> None:
