@@ -41,7 +41,7 @@ profile:
   memory_lengths: [64, 128]
   repeats: 2
   slices: 8
-  sequences: 3
+  sequences: 5
 """
 POINTS = 4 * 3 + 4 * 3 - 3  # 32 rows of 64 tokens and one more do not fit into 2,048, nor of 128
 
@@ -143,7 +143,7 @@ def test_a_profile_holds_what_its_recipe_asks_for(source):
     assert len(found.prefill) + len(found.decode) == POINTS
     assert all(len(point.seconds) >= 2 for point in [*found.prefill, *found.decode])
     assert len(found.slices) == 8
-    assert len(found.rounds.sequences) == 3
+    assert len(found.rounds.sequences) == 5
     assert {point.part for point in found.rounds.parts} == {"join", "leave", "grow", "swap_out", "swap_in"}
     assert [(probe.input_length, probe.largest_ok, probe.smallest_oom) for probe in found.rounds.memory] == [
         (64, 31, 32),  # of 65 tokens, as prefill gives one
