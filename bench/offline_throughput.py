@@ -17,7 +17,8 @@ compared with those of transformers' `generate()`, one request at a time, on eve
     llama.cpp-N         its server with N slots, over HTTP; where there is --llama-server
     vllm                in its own process, in the environment of --vllm-python
 
-With --samples runs are added to a file, and the tables are of all that is in it: rounds may be measured in turns.
+With --samples runs are added to a file, and the tables are of all that is in it: rounds may be measured in turns, and
+--rounds 0 only writes the tables.
 """
 
 from __future__ import annotations
@@ -239,7 +240,8 @@ def main() -> int:
     parser.add_argument("--markdown", type=Path, help="the file whose section is written")
     parser.add_argument("--verbose", action="store_true", help="show what the systems say")
     options = parser.parse_args()
-    runs = [run for size in options.sizes for run in measure(size, options, options.samples)]
+    sizes = options.sizes if options.rounds else []
+    runs = [run for size in sizes for run in measure(size, options, options.samples)]
     text = report(_load(options.samples) if options.samples else runs, options)
     print(text)
     if options.markdown:

@@ -1,0 +1,73 @@
+"""The offline benchmark's own parts: what is asked of every system, its tables, and the file that llama.cpp reads."""
+
+import struct
+from pathlib import Path
+
+import numpy as np
+import offline_work
+import pytest
+from gguf_file import write_llama
+from offline_throughput import aims, table
+from offline_work import LONGEST_OUTPUT, LONGEST_PROMPT, SHORTEST, Work, prepare
+
+
+def run(**seconds: float) -> dict[str, object]:
+    systems = {name: {"seconds": one, "tokens": 100, "equal": 2} for name, one in seconds.items()}
+    return {"size": "15M", "requests": 10, "tokens": 100, "compared": 2, "systems": systems}
+
+
+def test_ratios_are_those_of_runs_in_the_same_round() -> None:
+    runs = [run(rebatch=1.0, vllm=0.5), run(rebatch=4.0, vllm=1.0), run(rebatch=2.0)]
+    lines = table(runs, ["vllm", "rebatch"], []).splitlines()
+    assert lines[2] == "| vllm | 150 | 100 to 200 | 2 | 0.38x | 4 of 4 |"
+    assert lines[3] == "| rebatch | 50 | 25 to 100 | 3 |  | 6 of 6 |"
+
+
+def test_what_is_not_installed_is_said() -> None:
+    assert "| vllm | not installed |" in table([run(rebatch=1.0)], ["vllm", "rebatch"], ["vllm"])
+
+
+def test_the_best_of_a_kind_is_what_counts() -> None:
+    text = aims([run(**{"rebatch": 1.0, "static-8": 4.0, "static-16": 2.5})])
+    assert "the best static 2.50x (aim 2.0)" in text
+
+
+def test_lengths_are_the_traces_scaled_down_and_clipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(offline_work, "_save_model", lambda folder, size: None)
+    trace = tmp_path / "trace.csv"
+    lines = ["TIMESTAMP,ContextTokens,GeneratedTokens"]
+    lines += [
+        f"2023-11-16 18:15:4{k}.0,{prompt},{output}" for k, (prompt, output) in enumerate([(8, 9999), (9999, 40)])
+    ]
+    trace.write_text("\n".join(lines) + "\n")
+    work = prepare(tmp_path / "work", "15M", str(trace), 2, 1, 1)
+    assert [len(prompt) for prompt in work.prompts] == [SHORTEST, LONGEST_PROMPT]
+    assert work.outputs == [LONGEST_OUTPUT, 10]
+    assert Work.read(tmp_path / "work") == work
+
+
+def test_a_gguf_file_holds_every_weight_at_its_place(tmp_path: Path) -> None:
+    config = {
+        "num_hidden_layers": 1,
+        "num_attention_heads": 1,
+        "num_key_value_heads": 1,
+        "hidden_size": 4,
+        "intermediate_size": 4,
+        "vocab_size": 300,
+        "max_position_embeddings": 16,
+        "rms_norm_eps": 1e-5,
+    }
+    weights = {
+        "model.embed_tokens.weight": np.arange(1200, dtype=np.float32).reshape(300, 4),
+        "model.layers.0.self_attn.q_proj.weight": np.arange(16, dtype=np.float32).reshape(4, 4),
+        "model.norm.weight": np.arange(3, dtype=np.float32),
+    }
+    path = tmp_path / "model.gguf"
+    write_llama(path, config, weights)
+    raw = path.read_bytes()
+    assert raw[:4] == b"GGUF"
+    assert struct.unpack("<IQ", raw[4:16]) == (3, 3)
+    norm = np.frombuffer(raw[-12:], np.float32)
+    query = np.frombuffer(raw[-76:-12], np.float32).reshape(4, 4)
+    assert norm.tolist() == [0.0, 1.0, 2.0]
+    assert query[:, 0].tolist() == [0.0, 8.0, 4.0, 12.0]  # the halves of a head become pairs
