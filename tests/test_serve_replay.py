@@ -31,9 +31,9 @@ from toolkit.sched.eventlog import (
     to_line,
 )
 from toolkit.sched.policies import ORACLES, POLICIES, make_policy
-from toolkit.sched.protocols import Policy, Rebatches
+from toolkit.sched.protocols import Policy
 from toolkit.sched.scheduler import Scheduler
-from toolkit.sched.types import Worker
+from toolkit.sched.types import Joining, Worker
 from toolkit.serve.driver import Driver
 from toolkit.serve.live import Ask, Live
 from toolkit.serve.metrics import Stats
@@ -42,21 +42,22 @@ from toolkit.serve.text import Shown, TextOutput
 
 SLICE = {"slice_tokens": 8, "min_interval_s": 0.02, "eager": False}
 MLFQ = {"quantum_s": 0.02, "starvation_s": 1.0, "interval_steps": 2, "max_batch_size": 2}
-CASES = {
+CASES = {  # the static engine, or how newcomers join on `rebatch`; a policy and its parameters
     "slice": ("transformers", "slice", SLICE),
     "sequence": ("transformers", "sequence", {"batch_size": 3}),
-    "slice, rebatch": ("rebatch", "slice", SLICE),
-    "sequence, rebatch": ("rebatch", "sequence", {"batch_size": 3, "slice_tokens": 8}),
-    "conservative": ("rebatch", "conservative", {"interval_steps": 4}),
-    "aggressive": ("rebatch", "aggressive", {"watermark": 1.0, "interval_steps": 1}),
-    "fcfs": ("rebatch", "fcfs", {"max_batch_size": 3, "interval_steps": 2}),
-    "past-future": ("rebatch", "past-future", {"interval_steps": 2, "router": "future-memory"}),
-    "past-future-sla": ("rebatch", "past-future-sla", {"interval_steps": 2, "ttft_s": 0.5, "mtpot_s": 0.1}),
-    "slice-continuous": ("rebatch", "slice-continuous", {"slice_tokens": 5, "interval_steps": 2}),
-    "mlfq": ("rebatch", "mlfq", MLFQ),
-    "mlfq, reactive": ("rebatch", "mlfq", MLFQ | {"swap": "reactive"}),
-    "baton": ("rebatch", "baton", {"memory_threshold": 0.6, "headroom_steps": 1}),
-    "baton, shaping": ("rebatch", "baton", {"decoupled": False, "memory_threshold": 0.6, "headroom_steps": 1}),
+    "slice, rebatch": ("embed", "slice", SLICE),
+    "sequence, rebatch": ("embed", "sequence", {"batch_size": 3, "slice_tokens": 8}),
+    "conservative": ("embed", "conservative", {"interval_steps": 4}),
+    "aggressive": ("embed", "aggressive", {"watermark": 1.0, "interval_steps": 1}),
+    "fcfs": ("embed", "fcfs", {"max_batch_size": 3, "interval_steps": 2}),
+    "past-future": ("embed", "past-future", {"interval_steps": 2, "router": "future-memory"}),
+    "past-future-sla": ("embed", "past-future-sla", {"interval_steps": 2, "ttft_s": 0.5, "mtpot_s": 0.1}),
+    "slice-continuous": ("embed", "slice-continuous", {"slice_tokens": 5, "interval_steps": 2}),
+    "mlfq": ("embed", "mlfq", MLFQ),
+    "mlfq, reactive": ("embed", "mlfq", MLFQ | {"swap": "reactive"}),
+    "baton": ("embed", "baton", {"memory_threshold": 0.6, "headroom_steps": 1}),
+    "past-future, shaping": ("shape", "past-future", {"interval_steps": 2}),
+    "baton, shaping": ("shape", "baton", {"memory_threshold": 0.6, "headroom_steps": 1}),
 }
 SAMPLINGS = (
     SamplingParams(),
@@ -88,9 +89,9 @@ class Said:
                 return
 
 
-def planned() -> list[Worker]:
-    swap = LinearSwap(0.001, 1e5, 1e5)
-    return [Worker(index, LAW, ZetaMemory(CAPACITY), swap=swap, host_tokens=150) for index in range(2)]
+def planned(joining: Joining | None = None) -> list[Worker]:
+    swap, memory = LinearSwap(0.001, 1e5, 1e5), ZetaMemory(CAPACITY)
+    return [Worker(index, LAW, memory, swap=swap, host_tokens=150, joining=joining) for index in range(2)]
 
 
 def asks() -> list[tuple[Ask, tuple[str, ...]]]:
@@ -123,9 +124,11 @@ def expected(ask: Ask, stops: tuple[str, ...]) -> Shown:
     return TextOutput(ByteDetokenizer(), stops).feed(*alone(ask))
 
 
-async def serve(workers: ThreadWorkers, policy: Policy, lines: list[bytes]) -> list[tuple[Said, Shown]]:
+async def serve(
+    workers: ThreadWorkers, policy: Policy, lines: list[bytes], joining: Joining | None = None
+) -> list[tuple[Said, Shown]]:
     """A crowd of requests, each some tokens after the ones before; two given up on the way, a worker killed."""
-    scheduler = Recorder(policy, planned(), lambda event: lines.append(to_line(event)))
+    scheduler = Recorder(policy, planned(joining), lambda event: lines.append(to_line(event)))
     workers.scheduler = scheduler
     driver = Driver(scheduler, workers, Stats())
     await driver.start()
@@ -158,13 +161,11 @@ def test_every_policy_that_can_be_served_has_a_case() -> None:
 def test_a_live_run_replays_exactly_and_costs_nobody_a_token(case: str) -> None:
     kind, name, parameters = CASES[case]
     policy = make_policy(name, parameters)
-    joining = policy.joining if isinstance(policy, Rebatches) else "embed"
-    options = {"joining": joining} if kind == "rebatch" else {}
+    joining = None if kind == "transformers" else kind
+    spec = tiny.engine_spec("rebatch", joining=joining) if joining else tiny.engine_spec()
     lines: list[bytes] = []
-    workers = ThreadWorkers(
-        lambda: make_engine(tiny.model_spec(), tiny.engine_spec(kind, **options), tiny.CPU), troubles=TROUBLES
-    )
-    crowd = asyncio.run(serve(workers, policy, lines))
+    workers = ThreadWorkers(lambda: make_engine(tiny.model_spec(), spec, tiny.CPU), troubles=TROUBLES)
+    crowd = asyncio.run(serve(workers, policy, lines, joining))
     for said, shown in crowd:
         assert (said.live.status, said.tokens, "".join(said.texts)) == (shown.finish, shown.tokens, shown.text)
     events: list[Event] = list(from_lines(lines))
@@ -174,7 +175,7 @@ def test_a_live_run_replays_exactly_and_costs_nobody_a_token(case: str) -> None:
     assert failures.count("crashed") == 1
     assert 0 < workers.ran_out <= failures.count("oom") + 1  # one may have come in the round that was killed
     assert policy.continuous == any(isinstance(event, End) for event in events)
-    assert list(replay(events, Scheduler(policy, planned()))) == []
+    assert list(replay(events, Scheduler(policy, planned(joining)))) == []
 
 
 def test_a_replay_with_another_parameter_is_told_apart() -> None:

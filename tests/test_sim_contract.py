@@ -1,5 +1,7 @@
 """Contract tests over every policy: a new policy adds one line to CASES and is fully tested."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import example, given, settings
@@ -250,18 +252,20 @@ def test_same_input_same_result(rows, case, joining):
 
 
 @settings(max_examples=20, deadline=None)
-@given(rows=requests, case=cases, joining=memories)
-def test_a_log_replays_to_the_same_decisions(rows, case, joining):
+@given(rows=requests, case=cases, joining=memories, priorities=st.lists(st.integers(-2, 2), min_size=1, max_size=5))
+def test_whatever_is_urgent_everybody_ends_and_a_log_replays_to_the_same_decisions(rows, case, joining, priorities):
     name, parameters = CASES[case]
     trace = trace_of(rows)
     lines: list[bytes] = []
     policy = make_policy(name, parameters)
     arrivals, outputs = requests_of(trace, 80)
+    arrivals = [replace(one, priority=priorities[k % len(priorities)]) for k, one in enumerate(arrivals)]
     if isinstance(policy, Oracle):
         policy = policy.told({request.request_id: k for request, k in zip(arrivals, outputs, strict=True)})
     recorder = Recorder(policy, two_workers(joining), lambda event: lines.append(to_line(event)), seed=3)
     ledger = Ledger(trace.arrival_s.tolist(), outputs, 2)
-    run(recorder, arrivals, virtual_workers(policy, world(2, joining=joining), ledger, arrivals))
+    assert run(recorder, arrivals, virtual_workers(policy, world(2, joining=joining), ledger, arrivals)) == []
+    assert all(ledger.ok)
     assert list(replay(from_lines(lines), Scheduler(policy, two_workers(joining), seed=3))) == []
 
 
