@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from toolkit.estimators.edge import MemoryEdge, RuleEdge, ZetaEdge
 from toolkit.estimators.laws import SegmentedLaw, WithOverhead
@@ -44,7 +44,8 @@ def laws_from_fit(fit: Fit) -> Laws:
     rounds: LatencyLaw = latency
     round_memory = memory
     if fit.rounds:
-        rounds = law_of_rounds(engine, fit.rounds)
+        in_rounds = replace(engine, padded=fit.engine.joining is not None)
+        rounds = law_of_rounds(in_rounds, fit.rounds)
         round_memory = ZetaMemory(fit.memory.capacity_tokens, fit.rounds.usable_share)
     joining = fit.engine.joining
     return Laws(latency, engine, memory, edge, swap, host_tokens, joining, rounds=rounds, round_memory=round_memory)
