@@ -59,6 +59,13 @@ class Both:
 
 
 @pytest.mark.parametrize(
+    ("changes", "joining"), [({}, "embed"), ({"joining": "shape"}, "shape"), ({"kv_layout": "rows"}, None)]
+)
+def test_the_engine_says_whether_memory_is_a_slab(changes: dict[str, str], joining: Joining | None) -> None:
+    assert rebatch_engine(**changes).facts.joining == joining
+
+
+@pytest.mark.parametrize(
     ("policy", "parameters", "joining", "does"),
     [
         ("fcfs", {}, "embed", set()),

@@ -106,15 +106,17 @@ class ContinuousPolicy(ABC):
                 if there.needs <= capacity:
                     break
         elif inbox and (not there.rows or residents.steps % interval == 0):
-            entering = self._entering(view, worker, there)
+            entering, there = self._entering(view, worker, there)
             if not entering and view.prioritised:
                 evicted, there = self._giving_way(worker, inbox[0])
-                entering = [inbox[0]] if evicted else []
+                if evicted:
+                    entering = [inbox[0]]
+                    there.enter(inbox[0])
             for job in entering:
-                there.enter(job)
                 if job.length > longest:
                     longest = job.length
-            there.prefilled()
+            if entering:
+                there.prefilled()
         steps = max(min(there.room(capacity), self.longest_round(worker, len(entering))), 1)
         if evicted or len(inbox) > len(entering) or inbox.behind:
             others = inbox.waiting > len(entering) and (entering or not evicted)
@@ -133,27 +135,33 @@ class ContinuousPolicy(ABC):
             stop_every=interval,
         )
 
-    def _entering(self, view: View, worker: Worker, there: Footprint) -> list[Job]:
-        inbox = worker.inbox
+    def _entering(self, view: View, worker: Worker, there: Footprint) -> tuple[list[Job], Footprint]:
+        """Who enters, and what they take with those who are `there`, which is used up."""
+        inbox, rows = worker.inbox, there.rows
         if not self._may_enter(worker, inbox[0], there):
-            return []
-        most, most_prefill, prefill = self.rows(worker) - there.rows, self.max_prefill_tokens, 0
-        overfill, capacity, then = self.overfill, worker.capacity_tokens, footprint(worker)
+            return [], there
+        most, most_prefill, prefill = self.rows(worker) - rows, self.max_prefill_tokens, 0
+        overfill, capacity = self.overfill, worker.capacity_tokens
         candidates: list[Job] = []
         for job in inbox:
             if prefill >= most_prefill or len(candidates) >= most:
                 break
-            if not (overfill or then.fits(job.length, capacity)):
+            if not (overfill or there.fits(job.length, capacity)):
                 break
-            if candidates and not self.hopeful(worker, job, then):
+            if candidates and not self.hopeful(worker, job, there):
                 break
             candidates.append(job)
             prefill += job.length
-            then.enter(job)
-        if not candidates:
-            return [] if there.rows else [inbox[0]]  # alone it may fill the memory to its last token
-        admitted = self.admit(view, worker, candidates)
-        return candidates[: admitted if there.rows else admitted or 1]
+            there.enter(job)
+        admitted = self.admit(view, worker, candidates) if candidates else 0
+        if not (admitted or rows):
+            candidates, admitted = [inbox[0]], 1  # alone it may fill the memory to its last token
+        elif admitted == len(candidates):
+            return candidates, there
+        there = footprint(worker)
+        for job in candidates[:admitted]:
+            there.enter(job)
+        return candidates[:admitted], there
 
     def _giving_way(self, worker: Worker, job: Job) -> tuple[list[Job], Footprint]:
         """The less urgent residents who must leave so that `job` may enter; nobody, where it may not even so.

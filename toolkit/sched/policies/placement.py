@@ -85,22 +85,24 @@ def free_places(worker: Worker) -> int:
     return device + worker.host_tokens - worker.swapped.tokens
 
 
-def together(worker: Worker, rows: Sequence[Row]) -> Footprint:
-    """What `rows` take when they run together and nobody else does."""
-    found = footprint(worker).emptied()
-    for row in rows:
-        if row.place is Place.INBOX:
-            found.enter(row.job)
-        else:
-            found.join(row.tokens)
-    return found
+@dataclass(slots=True)
+class Chosen:
+    """Those who should run, and what they take; `closed`: nobody else who waits without a cache could have one."""
+
+    rows: list[Row]
+    there: Footprint
+    closed: bool = False
 
 
 @dataclass(slots=True)
 class Placement:
-    """What a round does with every cache. `kept` and `fetched` are those that do not run and are on the device then."""
+    """What a round does with every cache. `kept` and `fetched` are those that do not run and are on the device then.
+
+    `there` is what those who run take.
+    """
 
     run: list[Row]
+    there: Footprint
     kept: list[Row] = field(default_factory=list)
     fetched: list[Row] = field(default_factory=list)
     swap_out: list[Row] = field(default_factory=list)
@@ -133,7 +135,7 @@ class Placement:
         aside = sum([row.tokens for row in self.kept if row.job.ticket not in running])
         if self.overlap:
             aside += sum([row.tokens for row in (*self.swap_out, *self.swap_in)])
-        return together(worker, self.run).room(worker.capacity_tokens - aside)
+        return self.there.room(worker.capacity_tokens - aside)
 
     def transfers_s(self, worker: Worker) -> float:
         """Seconds that the round's transfers take, by the worker's law."""
@@ -145,16 +147,14 @@ class Placement:
         )
 
 
-def _keep(
-    worker: Worker, others: Sequence[Row], chosen: Sequence[Row], spare: int, share: int, *, fetch: bool
-) -> Placement:
+def _keep(worker: Worker, others: Sequence[Row], chosen: Chosen, spare: int, share: int, *, fetch: bool) -> Placement:
     """Who of `others` stays on the device beside `chosen`, who leaves it, and with `fetch` who comes.
 
     `others` have caches; they come in the order in which they will run. `spare` tokens are left for growth, `share` for
     newcomers.
     """
-    free = worker.capacity_tokens - together(worker, chosen).needs - spare - share
-    placed = Placement(list(chosen))
+    free = worker.capacity_tokens - chosen.there.needs - spare - share
+    placed = Placement(list(chosen.rows), chosen.there)
     leaving: list[Row] = []
     for row in others:
         if row.place is Place.DEVICE:
@@ -185,17 +185,17 @@ def _keep(
     return placed
 
 
-def after_transfers(worker: Worker, others: Sequence[Row], chosen: Sequence[Row], spare: int, share: int) -> Placement:
+def after_transfers(worker: Worker, others: Sequence[Row], chosen: Chosen, spare: int, share: int) -> Placement:
     """The round waits for its transfers, and all of `chosen` run in it."""
     placed = _keep(worker, others, chosen, spare, share, fetch=False)
-    placed.swap_in = [row for row in chosen if row.place is Place.HOST]
+    placed.swap_in = [row for row in chosen.rows if row.place is Place.HOST]
     return placed
 
 
 def beside_transfers(
     worker: Worker,
     others: Sequence[Row],
-    chosen: Sequence[Row],
+    chosen: Chosen,
     spare: int,
     share: int,
     most: int,
@@ -207,10 +207,10 @@ def beside_transfers(
     waits for no transfer.
     """
     placed = _keep(worker, others, chosen, spare, share, fetch=True)
-    placed.overlap, placed.run = True, []
     there = footprint(worker).emptied()  # its capacity is what the caches beside the rows leave
+    placed.overlap, placed.run, placed.there = True, [], there
     there.capacity -= worker.residents.used + worker.held.tokens - sum([row.tokens for row in placed.evict])
-    for row in chosen:
+    for row in chosen.rows:
         if row.place is Place.HOST and row.tokens <= there.capacity - there.needs and row.waits_s < patience_s:
             placed.swap_in.append(row)
             placed.awaited = True

@@ -30,6 +30,7 @@ from toolkit.sched.policies.parameters import choice, knob, validate
 from toolkit.sched.policies.placement import (
     RUNS,
     STARVES,
+    Chosen,
     Newcomers,
     Place,
     Placement,
@@ -139,20 +140,20 @@ class PreemptivePolicy(ABC):
 
     def _round(self, worker: Worker, now_s: float) -> Batch:
         cached = self._cached(worker, now_s)
-        chosen, closed = self._choose(worker, cached, now_s)
-        running = {row.job for row in chosen}
+        chosen = self._choose(worker, cached, now_s)
+        running = {row.job for row in chosen.rows}
         others = [row for row in cached if row.job not in running]
         if others:
             enst = self.next_runs(worker, cached, others, now_s)
             others.sort(key=lambda row: enst[row.job])
-        proactive, most, spare = self.swap == "proactive", self._most(worker), self._spare(worker, len(chosen))
+        proactive, most, spare = self.swap == "proactive", self._most(worker), self._spare(worker, len(chosen.rows))
         share = int(self.free_share * worker.capacity_tokens) if proactive else 0
         placed = None
         if proactive:
             placed = beside_transfers(worker, others, chosen, spare, share, most, self.patience_s)
         if placed is None:
             placed = after_transfers(worker, others, chosen, spare, share)
-        placed.closed = closed
+        placed.closed = chosen.closed
         return self._batch(worker, placed, cached, now_s)
 
     def _cached(self, worker: Worker, now_s: float) -> list[Row]:
@@ -173,10 +174,8 @@ class PreemptivePolicy(ABC):
         rows.sort(key=attrgetter("rank"))
         return rows
 
-    def _choose(self, worker: Worker, cached: Sequence[Row], now_s: float) -> tuple[list[Row], bool]:
+    def _choose(self, worker: Worker, cached: Sequence[Row], now_s: float) -> Chosen:
         """Those who should run: by rank, who fits; what ranks lower fills the room that the higher ones leave.
-
-        And whether there is no place for any other newcomer.
 
         Who runs already goes on while one more step fits; who joins needs room for more, or each step would move one.
         No cache is dropped so that another may be computed: who enters needs a place for what he displaces.
@@ -206,7 +205,7 @@ class PreemptivePolicy(ABC):
                     chosen.append(row)
                     there.join(row.tokens)
                 row = next(ahead, None)
-        return chosen, not newcomers.possible(place - self._spare(worker, len(chosen) + 1))
+        return Chosen(chosen, there, not newcomers.possible(place - self._spare(worker, len(chosen) + 1)))
 
     def _batch(self, worker: Worker, placed: Placement, cached: Sequence[Row], now_s: float) -> Batch:
         enter = [row for row in placed.run if row.place is Place.INBOX]
