@@ -1,18 +1,19 @@
 """BATON's two tables on the real engine: what the paper says beside what a Llama of 15 million parameters does.
 
-    python bench/baton_live.py [--rounds 3] [--out runs/baton-live.jsonl] [--markdown docs/results.md]
+    python bench/baton_live.py [--rounds 3] [--threads 1] [--out runs/baton-live.jsonl] [--markdown docs/results.md]
 
 The queries are those of bench/baton_tables.py, which simulates the same tables: long - short, short - long and short -
 short as 1 : 1 : 2, the first 60 of the 120, with 4 rows at twice the lengths; 30 short ones with 2 to 10 rows. Lengths
 are divided, by 32 and by 4, so that they suit a small model: a long prompt's prefill is worth about 10 decode steps, as
 it is in the paper. All wait from the start. The real scheduler decides, `RebatchEngine` runs what it decides in this
-process, greedily, in float32 on two threads; there is no HTTP and no worker process.
+process, greedily, in float32; there is no HTTP and no worker process. On one thread the clock is the process's CPU
+time, which other programs disturb little; on more it is wall time, and the machine must be quiet.
 
 - static batching (the paper's Benchmark): `sequence`, slices that run until all rows of a batch have ended.
 - PD: as many rows are prefilled apart, in groups of like length, and put together; the next come when all have ended.
   The paper's PD also keeps rows that ended in the batch; here, as in all but static batching, they leave it.
-- shaping (its BATON): `baton` and an engine that joins by shaping. The padding of a pass is
-  taken out of the cache at once, where the paper keeps it until all columns before it are released.
+- shaping (its BATON): `baton` on an engine that joins by shaping. The padding of a pass is taken out of the cache at
+  once, where the paper keeps it until all columns before it are released.
 - embedding (its BATON-PD): `baton`.
 
 The ways take turns within a round, and what is shown is the median over the rounds. Runs are appended to --out as they
@@ -41,7 +42,6 @@ from toolkit.estimators.laws import bilinear_law
 from toolkit.estimators.memory import ZetaMemory
 from toolkit.files.recipe import EngineSpec, HardwareSpec, ModelSpec
 from toolkit.sched.policies import make_policy
-from toolkit.sched.policies.parameters import Value
 from toolkit.sched.scheduler import Scheduler
 from toolkit.sched.types import Batch, BatchResult, Request, RoundResult, Worker
 
@@ -69,12 +69,7 @@ MIXED = 60  # of Table 1's 120 queries
 SEED = 0
 STEP_LAW = bilinear_law((0, 0, 0, 0), (0, 0, 0, 1), prefill_emits_token=True)  # decides nothing: one worker, no memory
 FREE = SamplingParams(ignore_eos=True)
-METHODS: dict[str, tuple[str, dict[str, Value]]] = {
-    "static batching": ("sequence", {}),
-    "PD": ("baton", {}),
-    "shaping": ("baton", {}),
-    "embedding": ("baton", {}),
-}
+METHODS = {"static batching": "sequence", "PD": "baton", "shaping": "baton", "embedding": "baton"}  # and its policy
 PAPERS_NAME = {"static batching": "static batching", "shaping": "shaping, padding kept", "embedding": "decoupled"}
 PAPER_PD = {4: 21_781.0, 8: 6_577.0}  # seconds, Table 1
 TABLES = ((1, PAPER_1), (2, PAPER_2))
@@ -86,6 +81,7 @@ class Floor:
 
     def __init__(self, threads: int) -> None:
         cpu = HardwareSpec(device="cpu", name="any CPU")
+        self._clock = time.process_time if threads == 1 else time.perf_counter
         self._engines = {
             joining: RebatchEngine(
                 MODEL,
@@ -97,23 +93,22 @@ class Floor:
 
     def serve(self, method: str, size: int, queries: Lengths) -> dict[str, Any]:
         """Serve all of `queries` with `size` rows: seconds, the ledger's peak in MiB, and what each query got."""
-        name, parameters = METHODS[method]
+        name = METHODS[method]
         rows = "batch_size" if name == "sequence" else "max_batch_size"
         engine = self._engines["shape" if method == "shaping" else "embed"]
         desk = Desk(engine, queries)
-        memory = ZetaMemory(engine.facts.capacity_tokens)
-        worker = Worker(0, STEP_LAW, memory, joining=engine.facts.joining)
-        scheduler = Scheduler(make_policy(name, parameters | {rows: size}), [worker])
+        worker = Worker(0, STEP_LAW, ZetaMemory(engine.facts.capacity_tokens), joining=engine.facts.joining)
+        scheduler = Scheduler(make_policy(name, {rows: size}), [worker])
         engine.ledger.peak_bytes = engine.ledger.used_bytes
         wave = size if method == "PD" else len(queries)
-        start_s = time.perf_counter()
+        start_s = self._clock()
         for first in range(0, len(queries), wave):
             for request in desk.requests(first, first + wave):
                 scheduler.submit(request, 0.0)
             while scheduler.jobs:
                 for batch in scheduler.tick(0.0):
                     scheduler.complete(desk.run(batch), 0.0)
-        took_s = time.perf_counter() - start_s
+        took_s = self._clock() - start_s
         return {"seconds": took_s, "peak_mib": engine.ledger.peak_bytes / 2**20, "tokens": desk.digests()}
 
 
@@ -236,7 +231,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3, help="0: only show what is in --out")
     parser.add_argument("--tables", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--out", type=Path, default=Path("runs/baton-live.jsonl"))
     parser.add_argument("--markdown", type=Path, help="file whose section is written, as docs/results.md")
     options = parser.parse_args()
