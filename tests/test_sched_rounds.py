@@ -156,3 +156,38 @@ def test_a_request_that_waits_may_end_too():
     submit(scheduler, "a")
     scheduler.end("a", 4, 1.0)
     assert (scheduler.jobs, list(scheduler._view.finished_lengths)) == (0, [4])
+
+
+def test_an_engine_s_slots_bound_the_residents_and_come_back_after_a_failure():
+    scheduler = Scheduler(make_policy("aggressive", {}), [Worker(0, unit_step(), ZetaMemory(1000), slots=3)])
+    submit(scheduler, *"abcde")
+    (first,) = scheduler.tick(0.0)
+    assert ids(first.jobs) == ["a", "b", "c"]
+    scheduler.complete(RoundResult(first.batch_id, 0, 1, failure="oom"), 1.0)
+    limits = []
+    for _ in range(3):
+        limits.append(scheduler.workers[0].row_limit)
+        (batch,) = scheduler.tick(1.0)
+        scheduler.complete(RoundResult(batch.batch_id, 0, 1), 2.0)
+    assert limits == [1, 2, 3]
+
+
+def test_a_resident_that_missed_steps_has_no_tokens_of_them():
+    scheduler = make()
+    submit(scheduler, "a", "b")
+    (batch,) = scheduler.tick(0.0)
+    scheduler.complete(RoundResult(batch.batch_id, 0, 5, missed=(("b", 2),)), 5.0)
+    a, b = scheduler.workers[0].residents.jobs
+    (batch,) = scheduler.tick(5.0)
+    scheduler.complete(RoundResult(batch.batch_id, 0, 1, ("a", "b")), 6.0)
+    assert (a.generated, b.generated) == (6, 4)
+
+
+def test_what_an_engine_dropped_waits_before_all_others_with_its_tokens():
+    scheduler = make("aggressive")
+    submit(scheduler, "a", "b", "c")
+    (batch,) = scheduler.tick(0.0)
+    scheduler.complete(RoundResult(batch.batch_id, 0, 5, missed=(("c", 1), ("b", 2)), dropped=("c", "b")), 5.0)
+    worker = scheduler.workers[0]
+    assert (ids(worker.residents.jobs), ids(worker.inbox)) == (["a"], ["b", "c"])
+    assert [(job.generated, job.evictions) for job in worker.inbox] == [(3, 1), (4, 1)]

@@ -14,7 +14,7 @@ FLOORS = {
     "errors": 0,
     "sched": 1, "files": 1,
     "estimators": 2, "engines": 2, "workers": 2, "traces": 2, "metrics": 2, "endpoints": 2,
-    "sim": 3, "profiling": 3, "serve": 3,
+    "sim": 3, "profiling": 3, "serve": 3, "inside": 3,
     "tuning": 4, "deploy": 4, "bench": 4,
     "cli": 5,
 }  # fmt: skip
@@ -24,6 +24,7 @@ SAME_FLOOR = {("workers", "engines")}
 ONLY_IN = {
     "torch": "engines/", "transformers": "engines/", "tokenizers": "engines/", "safetensors": "engines/",
     "deepspeed": "engines/",
+    "vllm": "inside/vllm_scheduler.py",
     "optuna": "tuning/",
     "scipy": "estimators/",
     "numba": "sched/kernels.py",

@@ -53,17 +53,20 @@ SlaOption = Annotated[
 
 def parse_settings(settings: list[str] | None) -> dict[str, bool | int | float | str]:
     """`key=value` words as a dict: whole numbers, numbers, true and false, else text. `InputError` without a '='."""
-    return {key: _value(text) for key, text in (_pair(word, "slice_tokens=64") for word in settings or [])}
+    from toolkit.sched.policies.parameters import from_words
+
+    return from_words(settings or [])
 
 
 def parse_sla(targets: list[str] | None) -> dict[str, float]:
     """`key=seconds` words as targets. `InputError` for a key that is no target, or no positive number."""
     from toolkit.errors import InputError
     from toolkit.files.recipe import sla_problem
+    from toolkit.sched.policies.parameters import split, value
 
     sla = {}
-    for key, text in (_pair(word, SLA_EXAMPLE) for word in targets or []):
-        limit = _value(text)
+    for key, text in (split(word, SLA_EXAMPLE) for word in targets or []):
+        limit = value(text)
         if isinstance(limit, (bool, str)) or not 0 < limit < float("inf"):
             raise InputError(f"--sla {key}={text}: not a positive number of seconds", f"for example {SLA_EXAMPLE}")
         problem = sla_problem(key, limit)
@@ -71,23 +74,3 @@ def parse_sla(targets: list[str] | None) -> dict[str, float]:
             raise InputError(f"--sla {key}={text}: {problem}", f"for example {SLA_EXAMPLE}")
         sla[key] = float(limit)
     return sla
-
-
-def _pair(word: str, example: str) -> tuple[str, str]:
-    from toolkit.errors import InputError
-
-    key, found, text = word.partition("=")
-    if not found or not key:
-        raise InputError(f"'{word}' is not KEY=VALUE", f"for example {example}")
-    return key, text
-
-
-def _value(text: str) -> bool | int | float | str:
-    if text in ("true", "false"):
-        return text == "true"
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            continue
-    return text

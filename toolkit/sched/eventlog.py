@@ -47,6 +47,8 @@ class Header(msgspec.Struct, frozen=True, tag="header"):
     workers: int
     plan_sha256: str = ""
     seed: int = 0
+    capacity_tokens: int = 0  # where no plan says it, as inside another engine
+    slots: int = 0
 
 
 class Submit(msgspec.Struct, frozen=True, tag="submit"):

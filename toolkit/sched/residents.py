@@ -103,6 +103,16 @@ class Residents:
         if self._table is not None:
             self._erase(job)
 
+    def miss(self, job: Job, steps: int) -> None:
+        """The job had no part in so many of the steps that are counted already."""
+        if self._longest == job.length - job.joined:
+            self._longest = None
+        job.joined += steps
+        self._base -= steps
+        if self._table is not None:
+            self._table[:LIMIT, job.slot] -= steps
+            self._table[JOINED, job.slot] += steps
+
     def table(self) -> NDArray[np.int64]:
         """Rows LENGTH, GENERATED, LIMIT, JOINED [4, n] in the order of `Job.slot`; add `steps` to the first two.
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from toolkit.sched import moves
-from toolkit.sched.types import NO_LIMIT, Batch, Job, RoundResult, Worker
+from toolkit.sched.types import Batch, Job, RoundResult, Worker
 
 
 class Rounds:
@@ -42,6 +42,8 @@ class Rounds:
         if result.prefilled and batch.jobs and worker.latency.prefill_emits_token:
             residents.emitted(batch.jobs)
         residents.steps += result.steps
+        for request_id, steps in result.missed:
+            residents.miss(jobs[request_id], steps)
         if result.steps:
             worker.stepped_s = now_s
         ended = [jobs[request_id] for request_id in result.ended]
@@ -53,8 +55,11 @@ class Rounds:
             return ended
         if batch.moves is not None:
             moves.finish(worker, batch.moves)
-        if worker.row_limit < NO_LIMIT:
-            worker.row_limit *= 2
+        if worker.row_limit < worker.slots:
+            worker.row_limit = min(2 * worker.row_limit, worker.slots)
+        for request_id in result.dropped:
+            if request_id in jobs and jobs[request_id] in residents.jobs:  # else it was cancelled meanwhile
+                self.evict(worker, jobs[request_id], now_s)
         return ended
 
     def _finish_cancelled(self, worker: Worker, result: RoundResult) -> list[Job]:

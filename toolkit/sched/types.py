@@ -147,6 +147,9 @@ class RoundResult:
 
     Where prefill gives a token, who entered has it if `prefilled`; a round in which one ends with it has 0 steps. With
     a `failure` all caches on the device are lost, and of those in host memory the ones that are `lost` by name.
+
+    An engine that also schedules (`toolkit.inside`) may have `missed` residents in so many of the steps, and have
+    `dropped` the caches of others to make room, the last admitted first: these wait again.
     """
 
     batch_id: int
@@ -156,14 +159,17 @@ class RoundResult:
     prefilled: bool = True
     failure: Failure = ""
     lost: tuple[str, ...] = ()
+    missed: tuple[tuple[str, int], ...] = ()
+    dropped: tuple[str, ...] = ()
 
 
 @dataclass(slots=True, eq=False)
 class Worker:
     """One engine instance: its laws, what it runs, what waits for it. `load_s` is T_load(w) of SCLS Eq. 11.
 
-    `row_limit` bounds the residents after a failure, so that a request that kills its worker ends up alone. Paused jobs
-    are in `held`, swapped ones in `swapped`, whose tokens `host_tokens` bounds; 0: no host memory, nothing is swapped.
+    `row_limit` bounds the residents: by the engine's `slots`, and by less after a failure, so that a request that kills
+    its worker ends up alone. Paused jobs are in `held`, swapped ones in `swapped`, whose tokens `host_tokens` bounds;
+    0: no host memory, nothing is swapped.
     """
 
     index: int
@@ -177,7 +183,7 @@ class Worker:
     assigned: int = 0  # batches it was given so far, the tie-break that keeps every worker fed
     oom_events: int = 0
     residents: Residents = field(default_factory=Residents)
-    row_limit: int = NO_LIMIT
+    slots: int = NO_LIMIT  # the most residents that the engine can have
     stepped_s: float = 0.0  # when its last decode step ended, as far as it was reported
     swap: SwapLaw | None = None
     host_tokens: int = 0
@@ -186,8 +192,10 @@ class Worker:
     swapped: Shelf = field(default_factory=Shelf)
     capacity_tokens: int = field(init=False)  # of KV cache, as the memory law has it
     emits: int = field(init=False)  # tokens that a prefill gives: 1 or 0
+    row_limit: int = field(init=False)
 
     def __post_init__(self) -> None:
+        self.row_limit = self.slots
         self.capacity_tokens = self.memory.usable_tokens
         self.emits = int(self.latency.prefill_emits_token)
 

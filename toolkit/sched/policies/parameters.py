@@ -73,6 +73,31 @@ def checked_names(policy: type[Policy], given: dict[str, Value]) -> dict[str, Va
     return given
 
 
+def split(word: str, example: str) -> tuple[str, str]:
+    """Key and value of a `KEY=VALUE` word. `InputError` where it is none."""
+    key, found, text = word.partition("=")
+    if not found or not key:
+        raise InputError(f"'{word}' is not KEY=VALUE", f"for example {example}")
+    return key, text
+
+
+def value(text: str) -> Value:
+    """A whole number, a number, true or false; else the text itself."""
+    if text in ("true", "false"):
+        return text == "true"
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
+def from_words(words: Iterable[str]) -> dict[str, Value]:
+    """`KEY=VALUE` words as parameters. `InputError` for a word that is none."""
+    return {key: value(text) for key, text in (split(word, "slice_tokens=64") for word in words)}
+
+
 def check(owner: str, name: str, kind: type, value: Value, limits: Knob) -> None:
     """`InputError`, naming whose parameter it is, where a value is not of its type or not within its limits."""
     where = f"{owner}: {name} is {value!r}"

@@ -1,0 +1,174 @@
+"""As much of vLLM as our scheduler inside it touches: blocks, chunked prefill, preemption, steps ahead; no model."""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from dataclasses import dataclass, field
+from types import ModuleType, SimpleNamespace
+
+
+@dataclass(eq=False)
+class Request:
+    """`length` is when it ends, which nobody but the model knows."""
+
+    request_id: str
+    num_prompt_tokens: int
+    max_tokens: int
+    length: int
+    priority: int = 0
+    arrival_time: float = 0.0
+    resumable: bool = False
+    generated: int = 0
+    computed: int = 0
+    under_way: int = 0  # tokens of steps that are not over
+    life: int = 0  # how often its cache was dropped
+
+
+@dataclass
+class SchedulerOutput:
+    """Who took part in a step, and in which of its lives it is to get a token."""
+
+    took_part: list[str] = field(default_factory=list)
+    sampled: dict[str, int] = field(default_factory=dict)
+
+
+class AsyncScheduler:
+    """First come, first served; what the real one does with the same names."""
+
+    def __init__(self, *, blocks=9, block_size=4, slots=4, budget=8, max_model_len=1000, ahead=False, **config) -> None:
+        self.vllm_config = SimpleNamespace(
+            speculative_config=None,
+            parallel_config=SimpleNamespace(pipeline_parallel_size=1, data_parallel_size=1),
+            kv_transfer_config=None,
+            model_config=SimpleNamespace(runner_type="generate"),
+            scheduler_config=SimpleNamespace(async_scheduling=ahead),
+        )
+        vars(self.vllm_config).update(config)
+        self.cache_config = SimpleNamespace(num_gpu_blocks=blocks)
+        self.kv_cache_config = SimpleNamespace(kv_cache_groups=[None])
+        self.block_size = block_size
+        self.max_num_running_reqs = self.max_num_active_reqs = slots
+        self.max_model_len = max_model_len
+        self.budget = budget
+        self.requests: dict[str, Request] = {}
+        self.running: list[Request] = []
+        self.waiting = None  # a queue of vLLM's, which ours takes the place of
+        self.current_step = 0
+        self.stale: set[str] = set()
+
+    def add_request(self, request) -> None:
+        self.requests[request.request_id] = request
+        self.waiting.add_request(request)
+
+    def schedule(self, throttle_prefills=False) -> SchedulerOutput:
+        self.current_step += 1
+        output, budget, preempted = SchedulerOutput(), self.budget, False
+        for request in list(self.running):
+            while request in self.running and budget:
+                new = self._new_tokens(request, budget)
+                if not new or self._fits(request, new):
+                    budget -= self._run(request, new, output)
+                    break
+                self._preempt_request(self.running.pop(), 0.0)
+                preempted = True
+        while budget and not preempted and self.waiting and len(self.running) < self.max_num_active_reqs:
+            request = self.waiting.peek_request()
+            new = self._new_tokens(request, budget)
+            if not self._fits(request, request.num_prompt_tokens + request.generated):
+                break
+            self.waiting.pop_request()
+            self.running.append(request)
+            budget -= self._run(request, new, output)
+        assert len(self.running) <= self.max_num_running_reqs
+        return output
+
+    def update_from_output(self, scheduler_output, model_runner_output):
+        outputs = []
+        for request_id, life in scheduler_output.sampled.items():
+            request = self.requests.get(request_id)
+            if request is None or (request.life != life and request_id in self.stale):
+                continue
+            request.generated += 1
+            request.under_way -= request.life == life
+            ended = request.generated >= min(request.length, request.max_tokens)
+            outputs.append(SimpleNamespace(request_id=request_id, new_token_ids=[7], finish_reason=ended or None))
+            if ended:
+                self._forget_request(request)
+        return {0: SimpleNamespace(outputs=outputs)}
+
+    def finish_requests(self, request_ids, finished_status):
+        found = [self.requests[request_id] for request_id in request_ids if request_id in self.requests]
+        for request in found:
+            self._forget_request(request)
+        return found
+
+    def shutdown(self) -> None:
+        pass
+
+    def _preempt_request(self, request, timestamp, drop_stale_output=False) -> None:
+        if drop_stale_output:
+            self.stale.add(request.request_id)
+        request.computed = request.under_way = 0
+        request.life += 1
+        self.waiting.prepend_request(request)
+
+    def _new_tokens(self, request, budget) -> int:
+        if request.generated + request.under_way >= request.max_tokens:
+            return 0  # its last token is under way
+        return min(request.num_prompt_tokens + request.generated + request.under_way - request.computed, budget)
+
+    def _run(self, request, new, output) -> int:
+        if not new:
+            return 0
+        request.computed += new
+        output.took_part.append(request.request_id)
+        if request.computed == request.num_prompt_tokens + request.generated + request.under_way:
+            request.under_way += 1
+            output.sampled[request.request_id] = request.life
+        return new
+
+    def _fits(self, request, new) -> bool:
+        held = sum(self._blocks(other.computed) for other in self.requests.values() if other is not request)
+        return held + self._blocks(request.computed + new) < self.cache_config.num_gpu_blocks
+
+    def _blocks(self, tokens) -> int:
+        return -(-tokens // self.block_size)
+
+    def _forget_request(self, request) -> None:
+        del self.requests[request.request_id]
+        self.running = [other for other in self.running if other is not request]
+        self.waiting.remove_requests([request])
+
+
+def run(scheduler, requests, *, ahead=0, most=5000) -> dict[str, int]:
+    """Steps until all have ended, so many of them under way at once; what each has generated. They arrive by steps."""
+    arriving, flying = deque(sorted(requests, key=lambda request: request.arrival_time)), deque()
+    for number in range(most):
+        while arriving and arriving[0].arrival_time <= number:
+            scheduler.add_request(arriving.popleft())
+        if not arriving and not scheduler.requests:
+            return {request.request_id: request.generated for request in requests}
+        flying.append(scheduler.schedule())
+        if len(flying) > ahead:
+            scheduler.update_from_output(flying.popleft(), None)
+    raise AssertionError(f"{sorted(scheduler.requests)} do not end")
+
+
+def install(version="0.32.0+cpu") -> dict[str, ModuleType]:
+    """The modules under vLLM's names."""
+    contents = {
+        "vllm": {"__version__": version},
+        "vllm.v1": {},
+        "vllm.v1.core": {},
+        "vllm.v1.core.sched": {},
+        "vllm.v1.core.sched.async_scheduler": {"AsyncScheduler": AsyncScheduler},
+        "vllm.v1.core.sched.output": {"SchedulerOutput": SchedulerOutput},
+        "vllm.v1.request": {"Request": Request},
+    }
+    found = {}
+    for name, values in contents.items():
+        found[name] = module = ModuleType(name)
+        vars(module).update(values)
+    sys.modules |= found
+    return found

@@ -1,0 +1,292 @@
+"""Our scheduler inside vLLM, with a fake of vLLM's own: who enters, who makes way, and books that are right."""
+
+import importlib
+import os
+import subprocess
+import sys
+
+import fake_vllm
+import pytest
+import samples
+from fake_vllm import Request, run
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from toolkit.errors import InputError
+from toolkit.files.io import write_file
+from toolkit.inside.setup import make_worker, read_setup
+from toolkit.sched.eventlog import CompleteRound, Header, Tick, from_lines, replay
+from toolkit.sched.policies import make_policy
+from toolkit.sched.scheduler import Scheduler
+
+NAME = "toolkit.inside.vllm_scheduler"
+POLICIES = ["past-future", "aggressive", "conservative", "fcfs max_batch_size=2", "slice-continuous slice_tokens=4"]
+SLA = "past-future-sla mtpot_s=1 interval_steps=2"
+MLFQ = "mlfq quantum_s=0.03 growth=1.0 interval_steps=2 max_batch_size=2"
+CASES = [(policy, ahead) for policy in (*POLICIES, SLA) for ahead in (0, 1)] + [(MLFQ, 0)]
+every_policy = pytest.mark.parametrize(("policy", "ahead"), CASES)
+
+
+def imported(monkeypatch, version="0.32.0+cpu"):
+    before = dict(sys.modules)
+    sys.modules.pop(NAME, None)
+    fake_vllm.install(version)
+    try:
+        return importlib.import_module(NAME).LlmctlScheduler
+    finally:
+        for name in [name for name in sys.modules if name == NAME or name.split(".")[0] == "vllm"]:
+            del sys.modules[name]
+        sys.modules |= {name: module for name, module in before.items() if name.split(".")[0] == "vllm"}
+
+
+@pytest.fixture
+def make(monkeypatch, tmp_path):
+    scheduler_class = imported(monkeypatch)
+    fit = tmp_path / "fit.json"
+    write_file(samples.fit(), fit)
+
+    def made(policy="past-future", log="", **shape):
+        monkeypatch.setenv("LLMCTL_VLLM_POLICY", policy)
+        if policy in (SLA, MLFQ):
+            monkeypatch.setenv("LLMCTL_VLLM_FIT", str(fit))
+        monkeypatch.setenv("LLMCTL_VLLM_EVENT_LOG", log)
+        return scheduler_class(**shape)
+
+    return made
+
+
+def several(count=8, prompt=6, limit=20, every=1):
+    return [
+        Request(f"r{n}", prompt + n % 3, limit, length=3 + 5 * n % limit, arrival_time=float(n * every))
+        for n in range(count)
+    ]
+
+
+def read(log):
+    return from_lines(log.read_bytes().splitlines(keepends=True))
+
+
+def truth(requests):
+    return {request.request_id: min(request.length, request.max_tokens) for request in requests}
+
+
+@every_policy
+def test_everybody_gets_every_token_once(make, policy, ahead):
+    scheduler = make(policy, ahead=bool(ahead))
+    requests = several()
+    assert run(scheduler, requests, ahead=ahead) == truth(requests)
+    assert scheduler.steps.scheduler.jobs == 0
+
+
+@every_policy
+def test_the_books_hold_the_tokens_that_are_there(make, policy, ahead):
+    scheduler = make(policy, ahead=bool(ahead))
+    residents = scheduler.steps.scheduler.workers[0].residents
+    requests = several()
+    by_id = {request.request_id: request for request in requests}
+
+    def checked(complete):
+        def completed(result, now_s):
+            complete(result, now_s)
+            for job in residents.jobs:
+                assert job.generated + residents.steps - job.joined == by_id[job.request_id].generated
+
+        return completed
+
+    scheduler.steps.scheduler.complete = checked(scheduler.steps.scheduler.complete)
+    run(scheduler, requests, ahead=ahead)
+    assert sorted(scheduler.steps.scheduler._view.finished_lengths) == sorted(truth(requests).values())
+
+
+@given(
+    shapes=st.lists(
+        st.tuples(st.integers(1, 12), st.integers(1, 16), st.integers(1, 16), st.integers(0, 9)), max_size=8
+    ),
+    policy=st.sampled_from(POLICIES),
+    ahead=st.integers(0, 1),
+    budget=st.integers(4, 20),
+)
+@settings(deadline=None, max_examples=60)
+def test_nobody_is_lost_whatever_comes(shapes, policy, ahead, budget):
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setenv("LLMCTL_VLLM_POLICY", policy)
+        scheduler = imported(monkeypatch)(ahead=bool(ahead), budget=budget)
+    requests = [
+        Request(f"r{n}", prompt, limit, length, arrival_time=float(at))
+        for n, (prompt, limit, length, at) in enumerate(shapes)
+    ]
+    assert run(scheduler, requests, ahead=ahead) == truth(requests)
+
+
+@every_policy
+def test_its_log_replays(make, tmp_path, policy, ahead):
+    log = tmp_path / "events.jsonl"
+    scheduler = make(policy, log=str(log), ahead=bool(ahead))
+    run(scheduler, several(), ahead=ahead)
+    scheduler.shutdown()
+    header, *events = read(log)
+    assert isinstance(header, Header)
+    assert any(isinstance(event, Tick) and event.started for event in events)
+    fresh = make_policy(header.policy, header.parameters)
+    worker = make_worker(read_setup(os.environ), header.capacity_tokens, header.slots)
+    assert list(replay(events, Scheduler(fresh, [worker]))) == []
+
+
+def test_who_may_enter_is_the_policy_s_and_in_its_order(make):
+    scheduler = make("fcfs max_batch_size=1")
+    for request in several(3, every=0):
+        request.priority = -int(request.request_id[1])
+        scheduler.add_request(request)
+    scheduler.schedule()
+    assert [request.request_id for request in scheduler.running] == ["r2"]
+    assert [request.request_id for request in scheduler.waiting] == ["r0", "r1"]
+
+
+def test_the_policy_makes_room_before_vllm_has_to(make):
+    scheduler = make("aggressive watermark=1.0 interval_steps=1", block_size=1, blocks=41, budget=40)
+    requests = [Request(f"r{n}", 10, 30, 30) for n in range(3)]
+    run(scheduler, requests)
+    assert (scheduler.made_way > 0, scheduler.ran_out) == (True, 0)
+
+
+def test_what_vllm_drops_by_itself_waits_again_and_is_in_the_log(make, tmp_path):
+    log = tmp_path / "events.jsonl"
+    scheduler = make("aggressive watermark=1.0 interval_steps=1", log=str(log), block_size=8, blocks=8, budget=40)
+    requests = [Request(f"r{n}", 8, 24, 24) for n in range(4)]
+    assert run(scheduler, requests) == truth(requests)
+    scheduler.shutdown()
+    dropped = [event.result.dropped for event in read(log) if isinstance(event, CompleteRound)]
+    assert sum(map(len, dropped)) == scheduler.ran_out > 0
+
+
+def test_past_future_is_preempted_less_than_the_aggressive(make):
+    preempted = {}
+    for policy in ("past-future reserve=0 initial_count=50 initial_length=30", "aggressive watermark=1.0"):
+        scheduler = make(policy, block_size=1, blocks=101, slots=8, budget=40)
+        run(scheduler, [Request(f"r{n}", 6, 60, 30, arrival_time=n) for n in range(12)])
+        preempted[policy] = scheduler.made_way + scheduler.ran_out
+    past_future, aggressive = preempted.values()
+    assert past_future < aggressive
+
+
+def test_feedback_queues_pause_who_had_his_quantum_and_keep_his_cache(make):
+    scheduler = make(MLFQ, blocks=100)
+    requests = [Request(f"r{n}", 6, 20, 20) for n in range(4)]
+    paused = []
+    stepped = scheduler.steps.stepped
+    scheduler.steps.stepped = lambda *args: (paused.append(len(scheduler._paused)), stepped(*args))
+    run(scheduler, requests)
+    assert max(paused) == 2
+    assert [request.life for request in requests] == [0, 0, 0, 0]
+
+
+def test_feedback_queues_want_vllm_to_schedule_step_by_step(make):
+    with pytest.raises(InputError, match=r"policy 'mlfq' pauses requests .*: start vLLM with --no-async-scheduling"):
+        make(MLFQ, ahead=True)
+
+
+def test_an_aborted_request_leaves_the_books(make):
+    scheduler = make()
+    for request in several(4, every=0):
+        scheduler.add_request(request)
+    scheduler.update_from_output(scheduler.schedule(), None)
+    scheduler.finish_requests(["r0", "r3"], "aborted")
+    assert run(scheduler, []) == {}
+    assert scheduler.steps.scheduler.jobs == 0
+    assert len(scheduler.steps.scheduler._view.finished_lengths) == 2
+
+
+def test_what_the_books_cannot_hold_is_left_to_vllm(make):
+    scheduler = make(blocks=9, block_size=4)
+    session = Request("session", 4, 4, 4, resumable=True)
+    long = Request("long", 20, 500, 5)
+    assert run(scheduler, [session, long]) == {"session": 4, "long": 5}
+    assert scheduler.steps.scheduler._tickets == 0
+
+
+def test_a_request_that_fills_the_cache_to_its_last_token_is_ours(make):
+    scheduler = make(blocks=9, block_size=4)
+    request = Request("full", 20, 12, 12)
+    assert run(scheduler, [request]) == {"full": 12}
+    assert scheduler.steps.scheduler._tickets == 1
+
+
+@pytest.mark.parametrize("version", ["0.31.2", "0.33.0", "1.0", "nonsense"])
+def test_a_version_that_was_not_tried_is_refused(monkeypatch, version):
+    with pytest.raises(InputError) as caught:
+        imported(monkeypatch, version)
+    assert str(caught.value) == (
+        f"vLLM is {version}; our scheduler was tried inside vLLM ==0.32.*: "
+        "pip install 'vllm==0.32.*', or leave out --scheduler-cls"
+    )
+
+
+@pytest.mark.parametrize(
+    ("policy", "line"),
+    [
+        ("past-futur", "there is no policy 'past-futur'"),
+        ("past-future reserv=1", "policy 'past-future' has no parameter 'reserv'"),
+        ("past-future reserve=2", "policy 'past-future': reserve is 2; the limit is from 0 to 0.99"),
+        ("past-future reserve", "'reserve' is not KEY=VALUE"),
+        ("slice", "policy 'slice' cannot run inside this engine: its batches are static"),
+        ("baton", "policy 'baton' cannot run inside this engine: it lays rows out in one padded slab"),
+        ("srpt-oracle", "policy 'srpt-oracle' knows the true output lengths"),
+        ("past-future-sla", "policy 'past-future-sla' asks how long steps take, and no fit was given"),
+    ],
+)
+def test_a_policy_that_cannot_run_there_is_refused(make, policy, line):
+    with pytest.raises(InputError) as caught:
+        make(policy)
+    assert str(caught.value).startswith(line)
+    assert len(str(caught.value)) > len(line)  # and says what to do
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("environ", "line"),
+    [
+        ({"LLMCTL_VLLM_PLAN": "none.json"}, "none.json: "),
+        ({"LLMCTL_VLLM_FIT": "none.json"}, "none.json: "),
+        ({"LLMCTL_VLLM_PLAN": "a", "LLMCTL_VLLM_FIT": "b"}, "LLMCTL_VLLM_PLAN and LLMCTL_VLLM_FIT are both set"),
+        ({"LLMCTL_VLLM_POLICE": "fcfs"}, "there is no variable LLMCTL_VLLM_POLICE"),
+    ],
+)
+def test_a_setup_that_cannot_be_is_refused(environ, line):
+    with pytest.raises(InputError) as caught:
+        read_setup(environ)
+    assert str(caught.value).startswith(line)
+    assert caught.value.hint
+
+
+def test_past_future_is_what_runs_where_nothing_is_said():
+    assert read_setup({}).policy == make_policy("past-future", {})
+
+
+@pytest.mark.parametrize(
+    ("shape", "what"),
+    [
+        ({"speculative_config": object()}, "speculative decoding"),
+        ({"kv_transfer_config": object()}, "a KV connector"),
+    ],
+)
+def test_what_it_was_not_tried_beside_is_refused(make, shape, what):
+    with pytest.raises(InputError, match=f"our scheduler cannot run beside {what}"):
+        make(**shape)
+
+
+def test_a_log_that_cannot_be_written_is_refused(make, tmp_path):
+    with pytest.raises(InputError, match="cannot be written"):
+        make(log=str(tmp_path / "no" / "such"))
+
+
+def test_it_brings_nothing_heavy_that_vllm_would_not_have_loaded():
+    code = (
+        f"import sys, fake_vllm; fake_vllm.install(); import {NAME};"
+        "print(sorted({'torch', 'transformers', 'optuna', 'typer', 'fastapi', 'httpx'} & sys.modules.keys()))"
+    )
+    here = os.path.dirname(__file__)
+    paths = os.pathsep.join([here, os.path.dirname(here)])
+    result = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": paths}, capture_output=True, text=True, check=True
+    )
+    assert result.stdout.strip() == "[]"

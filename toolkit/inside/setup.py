@@ -1,0 +1,134 @@
+"""What an engine that we run inside of is told by its environment: the policy, the laws of time, the log.
+
+LLMCTL_VLLM_POLICY     a policy, and its parameters: "past-future reserve=0.1 window=500"; the default is past-future
+LLMCTL_VLLM_FIT        fit.json: the laws of time, for policies that ask for them
+LLMCTL_VLLM_PLAN       plan.json: policy and laws in one, instead of these two
+LLMCTL_VLLM_EVENT_LOG  a file that gets every call and decision of the scheduler
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from toolkit.errors import InputError, nearest
+from toolkit.estimators.load import laws_from_fit
+from toolkit.estimators.memory import ZetaMemory
+from toolkit.files.fit import Fit
+from toolkit.files.io import read_file
+from toolkit.files.plan import Plan
+from toolkit.sched.policies import make_policy, refuse_oracle
+from toolkit.sched.policies.parameters import from_words
+from toolkit.sched.policies.past_future import PastFuturePolicy
+from toolkit.sched.protocols import LatencyLaw, Policy
+from toolkit.sched.scheduler import Scheduler
+from toolkit.sched.types import Request, RoundResult, Worker
+
+PREFIX = "LLMCTL_VLLM_"
+VARIABLES = ("LLMCTL_VLLM_POLICY", "LLMCTL_VLLM_FIT", "LLMCTL_VLLM_PLAN", "LLMCTL_VLLM_EVENT_LOG")
+TIMED = ("past-future-sla", "mlfq")  # they ask what a step or a prefill takes
+ELSEWHERE = {
+    "baton": "it lays rows out in one padded slab, and this engine pages its memory",
+    "sequence": "its batches are static, and this engine's never end",
+    "slice": "its batches are static, and this engine's never end",
+}
+
+
+@dataclass(slots=True, frozen=True)
+class Untimed:
+    """The law of an engine that nobody has measured: it says what steps give, not what they take."""
+
+    prefill_emits_token: bool = False  # a prefill's last step is the first token's
+    padded: bool = False
+    round_s: float = 0.0
+
+    def prefill_s(self, batch_size: int, input_length: float) -> float:
+        raise NotImplementedError("no law of time was given")
+
+    def pass_s(self, batch_size: int, start: float, end: float) -> float:
+        raise NotImplementedError("no law of time was given")
+
+    def decode_s(self, batch_size: int, input_length: float, steps: int) -> float:
+        raise NotImplementedError("no law of time was given")
+
+    def leave_s(self, length: float) -> float:
+        return 0.0
+
+    def serve_table(self, max_batch_size: int, steps: int) -> NDArray[np.float64]:
+        raise NotImplementedError("no law of time was given")
+
+
+@dataclass(slots=True, frozen=True)
+class Setup:
+    """What to run inside an engine."""
+
+    policy: Policy
+    latency: LatencyLaw
+    event_log: Path | None = None
+
+
+@contextmanager
+def one_line() -> Iterator[None]:
+    """The engine prints what an exception says, and knows of no hints: both are in one line."""
+    try:
+        yield
+    except InputError as error:
+        raise InputError(f"{error.message}: {error.hint}" if error.hint else error.message) from None
+
+
+def read_setup(environ: Mapping[str, str]) -> Setup:
+    """The setup that the environment asks for. `InputError` where it cannot be."""
+    for name in environ:
+        if name.startswith(PREFIX) and name not in VARIABLES:
+            raise InputError(f"there is no variable {name}", nearest(name, VARIABLES))
+    words, fit_path, plan_path, log = (environ.get(name, "") for name in VARIABLES)
+    if plan_path and (words or fit_path):
+        other = "LLMCTL_VLLM_POLICY" if words else "LLMCTL_VLLM_FIT"
+        raise InputError(
+            f"LLMCTL_VLLM_PLAN and {other} are both set", "a plan has its policy and its laws; set one only"
+        )
+    fit: Fit | None = None
+    if plan_path:
+        plan = read_file(Plan, plan_path)
+        policy, fit = make_policy(plan.policy.name, plan.policy.parameters), plan.fit
+    else:
+        name, *parameters = words.split() or [PastFuturePolicy.name]
+        policy = make_policy(name, from_words(parameters))
+        fit = read_file(Fit, fit_path) if fit_path else None
+    _check(policy, timed=fit is not None)
+    latency = laws_from_fit(fit).rounds if fit else Untimed()
+    return Setup(policy, latency, Path(log) if log else None)
+
+
+def make_worker(setup: Setup, capacity_tokens: int, slots: int) -> Worker:
+    """The engine as the scheduler's worker: it holds so many tokens of KV cache in so many rows."""
+    return Worker(0, setup.latency, ZetaMemory(capacity_tokens), slots=slots)
+
+
+def warm_up(setup: Setup) -> None:
+    """Have compiled what the policy needs, so that no request waits for it."""
+    scheduler = Scheduler(setup.policy, [make_worker(setup, 1 << 20, 4)])
+    for round_number in range(3):
+        scheduler.submit(Request(str(round_number), 0.0, 8, 8), 0.0)
+        for batch in scheduler.tick(0.0):
+            ended = tuple(job.request_id for job in batch.jobs[1:])
+            scheduler.complete(RoundResult(batch.batch_id, 0, 1, ended), 0.0)
+
+
+def _check(policy: Policy, *, timed: bool) -> None:
+    refuse_oracle(policy.name)
+    if policy.name in ELSEWHERE:
+        raise InputError(
+            f"policy '{policy.name}' cannot run inside this engine: {ELSEWHERE[policy.name]}",
+            "choose a continuous one; see docs/vllm.md",
+        )
+    if policy.name in TIMED and not timed:
+        raise InputError(
+            f"policy '{policy.name}' asks how long steps take, and no fit was given",
+            "set LLMCTL_VLLM_FIT to the fit.json of this engine; docs/vllm.md says how to make one",
+        )
