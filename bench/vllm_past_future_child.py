@@ -125,8 +125,9 @@ class Bench:
         }
         for name, values in latencies(served).items():
             found |= {f"{name}_{stat}_s": statistic(values, stat) for stat in ("mean", "p50", "p95", "p99")}
-        found["gaps_s"] = np.round(served.max_gap_s, 4).tolist()
-        found["ttfts_s"] = np.round(served.first_token_s - served.arrival_s, 4).tolist()
+        for bound_s in self.work["bounds_s"]:
+            good = meets_sla(served, {"ttft_p99_s": self.work["ttft_s"], "mtpot_p99_s": bound_s})
+            found[f"goodput_{bound_s:g}"] = int(served.output_tokens[good].sum()) / seconds
         return found, tokens
 
     def _send(self, number: int) -> float:

@@ -112,12 +112,14 @@ def make_worker(setup: Setup, capacity_tokens: int, slots: int) -> Worker:
 
 def warm_up(setup: Setup) -> None:
     """Have compiled what the policy needs, so that no request waits for it."""
-    scheduler = Scheduler(setup.policy, [make_worker(setup, 1 << 20, 4)])
-    for round_number in range(3):
-        scheduler.submit(Request(str(round_number), 0.0, 8, 8), 0.0)
-        for batch in scheduler.tick(0.0):
-            ended = tuple(job.request_id for job in batch.jobs[1:])
-            scheduler.complete(RoundResult(batch.batch_id, 0, 1, ended), 0.0)
+    worker = make_worker(setup, 128, 4)
+    scheduler = Scheduler(setup.policy, [worker])
+    for number in range(32):
+        now_s = float(number)
+        scheduler.submit(Request(str(number), now_s, 8, 64), now_s)
+        for batch in scheduler.tick(now_s):
+            ended = [job.request_id for job in worker.residents.jobs][: number % 2]
+            scheduler.complete(RoundResult(batch.batch_id, 0, min(batch.steps, 4), tuple(ended)), now_s)
 
 
 def _check(policy: Policy, *, timed: bool) -> None:

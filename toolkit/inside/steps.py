@@ -107,6 +107,8 @@ class Steps:
     def _orders(self, batch: Batch) -> Orders:
         entering = _ids(batch.jobs)
         self._entering.update(entering)
+        if self._worker.latency.prefill_emits_token:  # the books give it at once, this engine with a step
+            self._missed = dict.fromkeys(entering, 1)
         leaving = _ids(batch.evict) + _ids(batch.release)
         self._entering.difference_update(leaving)
         if batch.moves is None:
@@ -119,7 +121,6 @@ class Steps:
             batch.worker,
             self._steps,
             tuple(ended),
-            prefilled=False,  # a prefill's token is that of its last step
             missed=tuple(self._missed.items()),
             dropped=tuple(self._dropped),
         )
