@@ -18,3 +18,15 @@ def test_no_request_is_given_up_in_a_fitted_world(policy: str) -> None:
     result = simulate(burst, make_policy(policy, {}), world)
     assert result.counters["refused"] == 0
     assert result.served.ok.all()
+
+
+def test_a_server_elsewhere_is_simulated_as_it_was_found_paged_and_with_its_own_limit_of_rows():
+    fit = samples.fit()
+    served = fit.model_copy(update={"engine": fit.engine.model_copy(update={"engine": "openai", "max_rows": 3})})
+    policy = make_policy("aggressive", {})
+    world = world_from_fit(served, workers=1, max_new_tokens=64).under(policy)
+    assert not world.latency.padded
+    assert world.worker(0).slots == 3
+    trace = Trace(np.zeros(9), np.full(9, 8), np.full(9, 16), np.zeros(9, int))
+    metrics = simulate(trace, policy, world).metrics({})
+    assert metrics["batch_size_mean"] == 3.0

@@ -11,7 +11,7 @@ from toolkit.estimators.rounds import law_of_rounds
 from toolkit.estimators.swap import LinearSwap, swap_from_fit
 from toolkit.files.fit import Fit, MemoryFit
 from toolkit.sched.protocols import LatencyLaw, MemoryLaw
-from toolkit.sched.types import Joining
+from toolkit.sched.types import NO_LIMIT, Joining
 
 
 @dataclass(slots=True, frozen=True)
@@ -20,7 +20,7 @@ class Laws:
 
     `rounds` and `round_memory` are those of a worker that keeps its rows; without measured rounds, those of batches.
     Without a measured link to host memory there is no `swap` and there are no `host_tokens`. `joining` is how rows join
-    the engine's running batch where that is one padded slab; None: its memory is paged.
+    the engine's running batch where that is one padded slab; None: its memory is paged. `slots` rows run at once.
     """
 
     latency: WithOverhead
@@ -30,6 +30,7 @@ class Laws:
     swap: LinearSwap | None = None
     host_tokens: int = 0
     joining: Joining | None = None
+    slots: int = NO_LIMIT
     rounds: LatencyLaw = field(kw_only=True)
     round_memory: MemoryLaw = field(kw_only=True)
 
@@ -41,14 +42,17 @@ def laws_from_fit(fit: Fit) -> Laws:
     latency = WithOverhead(engine, fit.overhead.batch_s, fit.overhead.stretch)
     memory, edge = memory_from_fit(fit.memory)
     swap, host_tokens = swap_from_fit(fit.swap, fit.memory.kv_bytes_per_token) if fit.swap else (None, 0)
+    joining, slots = fit.engine.joining, fit.engine.max_rows or NO_LIMIT
+    in_rounds = replace(engine, padded=joining is not None)
     rounds: LatencyLaw = latency
     round_memory = memory
-    if fit.rounds:
-        in_rounds = replace(engine, padded=fit.engine.joining is not None)
+    if fit.engine.engine == "openai":  # a server that batches continuously, whatever the slices it was timed with
+        rounds = replace(latency, law=in_rounds)
+    elif fit.rounds:
         rounds = law_of_rounds(in_rounds, fit.rounds)
         round_memory = ZetaMemory(fit.memory.capacity_tokens, fit.rounds.usable_share)
-    joining = fit.engine.joining
-    return Laws(latency, engine, memory, edge, swap, host_tokens, joining, rounds=rounds, round_memory=round_memory)
+    measured = latency, engine, memory, edge, swap, host_tokens, joining, slots
+    return Laws(*measured, rounds=rounds, round_memory=round_memory)
 
 
 def memory_from_fit(fit: MemoryFit) -> tuple[MemoryLaw, MemoryEdge]:

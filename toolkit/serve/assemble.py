@@ -31,7 +31,15 @@ def make_scheduler(plan: Plan, event_sink: Callable[[Event], None] | None = None
     laws = laws_from_fit(plan.fit)
     latency, memory = (laws.rounds, laws.round_memory) if policy.continuous else (laws.latency, laws.memory)
     workers = [
-        Worker(index, latency, memory, swap=laws.swap, host_tokens=laws.host_tokens, joining=laws.joining)
+        Worker(
+            index,
+            latency,
+            memory,
+            swap=laws.swap,
+            host_tokens=laws.host_tokens,
+            joining=laws.joining,
+            slots=laws.slots,
+        )
         for index in range(plan.workers)
     ]
     if event_sink is None:

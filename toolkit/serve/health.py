@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from toolkit.sched.footprint import footprint
 from toolkit.serve.driver import Driver
 from toolkit.serve.live import Flight
 from toolkit.serve.metrics import Gauges
@@ -38,11 +39,12 @@ def gauges(driver: Driver) -> Gauges:
     workers = driver.scheduler.workers
     capacity = sum(facts.capacity_tokens for facts in driver.facts.values())
     used = sum(_padded_tokens(flight) for flight in driver.flights.values() if not flight.batch.keep_cache)
-    used += sum(worker.residents.used + worker.held.tokens for worker in workers)
+    used += sum(footprint(worker).taken + worker.held.tokens for worker in workers)
     return Gauges(
         driver.running,
         driver.waiting,
         min(used / capacity, 1.0) if capacity else 0.0,
+        capacity,
         sum(worker.alive for worker in workers),
         [worker.load_s for worker in workers],
     )

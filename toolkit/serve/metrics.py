@@ -24,6 +24,7 @@ class Gauges(NamedTuple):
     running: int
     waiting: int
     kv_usage: float  # 0..1
+    kv_tokens: int
     workers_alive: int
     worker_load_s: Sequence[float]
 
@@ -51,6 +52,7 @@ class Exposition:
         yield _gauge(
             "llmctl_kv_cache_usage_ratio", "Share of KV cache that running batches may fill.", labels, now.kv_usage
         )
+        yield _gauge("llmctl_kv_cache_tokens", "Tokens that the workers' KV caches hold.", labels, now.kv_tokens)
         yield _gauge("llmctl_workers_alive", "Workers that can take batches.", labels, now.workers_alive)
         yield _worker_loads(now.worker_load_s, labels)
         yield from self._histograms(labels, _OWN_HISTOGRAMS)

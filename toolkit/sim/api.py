@@ -13,7 +13,7 @@ from toolkit.files.fit import Fit
 from toolkit.metrics import Served, sla_ratios, summarize
 from toolkit.sched.protocols import LatencyLaw, MemoryLaw, Oracle, Policy, SwapLaw
 from toolkit.sched.scheduler import Scheduler
-from toolkit.sched.types import Joining, Refusal, Request, Worker
+from toolkit.sched.types import NO_LIMIT, Joining, Refusal, Request, Worker
 from toolkit.sim.continuous import RoundWorker
 from toolkit.sim.ledger import Ledger, RunsOut
 from toolkit.sim.loop import VirtualWorker, run
@@ -68,6 +68,7 @@ class World:
     swap: SwapLaw | None = None
     host_tokens: int = 0
     joining: Joining | None = None
+    slots: int = NO_LIMIT  # rows that run at once on a worker, in rounds
     rounds: RoundLaws | None = None
     finished: tuple[int, ...] = ()
 
@@ -82,7 +83,15 @@ class World:
         """A worker as the scheduler knows it."""
         host_tokens = self.host_tokens if self.swap else 0
         latency = self.believed or self.latency
-        return Worker(index, latency, self.memory, swap=self.swap, host_tokens=host_tokens, joining=self.joining)
+        return Worker(
+            index,
+            latency,
+            self.memory,
+            swap=self.swap,
+            host_tokens=host_tokens,
+            joining=self.joining,
+            slots=self.slots,
+        )
 
 
 def world_from_fit(fit: Fit, *, workers: int, max_new_tokens: int, seed: int = 0, flush_s: float = 0.0) -> World:
@@ -102,8 +111,9 @@ def world_from_fit(fit: Fit, *, workers: int, max_new_tokens: int, seed: int = 0
         valid=Validity.of(fit),
         swap=laws.swap,
         host_tokens=laws.host_tokens,
-        rounds=RoundLaws(laws.rounds, laws.round_memory) if fit.rounds else None,
+        rounds=None if laws.rounds is laws.latency else RoundLaws(laws.rounds, laws.round_memory),
         joining=laws.joining,
+        slots=laws.slots,
     )
 
 
