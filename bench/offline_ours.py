@@ -3,8 +3,8 @@
     python bench/offline_ours.py FOLDER static-16 | slices | rebatch | rebatch-slab | generate | generate_batch-16
 
 All requests wait from the start, and the scheduler decides in the loop, in this process. It knows each request's limit,
-128 tokens, and not its length, which the engine is told as `end_after`. Laws are fitted to a dozen timings made when
-the process starts, since SCLS needs them to cut its batches.
+128 tokens, and not its length, which the engine is told as `end_after`. SCLS needs laws to cut its batches: they are
+fitted to a dozen timings made before its first run.
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ from toolkit.serve.live import Ask, Live
 from toolkit.serve.rounds import KeptRows
 
 SLICE = 32  # tokens
+# For policies that ask no law: a clock that counts decode steps.
+STEPS = bilinear_law((0.0, 0.0, 0.0, 0.0), (0.0, 0.0, 0.0, 1.0), prefill_emits_token=True)
 POLICIES: dict[str, tuple[str, dict[str, Any]]] = {
     "slices": ("slice", {"slice_tokens": SLICE}),
     "rebatch": ("past-future", {}),
@@ -69,7 +71,7 @@ class Ours:
         """One run: submit all, then tick and run until nothing is left."""
         work, law = self.work, self.law
         if law is None:
-            law = self.law = self._law()
+            law = self.law = self._law() if self.system == "slices" else STEPS
         if self.system.startswith("static"):
             name, parameters = "sequence", {"batch_size": int(self.system.partition("-")[2])}
         else:
