@@ -17,7 +17,8 @@ compared with those of transformers' `generate()`, one request at a time, on eve
     llama.cpp-N         its server with N slots, over HTTP; where there is --llama-server
     vllm                in its own process, in the environment of --vllm-python
 
-With --samples runs are added to a file, and the tables are of all that is in it: rounds may be measured in turns, and
+On a machine that is shared, times lie, and more so with two threads: --clock cpu_s --threads 1 counts the processor time
+of what serves. With --samples runs are added to a file, and the tables are of all that is in it: rounds may be measured in turns, and
 --rounds 0 only writes the tables.
 """
 
@@ -47,6 +48,7 @@ REFERENCE = "generate"  # whose tokens the others' are compared with
 SAMPLE = 10
 WARM_UP = 6  # requests
 SECTION = "offline-throughput"
+UNITS = {"seconds": "s", "cpu_s": "CPU s"}
 Run = dict[
     str, Any
 ]  # of one round and size: its "systems" have their seconds, tokens, and how many requests were equal
@@ -145,7 +147,11 @@ def _round(systems: Sequence[System], size: str, work: Work) -> Run:
             if len(tokens) != work.outputs[index]:
                 raise SystemExit(f"{system.name}: request {index} got {len(tokens)} tokens, not {work.outputs[index]}")
         reply["tokens"] = sum(len(tokens) for tokens in reply["outputs"].values())
-        print(f"{size} {system.name}: {rate(reply):.0f} tokens/s", file=sys.stderr, flush=True)
+        print(
+            f"{size} {system.name}: {rate(reply):.0f} tokens/s, {rate(reply, 'cpu_s'):.0f} per CPU s",
+            file=sys.stderr,
+            flush=True,
+        )
     expected = replies[REFERENCE]["outputs"]
     for system in systems:
         reply = replies[system.name]
@@ -168,10 +174,10 @@ def _load(path: Path) -> list[Run]:
     return runs
 
 
-def table(runs: Sequence[Run], order: Sequence[str], missing: Sequence[str]) -> str:
+def table(runs: Sequence[Run], order: Sequence[str], missing: Sequence[str], clock: str = "seconds") -> str:
     """The rates of one size, and how many times as fast `rebatch` was in the same round."""
     lines = [
-        "| system | tokens/s | lowest to highest | rounds | rebatch is | same tokens |",
+        f"| system | tokens/{UNITS[clock]} | lowest to highest | rounds | rebatch is | same tokens |",
         "|---|---:|---:|---:|---:|---:|",
     ]
     for name in order:
@@ -180,8 +186,10 @@ def table(runs: Sequence[Run], order: Sequence[str], missing: Sequence[str]) -> 
             if name in missing:
                 lines.append(f"| {name} | not installed | | | | |")
             continue
-        rates = [rate(systems[name]) for systems in found]
-        ratios = [rate(systems["rebatch"]) / rate(systems[name]) for systems in found if "rebatch" in systems]
+        rates = [rate(systems[name], clock) for systems in found]
+        ratios = [
+            rate(systems["rebatch"], clock) / rate(systems[name], clock) for systems in found if "rebatch" in systems
+        ]
         times = f"{statistics.median(ratios):.2f}x" if ratios and name != "rebatch" else ""
         equal = sum(systems[name]["equal"] for systems in found)
         compared = sum(run["compared"] for run in runs if name in run["systems"])
@@ -192,9 +200,9 @@ def table(runs: Sequence[Run], order: Sequence[str], missing: Sequence[str]) -> 
     return "\n".join(lines) + "\n"
 
 
-def rate(one: Mapping[str, Any]) -> float:
-    """Tokens per second."""
-    return float(one["tokens"] / one["seconds"])
+def rate(one: Mapping[str, Any], clock: str = "seconds") -> float:
+    """Tokens per second of `clock`."""
+    return float(one["tokens"] / one[clock])
 
 
 def report(runs: Sequence[Run], options: argparse.Namespace) -> str:
@@ -207,17 +215,17 @@ def report(runs: Sequence[Run], options: argparse.Namespace) -> str:
         mine = [run for run in runs if run["size"] == size]
         if mine:
             parts.append(f"A Llama of {size}, {mine[0]['requests']} requests, {mine[0]['tokens']:,} tokens:\n")
-            parts += [table(mine, order, missing), aims(mine)]
+            parts += [table(mine, order, missing, options.clock), aims(mine, options.clock)]
     return "\n".join(parts)
 
 
-def aims(runs: Sequence[Run]) -> str:
+def aims(runs: Sequence[Run], clock: str = "seconds") -> str:
     """`rebatch` over the best of each kind, per round."""
     found = []
     for kind, aim in (("static", 2.0), ("generate_batch", 1.6), ("llama.cpp", 1.0), ("vllm", 1.0)):
         ratios = [
-            rate(run["systems"]["rebatch"])
-            / max(rate(one) for name, one in run["systems"].items() if name.startswith(kind))
+            rate(run["systems"]["rebatch"], clock)
+            / max(rate(one, clock) for name, one in run["systems"].items() if name.startswith(kind))
             for run in runs
             if "rebatch" in run["systems"] and any(name.startswith(kind) for name in run["systems"])
         ]
@@ -234,6 +242,7 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=min(os.cpu_count() or 1, 2))
+    parser.add_argument("--clock", choices=list(UNITS), default="seconds", help="cpu_s: processor time of what serves")
     parser.add_argument("--llama-server", default="", help="llama.cpp's llama-server")
     parser.add_argument("--vllm-python", default="", help="the Python of an environment that has vLLM")
     parser.add_argument("--samples", type=Path, help="a JSON file to which runs are added, and which the tables are of")

@@ -12,7 +12,7 @@ from offline_work import LONGEST_OUTPUT, LONGEST_PROMPT, SHORTEST, Work, prepare
 
 
 def run(**seconds: float) -> dict[str, object]:
-    systems = {name: {"seconds": one, "tokens": 100, "equal": 2} for name, one in seconds.items()}
+    systems = {name: {"seconds": one, "cpu_s": 2 * one, "tokens": 100, "equal": 2} for name, one in seconds.items()}
     return {"size": "15M", "requests": 10, "tokens": 100, "compared": 2, "systems": systems}
 
 
@@ -21,6 +21,10 @@ def test_ratios_are_those_of_runs_in_the_same_round() -> None:
     lines = table(runs, ["vllm", "rebatch"], []).splitlines()
     assert lines[2] == "| vllm | 150 | 100 to 200 | 2 | 0.38x | 4 of 4 |"
     assert lines[3] == "| rebatch | 50 | 25 to 100 | 3 |  | 6 of 6 |"
+
+
+def test_processor_time_is_another_clock() -> None:
+    assert table([run(rebatch=1.0)], ["rebatch"], [], "cpu_s").splitlines()[2].startswith("| rebatch | 50 |")
 
 
 def test_what_is_not_installed_is_said() -> None:
