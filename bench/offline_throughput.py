@@ -17,9 +17,9 @@ compared with those of transformers' `generate()`, one request at a time, on eve
     llama.cpp-N         its server with N slots, over HTTP; where there is --llama-server
     vllm                in its own process, in the environment of --vllm-python
 
-On a machine that is shared, times lie, and more so with two threads: --clock cpu_s --threads 1 counts the processor time
-of what serves. With --samples runs are added to a file, and the tables are of all that is in it: rounds may be measured in turns, and
---rounds 0 only writes the tables.
+On a machine that is shared times lie, and more so with two threads: --clock cpu_s --threads 1 counts the processor
+time of what serves. With --samples runs are added to a file, and the tables are of all that is in it: rounds may be
+measured in turns, and --rounds 0 only writes the tables.
 """
 
 from __future__ import annotations
