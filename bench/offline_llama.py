@@ -75,7 +75,10 @@ def _start(server: str, model: Path, slots: int, work: Mapping[str, Any]) -> int
         port: int = probe.getsockname()[1]
     threads = str(work["threads"])
     command = [server, "-m", str(model), "--host", HOST, "--port", str(port), "-t", threads, "-tb", threads]
-    command += ["-np", str(slots), "-c", str(work["kv_tokens"]), "--kv-unified", "-ctk", "f32", "-ctv", "f32"]
+    command += ["-np", str(slots), "-c", str(work["kv_tokens"]), "-ctk", "f32", "-ctv", "f32"]
+    longest = max(len(prompt) + output for prompt, output in zip(work["prompts"], work["outputs"], strict=True))
+    shared = work["kv_tokens"] // slots < longest  # else each slot has its own part, whose attention reads no other's
+    command.append("--kv-unified" if shared else "--no-kv-unified")
     process = subprocess.Popen([*command, "--no-webui"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     atexit.register(process.kill)
     deadline = time.monotonic() + START_S
