@@ -138,8 +138,8 @@ class Desk:
             return BatchResult(batch.batch_id, 0, tuple(len(tokens) for tokens in output.tokens), ended)
         assert batch.moves is None  # memory is never short
         done = self._engine.run_round(Round(batch.steps, rows, numbers), lambda step: self._took(range(10**6), step))
-        prefilled = all(step == 0 for _, step in done.joined)
-        return RoundResult(batch.batch_id, 0, done.steps, tuple(str(number) for number in done.ended), prefilled)
+        joined = tuple((str(number), step) for number, step in done.joined)
+        return RoundResult(batch.batch_id, 0, done.steps, tuple(str(number) for number in done.ended), joined)
 
     def digests(self) -> list[str]:
         """A digest of what each query got, and a proof that it got as much as it wanted."""

@@ -90,20 +90,21 @@ class Desk:
     `run` makes a round of what it is told to do and checks that what comes back agrees with it.
     """
 
-    def __init__(self, engine: RebatchEngine, rows: Sequence[Row], *, whole: bool = True) -> None:
+    def __init__(self, engine: RebatchEngine, rows: Sequence[Row], *, chunk_tokens: int = 0) -> None:
         self.engine = engine
         self.rows = list(rows)
         self.got: list[list[int]] = [[] for _ in rows]
         self.state = [WAITS for _ in rows]
         self.steps: list[StepOutput] = []  # of the last round
-        self.whole = whole  # prefills are not cut into chunks
+        self.chunk_tokens = chunk_tokens  # of all rounds
         self.stop_after: int | None = None
 
     def having(self, *states: str) -> list[int]:
         return [number for number, state in enumerate(self.state) if state in states]
 
     def run(self, steps: int = 5, *, enter: Sequence[int] = (), **moves: Any) -> RoundOutput:
-        plan = Round(steps=steps, enter=tuple(map(self.as_row, enter)), numbers=tuple(enter), **moves)
+        rows = tuple(map(self.as_row, enter))
+        plan = Round(steps=steps, enter=rows, numbers=tuple(enter), chunk_tokens=self.chunk_tokens, **moves)
         self._set(plan.evict, WAITS)
         self._set(plan.pause, PAUSED)
         self._set(plan.swap_out, SWAPPED)
@@ -112,7 +113,7 @@ class Desk:
         self.steps = []
         output = self.engine.run_round(plan, self._on_step)
         assert output.steps <= steps
-        if self.whole:
+        if not self.chunk_tokens:
             held = sum(len(self.as_row(number).tokens) - 1 for number in self.having(RUNS, PAUSED))
             assert output.tokens == held <= output.padded_tokens
         return output

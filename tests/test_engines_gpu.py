@@ -62,10 +62,12 @@ def large_spec() -> ModelSpec:
     return ModelSpec(source="random", config=LARGE, dtype="float32", tokenizer="bytes", max_model_len=512)
 
 
-@pytest.mark.parametrize("changes", [{}, {"joining": "shape"}, {"chunk_tokens": 9}], ids=["embed", "shape", "chunks"])
-def test_rows_that_come_go_and_are_swapped_get_the_cpu_s_tokens(changes: dict[str, object]) -> None:
+@pytest.mark.parametrize(
+    ("chunk_tokens", "changes"), [(0, {}), (0, {"joining": "shape"}), (9, {})], ids=["embed", "shape", "chunks"]
+)
+def test_rows_that_come_go_and_are_swapped_get_the_cpu_s_tokens(chunk_tokens: int, changes: dict[str, object]) -> None:
     cpu = rebatch_engine(**changes)
-    desk = Desk(on_gpu(cpu, **changes), ROWS, whole=not changes)
+    desk = Desk(on_gpu(cpu, **changes), ROWS, chunk_tokens=chunk_tokens)
     rng = random.Random(5)
     for _ in range(25):
         desk.at_random(rng)

@@ -16,7 +16,7 @@ from rounds import DONE, PAUSED, RUNS, SWAPPED, WAITS, Desk, failing, generated_
 from toolkit.engines.protocol import OutOfMemory
 
 ROWS = random_rows(1, 16)
-KINDS = [{}, {"chunk_tokens": 9}, {"joining": "shape"}]
+KINDS = [(0, {}), (9, {}), (0, {"joining": "shape"})]  # chunk_tokens, and the engine's settings
 WAYS = {  # what may happen in a round to a row that is somewhere
     RUNS: [*[()] * 9, ("evict",), ("pause",), ("swap_out",)],
     PAUSED: [(), ("evict",), ("swap_out",), *[("resume",)] * 2],
@@ -36,8 +36,9 @@ class Rounds(RuleBasedStateMachine):
 
     @initialize(kind=st.sampled_from(range(len(KINDS))))
     def begin(self, kind: int) -> None:
-        self.engine = rebatch_engine(**KINDS[kind])
-        self.desk = Desk(self.engine, ROWS, whole=not kind)
+        chunk_tokens, changes = KINDS[kind]
+        self.engine = rebatch_engine(**changes)
+        self.desk = Desk(self.engine, ROWS, chunk_tokens=chunk_tokens)
         self.entered: set[int] = set()
 
     @rule(seed=SEEDS)

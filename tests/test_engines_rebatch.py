@@ -28,12 +28,12 @@ def alone(kind: str) -> list[tuple[int, ...]]:
 
 @pytest.mark.parametrize("kind", ARCHITECTURES)
 @pytest.mark.parametrize(
-    "changes",
-    [{}, {"chunk_tokens": 9}, {"joining": "shape"}, {"kv_layout": "rows"}, {"kv_layout": "rows", "chunk_tokens": 9}],
+    ("chunk_tokens", "changes"),
+    [(0, {}), (9, {}), (0, {"joining": "shape"}), (0, {"kv_layout": "rows"}), (9, {"kv_layout": "rows"})],
     ids=["whole", "chunks", "shaped", "rows", "rows in chunks"],
 )
-def test_tokens_equal_those_of_each_request_alone(kind: str, changes: dict[str, object]) -> None:
-    desk = Desk(rebatch_engine(kind, **changes), ROWS, whole="chunk_tokens" not in changes and "joining" not in changes)
+def test_tokens_equal_those_of_each_request_alone(kind: str, chunk_tokens: int, changes: dict[str, object]) -> None:
+    desk = Desk(rebatch_engine(kind, **changes), ROWS, chunk_tokens=chunk_tokens)
     rng = random.Random(len(kind))
     for _ in range(25):
         desk.at_random(rng)
@@ -61,7 +61,7 @@ def test_sampled_tokens_equal_those_of_static_batches(sampling: str, changes: di
     rows = random_rows(3, 12, SAMPLINGS[sampling])
     rows[::4] = random_rows(4, 12)[::4]  # greedy ones among them
     static = [engine.run_slice([row], 1000, lambda step: True).tokens[0] for row in rows]
-    desk = Desk(engine, rows, whole=not changes)
+    desk = Desk(engine, rows)
     rng = random.Random(9)
     for _ in range(25):
         desk.at_random(rng)
@@ -121,7 +121,7 @@ def test_an_idle_round_does_nothing() -> None:
 
 
 def test_with_chunks_those_who_run_get_tokens_while_a_long_prompt_is_prefilled() -> None:
-    desk = Desk(rebatch_engine(chunk_tokens=10), [free_row(4, 60), free_row(60, 20)], whole=False)
+    desk = Desk(rebatch_engine(), [free_row(4, 60), free_row(60, 20)], chunk_tokens=10)
     desk.run(3, enter=(0,))
     output = desk.run(30, enter=(1,))
     assert output.joined == ((1, 5),)  # six passes of ten tokens, and a step between each two
@@ -130,7 +130,7 @@ def test_with_chunks_those_who_run_get_tokens_while_a_long_prompt_is_prefilled()
 
 
 def test_a_round_ends_though_a_prefill_is_not_done_and_the_next_goes_on_with_it() -> None:
-    desk = Desk(rebatch_engine(chunk_tokens=10), [free_row(4, 6), free_row(60, 20), free_row(3, 50)], whole=False)
+    desk = Desk(rebatch_engine(), [free_row(4, 6), free_row(60, 20), free_row(3, 50)], chunk_tokens=10)
     desk.run(3, enter=(0, 2))
     output = desk.run(30, enter=(1,))
     assert (output.ended, output.joined, output.steps) == ((0,), (), 2)
@@ -138,28 +138,26 @@ def test_a_round_ends_though_a_prefill_is_not_done_and_the_next_goes_on_with_it(
 
 
 def test_a_pass_is_no_larger_than_a_chunk_where_others_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = rebatch_engine(chunk_tokens=40)
     passes: list[int] = []
     forward = RebatchEngine._forward
     monkeypatch.setattr(
         RebatchEngine, "_forward", lambda self, ids, *rest: passes.append(ids.numel()) or forward(self, ids, *rest)
     )
-    engine = rebatch_engine(chunk_tokens=40)
+    engine = rebatch_engine()
     passes.clear()
-    desk = Desk(
-        engine, [free_row(4, 80), *[free_row(length, 50) for length in (3, 17, 18, 19, 20, 45, 46)]], whole=False
-    )
+    rows = [free_row(4, 80), *[free_row(length, 50) for length in (3, 17, 18, 19, 20, 45, 46)]]
+    desk = Desk(engine, rows, chunk_tokens=40)
     desk.run(1, enter=(0,))
     desk.run(30, enter=range(1, 8))
     assert max(passes) <= 40
     assert len(desk.steps[-1].rows) == 8
 
 
-def test_a_prompt_whose_pass_does_not_fit_is_cut_into_chunks_though_nobody_waits() -> None:
+def test_a_prompt_whose_pass_does_not_fit_is_cut_though_nobody_waits() -> None:
     row = free_row(90, 5)
     with pytest.raises(OutOfMemory):
         Desk(rebatch_engine(budget_mib=0.125), [row]).run(5, enter=(0,))
-    desk = Desk(rebatch_engine(budget_mib=0.125, chunk_tokens=20), [row], whole=False)
+    desk = Desk(rebatch_engine(budget_mib=0.125), [row], chunk_tokens=20)
     assert desk.finish() == Desk(rebatch_engine(), [row]).finish()
     assert desk.engine.ledger.peak_bytes <= desk.engine.facts.kv_budget_bytes
 

@@ -52,7 +52,8 @@ class Both:
         enter = tuple(int(job.request_id) for job in batch.jobs)
         output = self.desk.run(steps, enter=enter, overlap=moves.overlap, **named)
         assert (output.steps, set(output.ended)) == (result.steps, set(map(int, result.ended)))
-        assert set(output.joined) == {(number, int(not result.prefilled)) for number in enter}
+        joined = dict(result.joined or ()) if result.joined is not None else dict.fromkeys(map(str, enter), 0)
+        assert {(str(number), steps) for number, steps in output.joined} == set(joined.items())
         assert output.padded_tokens <= CAPACITY
         self.moved.update({name: len(numbers) for name, numbers in named.items()})
         return result

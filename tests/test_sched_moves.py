@@ -152,7 +152,7 @@ def test_copies_in_host_memory_survive_a_failed_round_and_all_on_the_device_is_l
     bench.round(enter="abcd", steps=2)
     bench.round(swap_out="c", pause="b")
     batch, ends_s = bench.start(swap_in="c", swap_out="d", overlap=True)
-    bench.scheduler.complete(RoundResult(batch.batch_id, 0, 0, (), False, "oom"), ends_s)
+    bench.scheduler.complete(RoundResult(batch.batch_id, 0, 0, (), (), "oom"), ends_s)
     assert bench.where() == {"host": "c"}
     assert [(job.request_id, job.generated) for job in bench.worker.inbox] == [("a", 3), ("b", 2), ("d", 3)]
 

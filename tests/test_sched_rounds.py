@@ -78,7 +78,7 @@ def test_after_a_failure_half_as_many_enter_and_the_culprit_ends_alone():
             entered.append(len(names))
             failure = "crashed" if "killer" in names else ""
             ended = () if failure else tuple(names)
-            scheduler.complete(RoundResult(batch.batch_id, 0, 1, ended, not failure, failure), now_s + 0.5)
+            scheduler.complete(RoundResult(batch.batch_id, 0, 1, ended, () if failure else None, failure), now_s + 0.5)
     assert entered[:2] == [4, 2]
     assert scheduler.jobs == 0
     assert [refusal.request_id for refusal in scheduler.take_refusals()] == ["killer"]

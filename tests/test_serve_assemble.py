@@ -57,9 +57,3 @@ def test_what_no_server_here_can_run_is_refused_by_name(policy: str, reason: str
     with pytest.raises(InputError) as caught:
         make_scheduler(plan(policy))
     assert caught.value.message.startswith(reason)
-
-
-def test_an_engine_that_would_prefill_otherwise_than_schedulers_reckon_is_refused() -> None:
-    with pytest.raises(InputError) as caught:
-        make_scheduler(plan("past-future", "rebatch", chunk_tokens=64))
-    assert caught.value.message.startswith("engine.chunk_tokens is 64; schedulers count on whole prefills")

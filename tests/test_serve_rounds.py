@@ -61,27 +61,28 @@ def test_who_was_dealt_to_another_worker_is_dropped_and_who_has_gone_is_not_name
 def test_a_round_s_result_names_requests() -> None:
     desk = Desk()
     result = desk.kept.result(desk.batch, RoundOutput(5, ((0, 0), (1, 0), (2, 0)), (2, 0), 0, 0))
-    assert (result.steps, result.ended, result.prefilled, result.failure) == (5, ("c", "a"), True, "")
+    assert (result.steps, result.ended, result.joined, result.failure) == (5, ("c", "a"), None, "")
     shaped = desk.kept.result(desk.batch, RoundOutput(5, ((1, 1),), (), 0, 0))
-    assert not shaped.prefilled
+    assert shaped.joined == (("b", 1),)
 
 
 def test_a_crash_keeps_what_had_come_and_forgets_all_rows() -> None:
     desk = Desk()
     desk.give({0: 3, 1: 3, 2: 2}, 2)
     result = desk.kept.failed(desk.batch, "crashed", ())
-    assert (result.steps, result.ended, result.prefilled, result.failure) == (1, ("c",), True, "crashed")
+    assert (result.steps, result.ended, result.failure) == (2, ("c",), "crashed")
+    assert result.joined == (("a", 0), ("b", 0), ("c", 1))  # c in a later pass, after a step
     again = desk.begin(batch(desk.jobs["a"], desk.jobs["b"]))
     assert (again.numbers, again.evict) == ((3, 4), ())
 
 
 def test_steps_of_a_failed_round_are_those_of_who_was_there_before() -> None:
     desk = Desk()
-    desk.kept.result(desk.batch, RoundOutput(5, (), (), 0, 0))
+    desk.kept.result(desk.batch, RoundOutput(5, ((0, 0), (1, 0), (2, 0)), (), 0, 0))
     desk.begin(batch(desk.jobs["d"]))
     desk.give({0: 4, 1: 4, 2: 4})
     result = desk.kept.failed(desk.batch, "crashed", ())
-    assert (result.steps, result.prefilled) == (4, False)
+    assert (result.steps, result.joined) == (4, ())
 
 
 def test_out_of_memory_leaves_those_in_host_memory_and_the_engine_is_told_to_drop_the_others() -> None:

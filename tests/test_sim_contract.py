@@ -36,6 +36,13 @@ CASES = {
     "aggressive, least-loaded": ("aggressive", {"router": "least-loaded"}),
     "past-future": ("past-future", {"reserve": 0.0, "interval_steps": 2}),
     "past-future, future-memory": ("past-future", {"router": "future-memory", "initial_count": 9, "initial_length": 5}),
+    "past-future, in chunks": ("past-future", {"chunk_tokens": 16, "max_prefill_tokens": 90}),
+    "aggressive, in chunks": ("aggressive", {"watermark": 1.0, "interval_steps": 4, "chunk_tokens": 7}),
+    "past-future-sla, in chunks": ("past-future-sla", {"ttft_s": 0.3, "mtpot_s": 0.01, "chunk_tokens": 30}),
+    "slice-continuous, in chunks": ("slice-continuous", {"slice_tokens": 8, "interval_steps": 4, "chunk_tokens": 25}),
+    "mlfq, in chunks": ("mlfq", {"quantum_s": 0.01, "starvation_s": 0.2, "max_batch_size": 3, "chunk_tokens": 20}),
+    "mlfq, reactive, in chunks": ("mlfq", {"quantum_s": 0.005, "swap": "reactive", "chunk_tokens": 9}),
+    "baton, in chunks": ("baton", {"memory_threshold": 0.6, "headroom_steps": 1, "chunk_tokens": 15}),
     "past-future-sla": ("past-future-sla", {"interval_steps": 2, "ttft_s": 0.3, "mtpot_s": 0.01}),
     "past-future-sla, all late": ("past-future-sla", {"ttft_s": 1e-6, "late_share": 0.5}),
     "slice-continuous": ("slice-continuous", {"slice_tokens": 8, "interval_steps": 4}),
@@ -179,13 +186,14 @@ def check_slab(batch, worker, running, aside):
 
 
 def held(job, worker):
-    """Tokens of the job's cache before the round."""
-    return job.length + (worker.residents.steps - job.joined if job in worker.residents.jobs else 0)
+    """Tokens of the job's cache before the round, and the one that its prefill owes it."""
+    return worker.residents.holds(job) if job in worker.residents.jobs else job.length
 
 
 def check_moves(moves, evict, worker):
     device = worker.residents.jobs | worker.held.jobs
     leave = [*evict, *moves.pause, *moves.swap_out]
+    assert not worker.residents.prefilling.keys() & {*moves.pause, *moves.swap_out}, "a half-done prefill is moved"
     assert len(set(leave)) == len(leave), "a job leaves twice"
     assert set(moves.pause) <= worker.residents.jobs.keys()
     assert set(moves.swap_out) <= device.keys()

@@ -6,7 +6,7 @@ import samples
 from toolkit.errors import InputError
 from toolkit.files.recipe import PolicySpec
 from toolkit.sched.policies import ORACLES, POLICIES
-from toolkit.tuning.space import make_spaces, search_space, sweep
+from toolkit.tuning.space import PolicySpace, make_spaces, search_space, sweep
 
 SLICE = PolicySpec(name="slice", parameters={"slice_tokens": 128})
 
@@ -90,3 +90,11 @@ def test_a_sweep_of_choices_has_them_all():
 def test_recipes_take_ranges_and_choices():
     space = {"slice_tokens": [16, 64], "eager": [True, False], "past-future.router": ["max-min"]}
     assert samples.recipe(tune={"space": space, "policies": ["all"]}).tune.space == space
+
+
+def test_the_0_of_a_logarithmic_range_is_searched_as_its_upper_end():
+    space = PolicySpace("fcfs", {}, search_space("fcfs", {}, {"chunk_tokens": [16, 512]}))
+    assert (space.distributions["chunk_tokens"].low, space.first()["chunk_tokens"]) == (16, 512)
+    assert (space.meant("chunk_tokens", 512), space.meant("chunk_tokens", 511)) == (0, 511)
+    bounded = PolicySpace("fcfs", {"chunk_tokens": 64}, search_space("fcfs", {"chunk_tokens": 64}, {}))
+    assert (bounded.first()["chunk_tokens"], bounded.meant("chunk_tokens", 16_384)) == (64, 16_384)

@@ -1,5 +1,6 @@
 """Rounds without a model: rows that come, go, pause and swap, each with the fake engine's tokens.
 
+Newcomers are prefilled in the passes of `toolkit.sched.passes`, as by the engine `rebatch`, and join without padding.
 Memory is counted in real tokens: a round that would pass `capacity_tokens` on the device runs out of it. Host memory
 has no end.
 """
@@ -11,6 +12,7 @@ from collections.abc import Callable, Iterable
 from toolkit.engines.endings import LiveRow
 from toolkit.engines.fake import FakeEngine, Text
 from toolkit.engines.protocol import FinishReason, OnStep, OutOfMemory, Part, Round, RoundOutput, Row, StepOutput
+from toolkit.sched.passes import Pass, Passes
 
 
 class FakeRow:
@@ -32,21 +34,25 @@ class FakeRow:
 class FakeRoundEngine(FakeEngine):
     """`toolkit.engines.protocol.RoundEngine` in memory."""
 
-    _steps = 0
-
     def __init__(self, *args, **options) -> None:  # type: ignore[no-untyped-def]  # those of FakeEngine
         super().__init__(*args, **options)
         self._running: dict[int, FakeRow] = {}
         self._paused: dict[int, FakeRow] = {}
         self._swapped: dict[int, FakeRow] = {}
+        self._entering: dict[int, FakeRow] = {}
+        self._passes: Passes[int] = Passes()  # of those who enter
+        self._steps = 0  # decode steps since the start
+        self._step_is_due = False  # before the next bounded pass
 
     def run_round(self, plan: Round, on_step: OnStep) -> RoundOutput:
         """See `RoundEngine.run_round`."""
         try:
             return self._run(plan, on_step)
         except OutOfMemory as error:
-            self._running.clear()
-            self._paused.clear()
+            for place in (self._running, self._paused, self._entering):
+                place.clear()
+            self._passes.clear()
+            self._step_is_due = False
             raise OutOfMemory(str(error), tuple(self._swapped)) from None
 
     def time_part(self, part: Part, rows: int, length: int, others: int, clock: Callable[[], float]) -> float:
@@ -58,26 +64,55 @@ class FakeRoundEngine(FakeEngine):
     def _run(self, plan: Round, on_step: OnStep) -> RoundOutput:
         self._move(plan)
         self._check_rows(plan.enter)
-        ended: list[int] = []
-        steps, wanted = 0, True
         for number, row in zip(plan.numbers, plan.enter, strict=True):
-            self._running[number] = FakeRow(row, LiveRow(row, (self._config.eos_token_id,)), Text(row, self._config))
-        if plan.enter:
-            self._wait(self._prefill_s(len(plan.enter), max(len(row.tokens) for row in plan.enter)))
-            wanted = on_step(self._advance(plan.numbers, ended))
-        while self._running and steps < plan.steps and not ended:
-            if not wanted and self._steps % plan.stop_every == 0:
+            self._enter(number, FakeRow(row, LiveRow(row, (self._config.eos_token_id,)), Text(row, self._config)))
+        ended: list[int] = []
+        joined: list[tuple[int, int]] = []
+        steps, wanted = 0, True
+        over = False
+        while not over:
+            while self._passes and not (self._running and self._step_is_due) and not (plan.chunk_tokens and ended):
+                newcomers = self._prefill(plan.chunk_tokens if self._running else 0)
+                if newcomers:
+                    joined += [(number, steps) for number in newcomers]
+                    wanted = on_step(self._advance(newcomers, ended)) and wanted
+            stopped = not (wanted or steps or plan.chunk_tokens or self._steps % plan.stop_every)
+            if ended or stopped or not self._running or not plan.steps:
                 break
             self._wait(self._decode_s(len(self._running), max(row.length for row in self._running.values())))
             self._steps += 1
             steps += 1
+            self._step_is_due = False
             wanted = on_step(self._advance(tuple(self._running), ended)) and wanted
+            over = bool(ended) or steps >= plan.steps or not (wanted or self._steps % plan.stop_every)
         tokens = self._device_tokens()
-        return RoundOutput(steps, tuple((number, 0) for number in plan.numbers), tuple(ended), tokens, tokens)
+        return RoundOutput(steps, tuple(joined), tuple(ended), tokens, tokens)
+
+    def _prefill(self, bound: int) -> tuple[int, ...]:
+        """One pass; who is prefilled with it, and runs from here on."""
+        made = self._passes.next(bound)
+        self._wait(self._pass_s(made))
+        self._passes.made(made)
+        self._step_is_due = bound > 0
+        if not made.completes:
+            return ()
+        newcomers = tuple(made.group.keys)
+        self._running.update((number, self._entering.pop(number)) for number in newcomers)
+        return newcomers
+
+    def _pass_s(self, one: Pass[int]) -> float:
+        rows = len(one.group.keys)
+        before_s = self._prefill_s(rows, one.start) - self._prefill_s(rows, 0) if one.start else 0.0
+        return self._prefill_s(rows, one.end) - before_s
+
+    def _enter(self, number: int, row: FakeRow) -> None:
+        self._entering[number] = row
+        self._passes.add(number, row.length)
 
     def _move(self, plan: Round) -> None:
         for number in plan.evict:
-            for place in (self._running, self._paused, self._swapped):
+            self._passes.remove(number)
+            for place in (self._running, self._paused, self._swapped, self._entering):
                 place.pop(number, None)
         for number in plan.pause:
             self._paused[number] = self._running.pop(number)
@@ -101,4 +136,7 @@ class FakeRoundEngine(FakeEngine):
         return StepOutput(numbers, tuple(token for token, _ in got), ends)
 
     def _device_tokens(self) -> int:
-        return sum(row.length for place in (self._running, self._paused) for row in place.values())
+        """Of rows that enter, their prompts count from the first pass on."""
+        group = self._passes.group
+        entering = sum(group.lengths) if group else 0
+        return entering + sum(row.length for place in (self._running, self._paused) for row in place.values())

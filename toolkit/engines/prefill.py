@@ -1,14 +1,14 @@
 """Prefilling newcomers apart from the running batch: together where lengths are alike, and in passes that are bounded.
 
 BATON, section 4.2: the caches of those who are done are then embedded into the batch. A pass is one forward call;
-between two passes the batch may decode, so that a long prompt does not hold up those who run.
+between two passes the batch may decode, so that a long prompt does not hold up those who run. Which passes there are is
+`toolkit.sched.passes`' to say; this makes them, and sees that memory suffices.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -17,19 +17,18 @@ from toolkit.engines.endings import LiveRow
 from toolkit.engines.memory import ByteLedger, ModelShape
 from toolkit.engines.rebatch_cache import RowKV
 from toolkit.engines.row_cache import BatchCache
-from toolkit.sched.likeness import alike
+from toolkit.sched.passes import Pass, Passes
 
 Newcomer = tuple[int, LiveRow]  # its number, and the row
 
 
 @dataclass(slots=True, eq=False)
 class Group:
-    """Newcomers of similar length, longest first, padded to one width; `done` columns of it are cached."""
+    """Newcomers of similar length, longest first, padded to one width."""
 
     newcomers: list[Newcomer]
     batch: PaddedBatch
     held_bytes: int
-    done: int = 0
 
     def caches(self) -> list[RowKV]:
         """Each newcomer's keys and values, without padding; views."""
@@ -42,7 +41,7 @@ class Group:
 
 
 class Prefiller:
-    """Newcomers on their way into the batch, in the order of their arrival as far as groups allow.
+    """Newcomers on their way into the batch.
 
     Args:
         forward: runs columns [from, to) of a padded batch and gives the last one's logits [N, V].
@@ -50,7 +49,6 @@ class Prefiller:
         shape, ledger: what a group and its passes are charged for, and where.
         cache: where newcomers will be embedded; room has to be left for that.
         mixes: rows of any lengths share a pass, as in a static batch; else those of like length.
-        chunk_tokens: of a bounded pass, at most, padding counted; None: no pass is bounded.
     """
 
     def __init__(
@@ -60,7 +58,6 @@ class Prefiller:
         shape: ModelShape,
         ledger: ByteLedger,
         cache: BatchCache,
-        chunk_tokens: int | None,
         *,
         mixes: bool = False,
     ) -> None:
@@ -69,14 +66,13 @@ class Prefiller:
         self._shape = shape
         self._ledger = ledger
         self._cache = cache
-        self._mixes = mixes
-        self._chunk_tokens = chunk_tokens
-        self._waiting: deque[Newcomer] = deque()
-        self._group: Group | None = None
+        self._passes: Passes[int] = Passes(mixes=mixes)
+        self._rows: dict[int, LiveRow] = {}
+        self._group: Group | None = None  # the one that is being prefilled
 
     @property
     def busy(self) -> bool:
-        return bool(self._waiting) or self._group is not None
+        return bool(self._rows)
 
     @property
     def tokens(self) -> int:
@@ -84,44 +80,42 @@ class Prefiller:
         return self._group.batch.width * len(self._group.newcomers) if self._group else 0
 
     def add(self, newcomers: Iterable[Newcomer]) -> None:
-        self._waiting.extend(newcomers)
+        for number, live in newcomers:
+            self._rows[number] = live
+            self._passes.add(number, len(live.row.tokens))
 
     def remove(self, number: int) -> LiveRow | None:
         """Take a newcomer out; what was prefilled of it is lost. None: it is not here."""
-        for index, (waiting, live) in enumerate(self._waiting):
-            if waiting == number:
-                del self._waiting[index]
-                return live
-        group = self._group
-        if group is None or number not in [one for one, _ in group.newcomers]:
+        if number not in self._rows:
             return None
-        self.release(group)  # the others begin anew, which costs less code than to cut one out of a half-made cache
-        self._group = None
-        self._waiting.extendleft(one for one in reversed(group.newcomers) if one[0] != number)
-        return next(live for one, live in group.newcomers if one == number)
+        self._passes.remove(number)
+        if self._group is not None and self._passes.group is None:
+            self.release(self._group)
+            self._group = None
+        return self._rows.pop(number)
 
     def take_waiting(self) -> list[Newcomer]:
         """All who wait, for whoever prefills them otherwise."""
-        taken = list(self._waiting)
-        self._waiting.clear()
-        return taken
+        return [(number, self._rows.pop(number)) for number in self._passes.take_waiting()]
 
-    def advance(self, *, bounded: bool) -> tuple[Group, torch.Tensor] | None:
-        """One pass: of `chunk_tokens` at most where it is bounded, or where memory is too short for a whole one.
+    def advance(self, bound: int = 0, *, cuts: bool = False) -> tuple[Group, torch.Tensor] | None:
+        """One pass: of `bound` tokens at most (0: no bound), and with `cuts` of fewer where memory is too short.
 
         The group that is complete with it, with the logits of each row's next token; the caller embeds it and calls
         `release`. `torch.OutOfMemoryError` where not even the first who waits fits.
         """
-        group = self._group = self._group or self._form(bounded=bounded)
-        rows, start, end = len(group.newcomers), group.done, group.batch.width
-        if bounded or self._shape.prefill_bytes(rows, end - start, start) > self._ledger.free_bytes:
-            end = min(end, start + self._columns(rows, end))
-        with self._ledger.reserve(self._shape.prefill_bytes(rows, end - start, start)):
-            logits = self._forward(group.batch, start, end)
-        group.done = end
-        if end < group.batch.width:
+        group = self._group = self._group or self._begin(bound, cuts)
+        one = self._passes.next(bound)
+        if cuts:
+            one = self._fitting(one)
+        with self._ledger.reserve(self._pass_bytes(one)):
+            logits = self._forward(group.batch, one.start, one.end)
+        self._passes.made(one)
+        if not one.completes:
             return None
         self._group = None
+        for number, _ in group.newcomers:
+            del self._rows[number]
         return group, logits
 
     def release(self, group: Group) -> None:
@@ -129,35 +123,40 @@ class Prefiller:
         self._ledger.take(-group.held_bytes)
 
     def clear(self) -> None:
-        self._waiting.clear()
+        self._passes.clear()
+        self._rows.clear()
         if self._group is not None:
             self.release(self._group)
             self._group = None
 
-    def _columns(self, rows: int, width: int) -> int:
-        """Columns of a bounded pass."""
-        return width if self._chunk_tokens is None else max(self._chunk_tokens // rows, 1)
-
-    def _form(self, *, bounded: bool) -> Group:
+    def _begin(self, bound: int, cuts: bool) -> Group:
         """The first who waits, and those like it or all, as far as the bound and memory allow."""
-        lengths = [len(live.row.tokens) for _, live in self._waiting]
-        together = range(len(lengths)) if self._mixes else alike(lengths, self._chunk_tokens if bounded else None)
-        members = [self._waiting[index] for index in together]
-        if self._bytes(members) > self._ledger.free_bytes:
-            self._cache.fit()
-        while len(members) > 1 and self._bytes(members) > self._ledger.free_bytes:
-            members = members[: (len(members) + 1) // 2]
-        width = max(len(live.row.tokens) for _, live in members)
-        held = len(members) * width * self._cache.bytes_per_token
+        formed = self._passes.form(bound, lambda lengths: self._fits(lengths, bound, cuts))
+        held = len(formed.keys) * formed.width * self._cache.bytes_per_token
         self._ledger.take(held)
-        chosen = {number for number, _ in members}
-        self._waiting = deque(one for one in self._waiting if one[0] not in chosen)
-        members.sort(key=lambda one: -len(one[1].row.tokens))
-        return Group(members, self._make_batch([live.row.tokens for _, live in members], width), held)
+        newcomers = [(number, self._rows[number]) for number in formed.keys]
+        return Group(newcomers, self._make_batch([live.row.tokens for _, live in newcomers], formed.width), held)
 
-    def _bytes(self, members: Sequence[Newcomer]) -> int:
-        """What these take as a group: their caches, and beside them the largest pass or, later, their rows' places."""
-        rows, width = len(members), max(len(live.row.tokens) for _, live in members)
-        columns = width if rows > 1 else min(self._columns(1, width), width)  # one that is too long can be cut
+    def _fits(self, lengths: Sequence[int], bound: int, cuts: bool) -> bool:
+        """Whether memory has room for a group; where it is short, the batch gives up what it has to spare."""
+        needed = self._bytes(len(lengths), max(lengths), bound, cuts)
+        if needed > self._ledger.free_bytes:
+            self._cache.fit()
+        return needed <= self._ledger.free_bytes
+
+    def _bytes(self, rows: int, width: int, bound: int, cuts: bool) -> int:
+        """What a group takes: its caches, and beside them the largest pass or, later, its rows' places."""
+        columns = min(width, max(bound // rows, 1)) if bound else width
+        if rows == 1 and cuts:
+            columns = 1  # one that is too long can be cut
         passing = self._shape.prefill_bytes(rows, columns, width - columns)
         return rows * width * self._cache.bytes_per_token + max(passing, self._cache.growth_bytes(rows, width))
+
+    def _fitting(self, one: Pass[int]) -> Pass[int]:
+        """The pass, or the first part of it that memory has room for."""
+        while one.end - one.start > 1 and self._pass_bytes(one) > self._ledger.free_bytes:
+            one = replace(one, end=(one.start + one.end + 1) // 2)
+        return one
+
+    def _pass_bytes(self, one: Pass[int]) -> int:
+        return self._shape.prefill_bytes(len(one.group.keys), one.end - one.start, one.start)

@@ -39,7 +39,6 @@ class RebatchEngine(TransformersEngine):
     def __init__(self, spec: ModelSpec, engine: EngineSpec, hardware: HardwareSpec) -> None:
         super().__init__(spec, engine, hardware)
         self.facts = self.facts.model_copy(update={"joining": engine.joining if engine.kv_layout == "slab" else None})
-        self._chunk_tokens = engine.chunk_tokens
         self._shapes_in = engine.joining == "shape"
         swap = engine.swap_memory_mib
         self.host_ledger = ByteLedger(None if swap is None else int(swap * MIB))
@@ -47,10 +46,11 @@ class RebatchEngine(TransformersEngine):
         cache = self._make_cache(engine.kv_layout, like)
         self._batch = RunningBatch(self._forward, cache, self._sampler, masks_as_4d=self._bool_masks)
         self._parked = ParkedRows(self._kv_shapes, like, self.ledger, self.host_ledger)
-        passes = self._prefill_columns, self._padded, self._shape, self.ledger, cache, engine.chunk_tokens
+        passes = self._prefill_columns, self._padded, self._shape, self.ledger, cache
         self._prefiller = Prefiller(*passes, mixes=self._shapes_in)
         self._parts = RoundParts(self._batch, self._prefiller, self._parked, self._kv_shapes, like, self._synchronize)
         self._steps = 0  # decode steps since the start
+        self._step_is_due = False  # a bounded pass was made since the last: those who run do not wait for two
 
     def run_round(self, plan: Round, on_step: OnStep) -> RoundOutput:
         """See `RoundEngine.run_round`."""
@@ -60,6 +60,7 @@ class RebatchEngine(TransformersEngine):
             self._batch.clear()
             self._prefiller.clear()
             self._parked.drop_all_on_device()
+            self._step_is_due = False
             raise OutOfMemory(str(error), self._parked.in_host) from None
 
     def time_part(self, part: Part, rows: int, length: int, others: int, clock: Callable[[], float]) -> float:
@@ -85,12 +86,16 @@ class RebatchEngine(TransformersEngine):
         self._move(plan)
         progress = _Progress(plan, on_step)
         self._admit(progress)
-        while (self._batch or self._prefiller.busy) and not progress.is_over(self._steps):
+        over = progress.is_over(self._steps)
+        while (self._batch or self._prefiller.busy) and not over:
             if self._batch:
                 self._steps += 1
+                self._step_is_due = False
                 progress.stepped(self._batch.step())
-            if not progress.is_over(self._steps):
+            over = progress.is_over(self._steps)
+            if not over:
                 self._admit(progress)
+                over = bool(progress.ended)  # who is told to stop does so after a step, not between it and its pass
         self._parked.settle()
         return RoundOutput(progress.steps, tuple(progress.joined), tuple(progress.ended), *self._usage())
 
@@ -156,7 +161,8 @@ class RebatchEngine(TransformersEngine):
 
     def _admit(self, progress: _Progress) -> None:
         """Prefill newcomers: all of them, or, with chunks and a batch that waits for its step, one pass."""
-        while self._prefiller.busy:
+        chunk_tokens = progress.plan.chunk_tokens
+        while self._prefiller.busy and not (self._batch and self._step_is_due):
             if self._shapes_in and self._batch:
                 if progress.is_over(self._steps):
                     return
@@ -169,8 +175,11 @@ class RebatchEngine(TransformersEngine):
                 progress.stepped(step)
                 progress.joined_now([number for number, _ in newcomers])
                 return
-            bounded = bool(self._chunk_tokens and self._batch)
-            done = self._prefiller.advance(bounded=bounded)
+            if chunk_tokens and progress.ended:
+                return
+            bound = chunk_tokens if self._batch else 0
+            done = self._prefiller.advance(bound, cuts=chunk_tokens > 0)
+            self._step_is_due = bound > 0
             if done is not None:
                 group, logits = done
                 try:
@@ -179,8 +188,6 @@ class RebatchEngine(TransformersEngine):
                     self._prefiller.release(group)
                 progress.joined_now(step.rows)
                 progress.saw(step)
-            if bounded:
-                return
 
     def _make_cache(self, layout: str, like: torch.Tensor) -> BatchCache:
         if layout == "slab":
@@ -206,7 +213,7 @@ class _Progress:
     """What a round has done so far, and whether it goes on."""
 
     def __init__(self, plan: Round, on_step: OnStep) -> None:
-        self._plan = plan
+        self.plan = plan
         self._on_step = on_step
         self._is_wanted = True
         self.steps = 0
@@ -214,8 +221,10 @@ class _Progress:
         self.ended: list[int] = []
 
     def is_over(self, steps_in_all: int) -> bool:
-        stopped = not self._is_wanted and steps_in_all % self._plan.stop_every == 0
-        return bool(self.ended) or self.steps >= self._plan.steps or stopped
+        stopped = not self._is_wanted and steps_in_all % self.plan.stop_every == 0
+        if self.plan.chunk_tokens and not self.steps:
+            stopped = False  # a bounded pass is followed by its step
+        return bool(self.ended) or self.steps >= self.plan.steps or stopped
 
     def stepped(self, step: StepOutput) -> None:
         self.steps += 1

@@ -68,7 +68,7 @@ class RoundParts:
         def whole() -> None:
             self._prefiller.add(newcomers)
             while self._prefiller.busy:
-                done = self._prefiller.advance(bounded=False)
+                done = self._prefiller.advance()
                 if done is not None:
                     group, logits = done
                     self._batch.first_tokens(group.newcomers, logits)

@@ -57,6 +57,12 @@ class SegmentedLaw:
         fixed, slope, square, _, _ = sizes[batch_size] if batch_size in sizes else self._coefficients(batch_size)
         return fixed + input_length * (slope + input_length * square)
 
+    def pass_s(self, batch_size: int, start: float, end: float) -> float:
+        """T_prefill(N, end) - T_prefill(N, start) + T_prefill(N, 0): each pass pays what does not depend on L."""
+        sizes = self._sizes
+        fixed, slope, square, _, _ = sizes[batch_size] if batch_size in sizes else self._coefficients(batch_size)
+        return fixed + (end - start) * (slope + (end + start) * square)
+
     def decode_s(self, batch_size: int, input_length: float, steps: int) -> float:
         """Sum of tau(L + i, N) over i = 1..steps, in seconds: steps*e + f*(steps*L + steps*(steps+1)/2)."""
         sizes = self._sizes
@@ -178,6 +184,10 @@ class WithOverhead:
     def prefill_s(self, batch_size: int, input_length: float) -> float:
         """The batch's flat cost and its prefill, in seconds."""
         return self.batch_s + self.stretch * self.law.prefill_s(batch_size, input_length)
+
+    def pass_s(self, batch_size: int, start: float, end: float) -> float:
+        """A pass's seconds, and in a prefill's first one the batch's flat cost."""
+        return (0.0 if start else self.batch_s) + self.stretch * self.law.pass_s(batch_size, start, end)
 
     def decode_s(self, batch_size: int, input_length: float, steps: int) -> float:
         """Seconds of `steps` decode iterations after an input of L."""

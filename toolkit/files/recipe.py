@@ -80,11 +80,6 @@ class EngineSpec(Strict):
         default=None, description="KV budget of one worker; None on a GPU: from gpu_memory_utilization"
     )
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
-    chunk_tokens: Positive | None = Field(
-        default=None,
-        description="rebatch: long prompts are prefilled in passes of so many tokens, with a decode step between; "
-        "None: whole",
-    )
     joining: Literal["embed", "shape"] = Field(
         default="embed",
         description="rebatch: newcomers are prefilled apart and embedded, or (for comparison) within the running batch",

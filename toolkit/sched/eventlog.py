@@ -37,6 +37,7 @@ class Started(msgspec.Struct, frozen=True):
     evicted_ids: tuple[str, ...] = ()
     moved: Moved | None = None
     released_ids: tuple[str, ...] = ()
+    chunk_tokens: int = 0
 
 
 class Header(msgspec.Struct, frozen=True, tag="header"):
@@ -166,6 +167,7 @@ def started(batch: Batch) -> Started:
         _ids(batch.evict),
         _moved(batch.moves) if batch.moves else None,
         _ids(batch.release),
+        batch.chunk_tokens,
     )
 
 

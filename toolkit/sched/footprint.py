@@ -14,6 +14,7 @@ the device is left for caches is the memory law's to say.
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -95,7 +96,7 @@ class Footprint:
         """A resident goes, before anybody joins."""
         residents = self._worker.residents
         self.rows -= 1
-        self._used -= job.length + residents.steps - job.joined
+        self._used -= residents.holds(job)
         self.promised -= job.limit_tokens
 
     def emptied(self) -> Footprint:
@@ -110,7 +111,7 @@ class SlabFootprint(Footprint):
     `joining` of the worker says how those who enter do so.
     """
 
-    __slots__ = ("_entering", "_lengths", "_longest", "_newcomers", "_promises")
+    __slots__ = ("_entering", "_left", "_lengths", "_longest", "_newcomers", "_promises")
 
     def __init__(self, worker: Worker) -> None:
         residents = worker.residents
@@ -119,8 +120,9 @@ class SlabFootprint(Footprint):
         self.capacity = worker.capacity_tokens
         self._longest = residents.longest  # of those whose cache is there
         self.promised = residents.longest_promise
-        self._newcomers = 0
-        self._entering = 0  # the longest input of those who will be prefilled
+        self._newcomers = len(residents.prefilling)
+        self._entering = _longest_input(residents.prefilling)  # of those who are or will be prefilled
+        self._left: set[Job] = set()
         self._lengths: list[int] = []  # of the residents, ascending; once one has left
         self._promises: list[int] = []
 
@@ -171,6 +173,10 @@ class SlabFootprint(Footprint):
             self._lengths = sorted([one.length + residents.steps - one.joined for one in residents.jobs])
             self._promises = sorted([one.limit_tokens for one in residents.jobs])
         self.rows -= 1
+        if job in residents.prefilling:
+            self._left.add(job)
+            self._newcomers -= 1
+            self._entering = _longest_input([one for one in residents.prefilling if one not in self._left])
         self._longest = _without(self._lengths, job.length + residents.steps - job.joined)
         self.promised = _without(self._promises, job.limit_tokens)
 
@@ -195,6 +201,10 @@ class SlabFootprint(Footprint):
             return rows * (width + steps), 0
         shapes = self._shapes(rows, newcomers)
         return rows * (width + steps), rows * (width + entering) if shapes else rows * width + entering
+
+
+def _longest_input(jobs: Iterable[Job]) -> int:
+    return max([job.length for job in jobs], default=0)
 
 
 def _without(ascending: list[int], value: int) -> int:

@@ -34,6 +34,13 @@ class LatencyLaw(Protocol):
         """T_prefill(N, L) in seconds, Eq. 3."""
         ...
 
+    def pass_s(self, batch_size: int, start: float, end: float) -> float:
+        """Seconds of a pass of prefill over the columns from `start` to `end` of N rows, the earlier ones being cached.
+
+        T(N, end) - T(N, start) + T(N, 0), with what a batch costs on top of T counted in its first pass.
+        """
+        ...
+
     def decode_s(self, batch_size: int, input_length: float, steps: int) -> float:
         """Seconds of `steps` decode iterations after an input of L: sum over i = 1..steps of tau(L + i, N), Eq. 2."""
         ...

@@ -21,16 +21,30 @@ LENGTH, GENERATED, LIMIT, JOINED = range(4)  # the rows of `Residents.table`
 class Residents:
     """Jobs in the order of their admission, and the tokens that they hold.
 
-    `steps` counts the worker's decode steps so far; `committed` is the sum of prompt + max_new_tokens. The longest is
-    looked for only once somebody has asked, and again where it has left.
+    `steps` counts the worker's decode steps so far; `committed` is the sum of prompt + max_new_tokens. `prefilling` are
+    those whose prefill may take more than a round: until it ends they do not grow, and the token that it gives is owed
+    to them. The longest is looked for only once somebody has asked, and again where it has left.
     """
 
-    __slots__ = ("_base", "_longest", "_longest_promise", "_slots", "_table", "committed", "jobs", "steps")
+    __slots__ = (
+        "_base",
+        "_emits",
+        "_longest",
+        "_longest_promise",
+        "_slots",
+        "_table",
+        "committed",
+        "jobs",
+        "prefilling",
+        "steps",
+    )
 
     def __init__(self) -> None:
         self.jobs: dict[Job, None] = {}
         self.steps = 0
         self.committed = 0
+        self.prefilling: dict[Job, None] = {}
+        self._emits = False  # whether prefills give a token
         self._base = 0  # sum of length - joined
         self._longest: int | None = None  # the largest length - joined; None: to be looked for
         self._longest_promise: int | None = None
@@ -42,8 +56,8 @@ class Residents:
 
     @property
     def used(self) -> int:
-        """Tokens of KV cache that the residents hold: prompt and generated."""
-        return self._base + len(self.jobs) * self.steps
+        """Tokens of KV cache that the residents hold, prompt and generated, and those owed to who is prefilled."""
+        return self._base + len(self.jobs) * self.steps + len(self.prefilling) * self._emits
 
     @property
     def longest(self) -> int:
@@ -88,9 +102,19 @@ class Residents:
             if self._table is not None:
                 self._table[:LIMIT, job.slot] += 1
 
+    def prefill_on(self, jobs: Iterable[Job], *, emits: bool) -> None:
+        """These are still being prefilled, and nobody else is."""
+        self.prefilling = dict.fromkeys(jobs)
+        self._emits = emits
+
+    def holds(self, job: Job) -> int:
+        """Tokens of KV cache that a resident holds, and the one owed to it."""
+        return job.length + self.steps - job.joined + (self._emits and job in self.prefilling)
+
     def leave(self, job: Job) -> None:
         """The job ended or its cache is dropped; its counters are right from here on."""
         del self.jobs[job]
+        self.prefilling.pop(job, None)
         decoded = self.steps - job.joined
         self._base -= job.length - job.joined
         self.committed -= job.request.prompt_tokens + job.request.max_new_tokens
@@ -104,8 +128,8 @@ class Residents:
             self._erase(job)
 
     def miss(self, job: Job, steps: int) -> None:
-        """The job had no part in so many of the steps that are counted already."""
-        if self._longest == job.length - job.joined:
+        """The job had no part in so many of the steps that are counted already, or will be when this round's are."""
+        if steps and self._longest == job.length - job.joined:
             self._longest = None
         job.joined += steps
         self._base -= steps

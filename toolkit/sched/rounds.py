@@ -29,6 +29,8 @@ class Rounds:
         for job in batch.jobs:
             residents.join(job)
             job.slices += 1
+        if batch.chunk_tokens and batch.jobs:
+            residents.prefill_on((*residents.prefilling, *batch.jobs), emits=worker.latency.prefill_emits_token)
         if worker.index in self._cancelled:
             batch.evict += tuple(self._cancelled.pop(worker.index))
         if worker.index in self._released:
@@ -39,8 +41,8 @@ class Rounds:
     ) -> list[Job]:
         """A round has ended, well or not: the jobs that ended in it, also those that were cancelled meanwhile."""
         residents = worker.residents
-        if result.prefilled and batch.jobs and worker.latency.prefill_emits_token:
-            residents.emitted(batch.jobs)
+        if batch.jobs or residents.prefilling:
+            self._finish_prefills(worker, batch, result)
         residents.steps += result.steps
         for request_id, steps in result.missed:
             residents.miss(jobs[request_id], steps)
@@ -61,6 +63,21 @@ class Rounds:
             if request_id in jobs and jobs[request_id] in residents.jobs:  # else it was cancelled meanwhile
                 self.evict(worker, jobs[request_id], now_s)
         return ended
+
+    def _finish_prefills(self, worker: Worker, batch: Batch, result: RoundResult) -> None:
+        """Who joined has the prefill's token and the steps since; who did not, has neither."""
+        residents, emits = worker.residents, worker.latency.prefill_emits_token
+        if result.joined is None and not residents.prefilling:
+            if emits:
+                residents.emitted(batch.jobs)
+            return
+        waited = dict.fromkeys((*residents.prefilling, *batch.jobs))
+        after = dict.fromkeys([job.request_id for job in waited], 0) if result.joined is None else dict(result.joined)
+        for job in waited:
+            residents.miss(job, after.get(job.request_id, result.steps))
+        residents.prefill_on([job for job in waited if job.request_id not in after], emits=emits)
+        if emits:
+            residents.emitted([job for job in waited if job.request_id in after])
 
     def _finish_cancelled(self, worker: Worker, result: RoundResult) -> list[Job]:
         left = [job for job in self._cancelled[worker.index] if job.request_id not in result.ended]

@@ -86,7 +86,8 @@ class Moves:
     Before its first step, in this order: `pause` and `swap_out` stop decoding; what is swapped out goes from the device
     to host memory, what is swapped in comes back and is paused there; `resume` go on decoding without a prefill. With
     `overlap` the transfers go on beside the round's compute: those who leave hold their tokens until it ends, those
-    who come from its start, and none of them decodes in it. Without, the round waits for them first.
+    who come from its start, and none of them decodes in it. Without, the round waits for them first. Who is still
+    being prefilled has no cache to keep, and is not moved.
     """
 
     pause: tuple[Job, ...] = ()
@@ -105,6 +106,8 @@ class Batch:
     dropped. Continuous: a round, until any, cache kept: `evict` and `release` leave first and lose their cache, `jobs`
     enter and are prefilled, and all who are resident then decode at most `steps` times, until one of them ends. A round
     that is interrupted stops at the first step where the worker's count of steps is a multiple of `stop_every`.
+    With `chunk_tokens`, those who enter are prefilled in passes of at most so many tokens while anybody decodes, and a
+    step follows each; what is not done when the round ends goes on in the next.
     """
 
     worker: int
@@ -121,6 +124,7 @@ class Batch:
     stop_every: int = 1
     interrupted: bool = False  # it was told to stop early
     moves: Moves | None = None  # of a policy that preempts
+    chunk_tokens: int = 0  # 0: whole prefills before the first step
 
     @property
     def size(self) -> int:
@@ -145,8 +149,10 @@ class BatchResult:
 class RoundResult:
     """What a worker did with a round: all residents decoded `steps` times, and those who `ended` did so in the last.
 
-    Where prefill gives a token, who entered has it if `prefilled`; a round in which one ends with it has 0 steps. With
-    a `failure` all caches on the device are lost, and of those in host memory the ones that are `lost` by name.
+    `joined` names those whose prefill ended in it, each with the round's steps until then, which it had no part in;
+    None: everybody's did before the first step. Where prefill gives a token, they have it: a round in which one ends
+    with it may have 0 steps. Who is not named is prefilled further in the next round. With a `failure` all caches on
+    the device are lost, and of those in host memory the ones that are `lost` by name.
 
     An engine that also schedules (`toolkit.inside`) may have `missed` residents in so many of the steps, and have
     `dropped` the caches of others to make room, the last admitted first: these wait again.
@@ -156,7 +162,7 @@ class RoundResult:
     worker: int
     steps: int
     ended: tuple[str, ...] = ()
-    prefilled: bool = True
+    joined: tuple[tuple[str, int], ...] | None = None
     failure: Failure = ""
     lost: tuple[str, ...] = ()
     missed: tuple[tuple[str, int], ...] = ()
@@ -203,6 +209,10 @@ class Worker:
     def padded(self) -> bool:
         """Whether its running batch is one slab: memory is rows x the longest."""
         return self.joining is not None
+
+    def chunk_of(self, tokens: int) -> int:
+        """`Batch.chunk_tokens` where a policy wants `tokens`: 0 where newcomers are shaped into the batch."""
+        return 0 if self.joining == "shape" else tokens
 
     @property
     def idle(self) -> bool:

@@ -23,11 +23,6 @@ def make_scheduler(plan: Plan, event_sink: Callable[[Event], None] | None = None
         hint = "replay a trace against it with: llmctl bench --plan plan.json --url " + str(engine.url)
         raise InputError(f"engine '{ELSEWHERE}' is a server already, at {engine.url}; there is nothing to start", hint)
     refuse_unservable(policy, engine.name)
-    if policy.continuous and engine.chunk_tokens:
-        raise InputError(
-            f"engine.chunk_tokens is {engine.chunk_tokens}; schedulers count on whole prefills before a round's steps",
-            "leave it out of the recipe and profile it anew",
-        )
     laws = laws_from_fit(plan.fit)
     latency, memory = (laws.rounds, laws.round_memory) if policy.continuous else (laws.latency, laws.memory)
     workers = [

@@ -5,7 +5,7 @@ The scheduler speaks of jobs, the engine of numbers, which a row gets when it en
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 from toolkit.engines.protocol import Round, RoundOutput
 from toolkit.sched.types import Batch, Failure, Job, RoundResult
@@ -20,7 +20,8 @@ class KeptRows:
         self._lives: dict[int, Live] = {}
         self._next = 0
         self._stale: list[int] = []  # what the engine may still hold, and the scheduler has forgotten
-        self._entered: tuple[int, ...] = ()
+        self._prefilling: dict[int, None] = {}  # whose first token has not come since they entered
+        self._waited: tuple[int, ...] = ()  # those of them when the round began
         self._received: dict[int, int] = {}  # tokens in this round, by number
         self._ended: list[int] = []  # in this round
 
@@ -31,15 +32,17 @@ class KeptRows:
         moves = batch.moves
         kept = self._numbers_of
         lives = [live_of(job.request_id) for job in batch.jobs]
-        self._entered = tuple(range(self._next, self._next + len(lives)))
+        entered = tuple(range(self._next, self._next + len(lives)))
         self._next += len(lives)
-        self._lives.update(zip(self._entered, lives, strict=True))
-        self._numbers.update((job.request_id, number) for job, number in zip(batch.jobs, self._entered, strict=True))
+        self._lives.update(zip(entered, lives, strict=True))
+        self._numbers.update((job.request_id, number) for job, number in zip(batch.jobs, entered, strict=True))
+        self._prefilling.update(dict.fromkeys(entered))
+        self._waited = tuple(self._prefilling)
         self._received, self._ended = {}, []
         return Round(
             batch.steps,
             tuple(live.row() for live in lives),
-            self._entered,
+            entered,
             evict,
             kept(moves.pause) if moves else (),
             kept(moves.swap_out) if moves else (),
@@ -47,19 +50,23 @@ class KeptRows:
             kept(moves.resume) if moves else (),
             bool(moves and moves.overlap),
             batch.stop_every,
+            batch.chunk_tokens,
         )
 
     def receive(self, number: int, tokens: int, *, ended: bool) -> Live:
         """So many tokens came for a row; whose it is."""
         self._received[number] = self._received.get(number, 0) + tokens
+        self._prefilling.pop(number, None)
         if ended:
             self._ended.append(number)
         return self._lives[number]
 
     def result(self, batch: Batch, output: RoundOutput) -> RoundResult:
         """What a round did, in the scheduler's words."""
-        prefilled = all(step == 0 for _, step in output.joined)  # not so where a prefill is shaped into a step
-        return RoundResult(batch.batch_id, batch.worker, output.steps, self._end(output.ended), prefilled)
+        joined = self._joined(dict(output.joined))
+        for number, _ in output.joined:
+            self._prefilling.pop(number, None)
+        return RoundResult(batch.batch_id, batch.worker, output.steps, self._end(output.ended), joined)
 
     def failed(
         self, batch: Batch, failure: Failure, swapped: Iterable[Job], in_host: Collection[int] = ()
@@ -67,14 +74,12 @@ class KeptRows:
         """What came of a round before it failed, by the tokens that came. Rows that are `in_host` memory outlive `oom`.
 
         Of those which the scheduler takes to be `swapped` out, some may not have got there.
-
-        Where only some newcomers had their first token, it is not counted: the scheduler takes such jobs to be a token
-        shorter than they are.
         """
-        received = self._received
-        first = [received.get(number, 0) for number in self._entered]
-        went_on = [received.get(number, 0) for number in self._lives if number not in self._entered]
-        steps = max(went_on, default=max(min(first, default=0) - 1, 0))
+        received, waited = self._received, self._waited
+        first = {number: received[number] - 1 for number in waited if number in received}  # steps since they joined
+        went_on = [count for number, count in received.items() if number not in waited]
+        steps = max([*first.values(), *went_on], default=0)
+        joined = self._joined({number: steps - since for number, since in first.items()})
         ended = self._end(self._ended)
         out = [job.request_id for job in swapped if job.request_id in self._numbers] if failure == "oom" else []
         kept = {request_id for request_id in out if self._numbers[request_id] in in_host}
@@ -82,9 +87,15 @@ class KeptRows:
         gone = [request_id for request_id in self._numbers if request_id not in kept]
         numbers = [self._numbers.pop(request_id) for request_id in gone]
         for number in numbers:
-            del self._lives[number]
+            self._drop(number)
         self._stale = numbers if failure == "oom" else []
-        return RoundResult(batch.batch_id, batch.worker, steps, ended, bool(first) and min(first) > 0, failure, lost)
+        return RoundResult(batch.batch_id, batch.worker, steps, ended, joined, failure, lost)
+
+    def _joined(self, after: Mapping[int, int]) -> tuple[tuple[str, int], ...] | None:
+        """Whose prefill ended after how many steps, by request; None: everybody's before the first."""
+        if len(after) == len(self._waited) and not any(after.values()):
+            return None
+        return tuple([(self._lives[number].ask.request_id, steps) for number, steps in after.items()])
 
     def _end(self, numbers: Iterable[int]) -> tuple[str, ...]:
         """These rows have ended; whose they were."""
@@ -100,5 +111,9 @@ class KeptRows:
         """The numbers of jobs whose caches are dropped; some have gone already."""
         found = [self._numbers.pop(job.request_id) for job in jobs if job.request_id in self._numbers]
         for number in found:
-            del self._lives[number]
+            self._drop(number)
         return found
+
+    def _drop(self, number: int) -> None:
+        del self._lives[number]
+        self._prefilling.pop(number, None)

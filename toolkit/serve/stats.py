@@ -126,7 +126,7 @@ class Stats:
         if rows:
             longest = int(residents.table()[LENGTH].max()) + residents.steps
         self._count_batch(result.failure, rows, longest + result.steps)
-        if not result.failure:
+        if not (result.failure or residents.prefilling):  # which passes a round made is the engine's to know
             length = longest if law.padded or not rows else residents.used / rows
             expected_s = law.round_s + _prefills_s(batch, law) + len(result.ended) * law.leave_s(length)
             expected_s += law.decode_s(rows, length, result.steps) if result.steps else 0.0

@@ -1,40 +1,33 @@
 """A simulated worker that keeps its caches between rounds, and leaps over a round's steps in closed form.
 
-A round costs O(log n) and nothing per token: who ends next is the top of a heap of end steps; the largest gap between a
-request's tokens comes from a stack of the gaps that nothing later exceeded; memory is summed as a series. The worker
-keeps its own books, so that it can hold the scheduler to its capacity.
+What a round means is what it means to the engine `rebatch`: some leave, caches move, those who enter are prefilled, and
+all decode until one ends. The rows' own books are `toolkit.sim.decoding`'s; rounds whose prefills are cut into chunks
+are laid out by `toolkit.sim.stretches`.
 """
 
 from __future__ import annotations
-
-from collections import Counter
-from collections.abc import Callable, Sequence
-from heapq import heappop, heappush
 
 import numpy as np
 from numpy.typing import NDArray
 
 from toolkit.sched.kernels import future_peak
+from toolkit.sched.passes import Group, Pass, Passes
 from toolkit.sched.protocols import LatencyLaw, SwapLaw
-from toolkit.sched.types import Batch, Failure, Job, Moves, RoundResult
-from toolkit.sim.gaps import Gaps
+from toolkit.sched.types import NO_LIMIT, Batch, Failure, Job, Moves, RoundResult
+from toolkit.sim.decoding import Decoding
 from toolkit.sim.ledger import Ledger, RunsOut
-from toolkit.sim.shelves import Shelves
-from toolkit.sim.token_gaps import TokenGaps
+from toolkit.sim.stretches import Outlook, Stretch, cut, lay_out, steps_by, steps_in
 
 
-class RoundWorker:
+class RoundWorker(Decoding):
     """Runs the rounds of one worker on virtual time: `run` says when one ends, `finish` makes it so.
 
     Between the two, `interrupt` may bring the end forward. Tokens reach their client step by step.
 
     Args:
         index: the worker's, for the ledger.
-        latency: the law that time follows here.
-        ledger: where the outcome is written; it holds the true output lengths.
-        number: request id to its index in the ledger.
+        latency, ledger, number, swap: see `Decoding`.
         runs_out: whether a round in which some enter runs out of memory.
-        swap: how long transfers to host memory and back take; None: nothing is swapped.
         future: whether the true peak of memory to come is computed, which costs O(n log n) per round.
     """
 
@@ -49,33 +42,16 @@ class RoundWorker:
         swap: SwapLaw | None = None,
         future: bool = False,
     ) -> None:
-        self._index, self._latency, self._ledger, self._number = index, latency, ledger, number
-        self._runs_out, self._future = runs_out, future
-        self._emits = int(latency.prefill_emits_token)
-        self._padded = latency.padded
-        self._decode_s: Callable[[int, float, int], float] = latency.decode_s
-        self._steps = 0  # decode steps since the start
-        self._ends: list[tuple[int, int, Job]] = []  # heap of (end step, admission, job); stale if the job has left
-        self._admissions = 0
-        self._resident: dict[
-            Job, tuple[int, int, int, int]
-        ] = {}  # (admission, length - steps at entry, gap mark, number)
-        self._key_sum = 0  # of length - steps at entry, the prefill's token not counted
-        self._longest_key = 0
-        self._gaps = Gaps()
-        self._tokenless: list[Job] = []  # entered, and their next token has not come yet
-        self._resumed: list[Job] = []  # the same of those who came back with their caches
-        self._shelves = Shelves(swap, ledger)
+        super().__init__(latency, ledger, number, swap)
+        self._index, self._runs_out, self._future = index, runs_out, future
         self._batch: Batch | None = None
         self._start_s = self._begun_s = self._prefilled_s = self._stepped_s = self._done_s = 0.0
         self._moved_s = 0.0  # when the current round's transfers end
         self._ran = 0  # steps that the current round will have made
         self._failure: Failure = ""
-
-    @property
-    def used(self) -> int:
-        """Tokens in the residents' caches now."""
-        return self._key_sum + len(self._resident) * (self._steps + self._emits)
+        self._newcomers: Passes[Job] = Passes()  # whose prefill takes several passes
+        self._step_is_due = False  # before the next of them
+        self._stretches: list[Stretch] = []  # of the current round, where it has such passes
 
     def run(self, batch: Batch, now_s: float) -> float:
         """Start a round; when it will end, in seconds, if nobody interrupts it."""
@@ -85,6 +61,8 @@ class RoundWorker:
             self._ledger.reroutes += self._drop(job)
         self._batch, self._start_s, self._failure = batch, now_s, ""
         self._begun_s = prefilled_s = self._begin(batch, now_s)
+        if self._newcomers or (batch.chunk_tokens and batch.jobs):
+            return self._run_in_passes(batch, prefilled_s)
         if batch.jobs:
             prefilled_s += self._prefill(batch)
             if self._failure:
@@ -111,32 +89,27 @@ class RoundWorker:
             begin_s += left * self._latency.leave_s(self._length())
         return begin_s if batch.moves is None else self._move(batch.moves, begin_s)
 
-    def _drop_stale_ends(self) -> None:
-        """What is on top of the heap belongs to a resident, not to one who was evicted or paused meanwhile."""
-        ends, resident = self._ends, self._resident
-        while True:
-            _, admission, job = ends[0]
-            if job in resident and resident[job][0] == admission:
-                return
-            heappop(ends)
-
     def interrupt(self, now_s: float) -> float:
         """Stop at the first step from now on where that is allowed; when the round ends now."""
         batch = self._batch
         assert batch is not None
         if self._failure or now_s >= self._stepped_s:
             return self._done_s
-        n, length, decode_s, begin_s = len(self._resident), self._length(), self._decode_s, self._prefilled_s
-        guess = int(self._ran * (now_s - begin_s) / (self._stepped_s - begin_s)) if now_s > begin_s else 0
-        while guess > 0 and begin_s + decode_s(n, length, guess - 1) >= now_s:
-            guess -= 1
-        while guess < self._ran and begin_s + (decode_s(n, length, guess) if guess else 0.0) < now_s:
-            guess += 1
-        guess += -(self._steps + guess) % batch.stop_every
-        if guess < self._ran:
-            self._ran = guess
-            self._stepped_s = begin_s + decode_s(n, length, guess) if guess else begin_s
+        stretches = self._stretches
+        if stretches:
+            ran = steps_by(stretches, now_s, self._latency)
+        else:
+            rows, length = len(self._resident), self._length()
+            stretches = [Stretch((), self._prefilled_s, self._ran, self._stepped_s, rows, length)]
+            ran = steps_in(stretches[0], now_s, self._latency)
+            if batch.chunk_tokens:
+                ran = max(ran, 1)  # as where passes are part of it
+        ran += -(self._steps + ran) % batch.stop_every
+        if ran <= self._ran:
+            stretches = cut(stretches, ran, self._latency)
+            self._ran, self._stepped_s = ran, stretches[-1].end_s
             self._done_s = max(self._stepped_s, self._moved_s)
+            self._stretches = stretches if self._stretches else []
         return self._done_s
 
     def finish(self) -> RoundResult:
@@ -146,27 +119,100 @@ class RoundWorker:
         ledger.busy_s[index] += done_s - self._start_s
         ledger.completed_s[index] = done_s
         if self._failure:
-            return RoundResult(batch.batch_id, index, 0, (), False, self._failure)
+            return RoundResult(batch.batch_id, index, 0, (), (), self._failure)
         moves = batch.moves
         if self._future:
             self._count_future(batch)
         ledger.rounds += 1
-        if batch.jobs and self._emits:
+        joined = None
+        if self._stretches:
+            joined = self._take_stretches(batch)
+        elif batch.jobs and self._emits:
             self._give_tokens(self._tokenless, self._prefilled_s)
             self._gaps.joined(self._prefilled_s)
-        if ran:
-            n, used = len(self._resident), self.used + self._beside(moves)
-            row_steps = n * ran
-            ledger.decoding_steps += ran
-            ledger.row_steps += row_steps
-            if used + row_steps > ledger.peak_tokens:
-                ledger.peak_tokens = used + row_steps
-            ledger.memory_token_steps += ran * used + n * (ran * (ran + 1) // 2)
-            self._step_gaps(n, ran)
-            self._steps += ran
+        if ran and joined is None:
+            self._step_is_due = False
+            self._take_steps(self._prefilled_s, ran, self._stepped_s, self._beside(moves))
         if moves is not None and moves.overlap:
             self._transferred(moves, done_s)
-        return RoundResult(batch.batch_id, index, ran, self._end_those_due() if self._ends[0][0] <= self._steps else ())
+        ended = self._end_those_due() if self._ends[0][0] <= self._steps else ()
+        return RoundResult(batch.batch_id, index, ran, ended, joined)
+
+    def _run_in_passes(self, batch: Batch, begin_s: float) -> float:
+        """Lay out a round in which, or since which, some are prefilled in chunks; when it will end."""
+        newcomers, rows, law = self._newcomers, len(self._resident), self._latency
+        for job in batch.jobs:
+            newcomers.add(job, job.length)
+        if batch.jobs and self._runs_out:
+            n, held = rows + len(newcomers), self.used + sum([job.length for job in newcomers.everybody()])
+            if self._runs_out(batch.batch_id, n, held // n, batch.steps):
+                self._done_s = begin_s + self._pass_s(newcomers.next(batch.chunk_tokens if rows else 0))
+                self._fail("oom")
+                return self._done_s
+        if not rows:
+            self._ends.clear()
+        elif len(self._ends) > rows:
+            self._drop_stale_ends()
+        self._stretches = lay_out(
+            Outlook(rows, self._steps, self._key_sum, self._longest_key, self._ends[0][0] if rows else NO_LIMIT),
+            newcomers.copy(),
+            law,
+            self._left,
+            self._pass_s,
+            begin_s=begin_s,
+            chunk_tokens=batch.chunk_tokens,
+            steps=batch.steps,
+            step_is_due=self._step_is_due,
+        )
+        self._ran = sum([stretch.steps for stretch in self._stretches])
+        self._stepped_s = self._stretches[-1].end_s
+        self._done_s = max(self._stepped_s, self._moved_s)
+        return self._done_s
+
+    def _take_stretches(self, batch: Batch) -> tuple[tuple[str, int], ...]:
+        """What was laid out has happened: who joined, after how many of the round's steps."""
+        joined: list[tuple[str, int]] = []
+        before = self._steps
+        for stretch in self._stretches:
+            for bound, end_s in stretch.passes:
+                made = self._newcomers.next(bound)
+                self._newcomers.made(made)
+                self._step_is_due = bound > 0
+                if made.completes:
+                    self._welcome(made.group, end_s)
+                    joined += [(job.request_id, self._steps - before) for job in made.group.keys]
+            if stretch.steps:
+                group = self._newcomers.group
+                beside = self._taken_by(group) if group is not None else 0
+                self._take_steps(stretch.begin_s, stretch.steps, stretch.end_s, beside + self._beside(batch.moves))
+                self._step_is_due = False
+        self._stretches = []
+        return tuple(joined)
+
+    def _welcome(self, group: Group[Job], at_s: float) -> None:
+        """The group's prefill ended then."""
+        total, rows, ledger = self._enter(group.keys), len(group.keys), self._ledger
+        ledger.batches += 1
+        ledger.rows += rows
+        if self._padded:
+            ledger.pad_tokens += rows * group.width - total
+        if self._emits:
+            self._give_tokens(self._tokenless, at_s)
+            self._gaps.joined(at_s)
+
+    def _pass_s(self, one: Pass[Job]) -> float:
+        """Seconds of a pass; a paged engine's rows cost their mean."""
+        rows, lengths = len(one.group.keys), one.group.lengths
+        share = 1.0 if self._padded else sum(lengths) / rows / one.group.width
+        return self._latency.pass_s(rows, one.start * share, one.end * share)
+
+    def _taken_by(self, group: Group[Job]) -> int:
+        """Tokens of KV cache that a group takes beside the rows that decode."""
+        return sum(group.lengths)
+
+    def _left(self, job: Job) -> int:
+        """Tokens that the job will still generate."""
+        return self._ledger.output_tokens[self._number[job.request_id]] - job.generated
 
     def _move(self, moves: Moves, now_s: float) -> float:
         """Caches change places; when the round's own work begins."""
@@ -184,60 +230,22 @@ class RoundWorker:
             self._resume(moves.resume)
         return now_s if moves.overlap else moved_s
 
-    def _resume(self, jobs: Sequence[Job]) -> None:
-        """They are resident again, as if they had never been away: their next token comes with the next step."""
-        resident, before = self._resident, self._steps + self._emits
-        outputs, number = self._ledger.output_tokens, self._number
-        mark = self._gaps.mark(alone=not resident)
-        for job in jobs:
-            key = self._shelves.take(job) - before
-            self._admissions = admission = self._admissions + 1
-            if not resident or key > self._longest_key:
-                self._longest_key = key
-            k = number[job.request.request_id]
-            resident[job] = (admission, key, mark, k)
-            self._key_sum += key
-            heappush(self._ends, (self._steps + outputs[k] - job.generated, admission, job))
-        self._resumed += jobs
-
     def _transferred(self, moves: Moves, done_s: float) -> None:
         """Transfers beside a round are done."""
         self._ledger.swap_wait_s += done_s - self._stepped_s
         self._shelves.transfer(moves)
 
-    def _beside(self, moves: Moves | None) -> int:
-        """Tokens on the device besides the residents', those in transfer with them."""
-        shelves = self._shelves
-        return shelves.device_tokens + (shelves.arriving(moves) if moves is not None and moves.overlap else 0)
-
     def _prefill(self, batch: Batch) -> float:
         """Seconds that it takes those who enter, who are resident from here on."""
-        jobs, resident, ends, steps, ledger = batch.jobs, self._resident, self._ends, self._steps, self._ledger
-        outputs, number, admission = ledger.output_tokens, self._number, self._admissions
-        mark = self._gaps.mark(alone=not resident)
-        longest = self._longest_key if resident else jobs[0].length - steps
-        decoded = steps - self._emits
-        total = 0
-        for job in jobs:
-            length = job.length
-            total += length
-            key = length - steps
-            if key > longest:
-                longest = key
-            admission += 1
-            k = number[job.request.request_id]
-            resident[job] = (admission, key, mark, k)
-            heappush(ends, (decoded + outputs[k] - job.generated, admission, job))
-        self._key_sum += total - len(jobs) * steps
-        self._longest_key, self._admissions = longest, admission
-        self._tokenless += jobs
+        jobs, ledger = batch.jobs, self._ledger
+        total = self._enter(jobs)
         ledger.batches += 1
         ledger.rows += len(jobs)
         if self._padded:
             ledger.pad_tokens += len(jobs) * batch.input_length - total
         mean = batch.input_length if self._padded else total / len(jobs)
         if self._runs_out:
-            n = len(resident)
+            n = len(self._resident)
             if self._runs_out(batch.batch_id, n, self.used // n, batch.steps):
                 self._fail("oom")
         return self._latency.prefill_s(len(jobs), mean)
@@ -246,101 +254,19 @@ class RoundWorker:
         """All caches are lost."""
         self._failure = failure
         self._ledger.oom_batches += 1
-        for job in list(self._resident):
-            self._leave(job)
-        self._ends.clear()
-        self._tokenless.clear()
-        self._resumed.clear()
-        self._shelves.drop_device()
-
-    def _length(self) -> float:
-        """L of the next decode steps: the longest resident's, or the mean of a paged engine's."""
-        if self._padded:
-            return self._longest_key + self._steps
-        return self._key_sum / len(self._resident) + self._steps
-
-    def _give_tokens(self, jobs: list[Job], at_s: float) -> None:
-        """A token for each of `jobs`, the first since they entered or came back; they wait for it no more."""
-        ledger, number = self._ledger, self._number
-        for job in jobs:
-            k = number[job.request.request_id]
-            if ledger.first_token_s[k] < 0.0:
-                ledger.first_token_s[k] = at_s
-            else:
-                ledger.max_gap_s[k] = max(ledger.max_gap_s[k], at_s - ledger.last_token_s[k])
-                if ledger.token_gaps is not None:
-                    ledger.token_gaps.add(1, at_s - ledger.last_token_s[k], at_s - ledger.last_token_s[k])
-            ledger.last_token_s[k] = at_s
-        jobs.clear()
-
-    def _step_gaps(self, n: int, ran: int) -> None:
-        """The first step ends the wait since everybody's last token; of the others the last takes longest."""
-        length, decode_s, gaps, prefilled_s = self._length(), self._decode_s, self._gaps, self._prefilled_s
-        if self._ledger.token_gaps is not None:
-            self._count_gaps(n, ran, self._ledger.token_gaps)
-        if self._tokenless or self._resumed or ran == 1 or gaps.waiting_since != prefilled_s:
-            first_s = prefilled_s + decode_s(n, length, 1)
-            gaps.end_waits(first_s)
-            if self._tokenless:
-                self._give_tokens(self._tokenless, first_s)
-            if self._resumed:
-                self._give_tokens(self._resumed, first_s)
-        if ran > 1:
-            gaps.push(self._stepped_s - (prefilled_s + decode_s(n, length, ran - 1)))
-        gaps.wait_from(self._stepped_s)
-
-    def _count_gaps(self, n: int, ran: int, into: TokenGaps) -> None:
-        """Every gap of a round's steps; those of who has just come back are counted when they get their token."""
-        length, decode_s, begin_s = self._length(), self._decode_s, self._prefilled_s
-        first_s = begin_s + decode_s(n, length, 1)
-        self._count_waits(first_s, into)
-        if ran > 1:
-            second_s = begin_s + decode_s(n, length, 2) - first_s
-            last_s = self._stepped_s - (begin_s + decode_s(n, length, ran - 1))
-            into.add(n * (ran - 1), second_s, last_s)
-
-    def _count_waits(self, at_s: float, into: TokenGaps) -> None:
-        """The gaps that end with a token for all at `at_s`."""
-        fresh = {*self._tokenless, *self._resumed}
-        joined = Counter(mark for job, (_, _, mark, _) in self._resident.items() if job not in fresh)
-        for mark, count in joined.items():
-            waited_s = at_s - self._gaps.since(mark)
-            into.add(count, waited_s, waited_s)
-
-    def _end_those_due(self) -> tuple[str, ...]:
-        ends, steps, resident, ledger = self._ends, self._steps, self._resident, self._ledger
-        ended: list[str] = []
-        while ends and ends[0][0] <= steps:
-            _, admission, job = heappop(ends)
-            if job in resident and resident[job][0] == admission:
-                ledger.ok[self._leave(job)] = True
-                ended.append(job.request.request_id)
-        return tuple(ended)
+        self._forget_all()
+        self._newcomers.clear()
+        self._stretches, self._step_is_due = [], False
 
     def _drop(self, job: Job) -> bool:
         """Its cache is dropped; false for one that was cancelled and has gone."""
         if job not in self._resident:
+            if job in self._newcomers:
+                self._newcomers.remove(job)
+                return True
             return self._shelves.drop(job)
         self._leave(job)
         return True
-
-    def _leave(self, job: Job) -> int:
-        """The job is resident no more; its number. Its tokens so far, and their gaps, are in the ledger."""
-        _, key, mark, k = self._resident.pop(job)
-        self._key_sum -= key
-        if self._padded and key == self._longest_key and self._resident:
-            self._longest_key = max([entry[1] for entry in self._resident.values()])
-        ledger, last_s = self._ledger, self._gaps.last_s
-        for waiting in (self._tokenless, self._resumed):
-            if waiting and job in waiting:
-                waiting.remove(job)  # no token has come since it joined
-                return k
-        if last_s > ledger.last_token_s[k]:
-            ledger.last_token_s[k] = last_s
-        gap_s = self._gaps.largest(mark)
-        if gap_s > ledger.max_gap_s[k]:
-            ledger.max_gap_s[k] = gap_s
-        return k
 
     def _count_future(self, batch: Batch) -> None:
         """The true peak to come, once for each attempt to admit in this round: it stays the same between two ends."""
@@ -349,7 +275,12 @@ class RoundWorker:
             ends = {admission: end for end, admission, _ in self._ends}
             held = self._steps + self._emits
             used = np.array([key + held for _, key, _, _ in self._resident.values()], dtype=np.int64)
-            remaining = np.array([ends[admission] - self._steps for admission, *_ in self._resident.values()])
+            left = [ends[admission] - self._steps for admission, *_ in self._resident.values()]
+            remaining = np.array(left, dtype=np.int64)
+            coming = [(job.length + self._emits, self._left(job) - self._emits) for job in self._newcomers.everybody()]
+            if coming:
+                used = np.append(used, [tokens for tokens, _ in coming])
+                remaining = np.append(remaining, [steps for _, steps in coming])
             self._ledger.future_token_attempts += attempts * self._peak_to_come(used, remaining)
             self._ledger.attempts += attempts
 

@@ -20,7 +20,8 @@ from numpy.typing import NDArray
 
 from toolkit.sched.footprint import peak_to_come
 from toolkit.sched.likeness import groups_alike
-from toolkit.sched.types import Batch, Failure, Joining, Moves, RoundResult
+from toolkit.sched.passes import Group
+from toolkit.sched.types import Batch, Failure, Job, Joining, Moves, RoundResult
 from toolkit.sim.continuous import RoundWorker
 
 
@@ -46,6 +47,9 @@ class SlabWorker(RoundWorker):
         """Tokens that the slab is taken for now."""
         return len(self._resident) * self._width()
 
+    def _taken_by(self, group: Group[Job]) -> int:
+        return group.width * len(group.keys)
+
     def _peak_to_come(self, used: NDArray[np.int64], remaining: NDArray[np.int64]) -> int:
         return peak_to_come(used, remaining, padded=True)
 
@@ -53,8 +57,8 @@ class SlabWorker(RoundWorker):
         """Start a round; when it will end, in seconds, if nobody interrupts it."""
         self._shaped, self._spills_after = 0, -1
         super().run(batch, now_s)
-        if self._failure:
-            return self._done_s
+        if self._failure or self._stretches:
+            return self._done_s  # who is prefilled in chunks is counted whole from admission on: nothing spills
         if self._shaped and self._ran == batch.steps:  # the pass was the first of them
             self._stop_after(batch.steps - 1)
         n = len(self._resident)
@@ -84,8 +88,9 @@ class SlabWorker(RoundWorker):
         spills = not self._failure and self._ran == self._spills_after
         result = super().finish()
         if self._shaped:
+            assert self._batch is not None
             result.steps += 1
-            result.prefilled = False
+            result.joined = tuple([(job.request_id, 1) for job in self._batch.jobs])
         if spills:
             self._shaped = 0  # its step is done
             self._fail("oom")

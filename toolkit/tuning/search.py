@@ -94,8 +94,8 @@ def _suggest(trial: optuna.Trial, spaces: Sequence[PolicySpace]) -> tuple[str, d
     by_name = {space.policy: space for space in spaces}
     name = trial.suggest_categorical(POLICY, list(by_name)) if len(spaces) > 1 else spaces[0].policy
     space = by_name[name]
-    chosen = {key: _value(trial, f"{name}.{key}", distribution) for key, distribution in space.distributions.items()}
-    return name, {**space.start, **chosen}
+    drawn = {key: _value(trial, f"{name}.{key}", distribution) for key, distribution in space.distributions.items()}
+    return name, {**space.start, **{key: space.meant(key, value) for key, value in drawn.items()}}
 
 
 def _value(trial: optuna.Trial, name: str, distribution: Distribution) -> Value:

@@ -35,7 +35,19 @@ class PolicySpace:
     def first(self) -> dict[str, Value]:
         """The searched parameters at the start."""
         whole = parameters(make_policy(self.policy, self.start))
-        return {name: whole[name] for name in self.distributions}
+        return {name: self._upper_end(name) or whole[name] for name in self.distributions}
+
+    def meant(self, name: str, drawn: Value) -> Value:
+        """The value of a searched parameter that was drawn as `drawn`."""
+        return 0 if drawn == self._upper_end(name) else drawn
+
+    def _upper_end(self, name: str) -> int:
+        """What stands for 0, no bound, in the logarithmic range of a parameter that starts there; 0: it does not."""
+        distribution = self.distributions[name]
+        if not isinstance(distribution, optuna.distributions.IntDistribution) or not distribution.log:
+            return 0
+        start = self.start.get(name, defaults(POLICIES[self.policy])[name])
+        return 0 if start else int(distribution.high)
 
 
 def make_spaces(own: PolicySpec, policies: Sequence[str], narrowed: Narrowed, workers: int) -> list[PolicySpace]:
@@ -71,7 +83,8 @@ def search_space(policy: str, start: Mapping[str, Value], narrowed: Narrowed, wo
     """The distributions of the searched parameters of `policy`: those with a search range, and those in `narrowed`.
 
     A number's range is [low, high], a word's or a boolean's its choices. Ranges are widened where needed so that
-    `start`, the parameters that the search starts from, lies within. With one worker, routers are all the same and are
+    `start`, the parameters that the search starts from, lies within; but the 0 of one whose range is logarithmic, which
+    means no bound, is searched as the upper end. With one worker, routers are all the same and are
     not searched. `InputError` for a name that is no parameter, or a range outside the parameter's limits.
     """
     known = knobs(POLICIES[policy])
@@ -108,7 +121,8 @@ def _range(name: str, knob: Knob, first: Value, values: Sequence[Value] | None) 
     shown = f"[{', '.join(map(_word, values))}]"
     if len(values) != 2 or len(numbers) != 2 or not knob.low <= numbers[0] <= numbers[1] <= knob.high:
         raise InputError(f"tune.space: {name}: {shown} is not a range within [{knob.low:g}, {knob.high:g}]", knob.doc)
-    low, high = min(numbers[0], float(first)), max(numbers[1], float(first))
+    start = float(first) or (numbers[1] if knob.log else 0.0)  # no logarithmic range has a 0
+    low, high = min(numbers[0], start), max(numbers[1], start)
     log = knob.log and low > 0
     if isinstance(first, int):
         return optuna.distributions.IntDistribution(int(low), int(high), log=log)

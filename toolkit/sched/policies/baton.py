@@ -19,7 +19,7 @@ from typing import ClassVar
 
 from toolkit.sched.footprint import Footprint, footprint
 from toolkit.sched.policies.continuous import last_first
-from toolkit.sched.policies.parameters import choice, knob, validate
+from toolkit.sched.policies.parameters import choice, chunk_knob, knob, validate
 from toolkit.sched.policies.routers import ROUTERS
 from toolkit.sched.types import Batch, Decision, Job, Moves, View, Worker
 
@@ -45,6 +45,7 @@ class BatonPolicy:
         32_768, low=1, search=(512, 65_536), log=True, doc="a round prefills until it has so many prompt tokens"
     )
     router: str = choice("round-robin", ROUTERS, doc="how requests are dealt to workers: " + ", ".join(ROUTERS))
+    chunk_tokens: int = chunk_knob()
 
     def __post_init__(self) -> None:
         validate(self)
@@ -91,6 +92,7 @@ class BatonPolicy:
             keep_cache=True,
             evict=tuple(evict),
             moves=moves,
+            chunk_tokens=worker.chunk_of(self.chunk_tokens),
         )
 
     def _room(self, there: Footprint) -> int:
@@ -133,7 +135,7 @@ class BatonPolicy:
 
     def _entering(self, worker: Worker, there: Footprint) -> list[Job]:
         enter: list[Job] = []
-        prefill = 0
+        prefill = sum([job.length for job in worker.residents.prefilling])
         for job in worker.inbox:
             if prefill >= self.max_prefill_tokens or not self._takes(worker, there, job):
                 break
@@ -149,8 +151,8 @@ def _placed(worker: Worker, leave: Sequence[Job]) -> tuple[list[Job], list[Job]]
     swap_out: list[Job] = []
     evict: list[Job] = []
     for job in leave:
-        tokens = job.length + worker.residents.steps - job.joined
-        if tokens <= room:
+        tokens = worker.residents.holds(job)
+        if tokens <= room and job not in worker.residents.prefilling:
             room -= tokens
             swap_out.append(job)
         else:

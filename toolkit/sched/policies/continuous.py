@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from toolkit.sched.footprint import Footprint, footprint
-from toolkit.sched.policies.parameters import choice, knob, validate
+from toolkit.sched.policies.parameters import choice, chunk_knob, knob, validate
 from toolkit.sched.policies.routers import ROUTERS
 from toolkit.sched.types import NO_LIMIT, Batch, Decision, Job, View, Worker
 
@@ -43,6 +43,7 @@ class ContinuousPolicy(ABC):
         doc="true: who enters needs no room now, and may have to leave after a step (Table 1's artifact)",
     )
     router: str = choice("round-robin", ROUTERS, doc="how requests are dealt to workers: " + ", ".join(ROUTERS))
+    chunk_tokens: int = chunk_knob()
 
     def __post_init__(self) -> None:
         validate(self)
@@ -133,6 +134,7 @@ class ContinuousPolicy(ABC):
             keep_cache=True,
             evict=tuple(evicted),
             stop_every=interval,
+            chunk_tokens=worker.chunk_of(self.chunk_tokens),
         )
 
     def _entering(self, view: View, worker: Worker, there: Footprint) -> tuple[list[Job], Footprint]:
@@ -141,6 +143,8 @@ class ContinuousPolicy(ABC):
         if not self._may_enter(worker, inbox[0], there):
             return [], there
         most, most_prefill, prefill = self.rows(worker) - rows, self.max_prefill_tokens, 0
+        if worker.residents.prefilling:
+            prefill = sum([job.length for job in worker.residents.prefilling])
         overfill, capacity = self.overfill, worker.capacity_tokens
         candidates: list[Job] = []
         for job in inbox:

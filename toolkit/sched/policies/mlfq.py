@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from toolkit.sched.policies.parameters import knob
-from toolkit.sched.policies.placement import STARVES, Place, Rank, Row
+from toolkit.sched.policies.placement import STARVES, Rank, Row
 from toolkit.sched.policies.preemptive import PreemptivePolicy
 from toolkit.sched.policies.queues import Queues, queues_of
 from toolkit.sched.protocols import LatencyLaw, Standing
@@ -76,9 +76,9 @@ class MlfqPolicy(PreemptivePolicy):
 
     def horizon(self, worker: Worker, running: Sequence[Row], steps: int) -> int:
         """Until the first of `running` has used up its quantum."""
-        find, emits = self._queues(worker.latency).find, worker.latency.prefill_emits_token
+        find = self._queues(worker.latency).find
         for row in running:
-            generated = row.generated + (emits and row.place is Place.INBOX)
+            generated = row.generated + row.needs - 1 - row.tokens
             promoted_at = row.generated if row.waits_s >= self.starvation_s else row.job.promoted_at
             _, leaves = find(row.job.request.prompt_tokens, generated, promoted_at)
             if leaves - generated < steps:

@@ -38,6 +38,16 @@ def knob(
     return field(default=default, metadata={"knob": Knob(low, high, search, log, doc)})
 
 
+def chunk_knob() -> Any:
+    """`chunk_tokens`, which all continuous policies have."""
+    return knob(
+        0,
+        search=(32, 16_384),
+        log=True,
+        doc="tokens of a pass of prefill while others decode, who step after each; 0: whole prefills before a round",
+    )
+
+
 def choice(default: str, choices: Iterable[str], *, doc: str) -> Any:
     """A policy's parameter that is one of a few words."""
     return field(default=default, metadata={"knob": Knob(0, 0, None, False, doc, tuple(choices))})

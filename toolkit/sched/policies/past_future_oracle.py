@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import ClassVar
 
 import numpy as np
@@ -39,7 +39,7 @@ class _Told(PastFutureOracle):
     _output_tokens: Mapping[str, int]
 
     def __init__(self, policy: PastFutureOracle, output_tokens: Mapping[str, int]) -> None:
-        super().__init__(policy.interval_steps, policy.max_prefill_tokens, policy.overfill, policy.router)
+        super().__init__(**{f.name: getattr(policy, f.name) for f in fields(PastFutureOracle)})
         object.__setattr__(self, "_output_tokens", output_tokens)
 
     def admit(self, view: View, worker: Worker, candidates: Sequence[Job]) -> int:

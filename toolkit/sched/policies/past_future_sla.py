@@ -75,15 +75,18 @@ class PastFutureSlaPolicy(PastFuturePolicy):
         deadline_s = math.inf
         for count, job in enumerate(candidates[:fitting], start=1):
             n = rows + count
+            step_s = _step_s(worker, used[:n])
             prefilled_s = view.now_s + _prefill_s(worker, used[rows:n])
-            stepped_s = prefilled_s + _step_s(worker, used[:n])
+            stepped_s = view.now_s + self._stall_s(worker, used[rows:n]) + step_s
             stalls = rows > 0 and stepped_s - worker.stepped_s > self.mtpot_s
+            if rows and self.chunk_tokens:
+                prefilled_s += int(used[rows:n].sum()) // self.chunk_tokens * step_s  # those between the passes
             slows = n > 1 and _slowest_step_s(worker, used[:n], remaining[:n]) > self.mtpot_s
             if (stalls or slows) and not (excused and count == 1):
                 return count - 1
             if not job.generated and not self._is_late(worker, job, view.now_s):
                 deadline_s = min(deadline_s, job.request.arrival_s + self.ttft_s)
-            first_s = prefilled_s if worker.latency.prefill_emits_token else stepped_s
+            first_s = prefilled_s + (0.0 if worker.latency.prefill_emits_token else step_s)
             if count > 1 and first_s > deadline_s:
                 return count - 1
         return fitting
@@ -114,9 +117,16 @@ class PastFutureSlaPolicy(PastFuturePolicy):
         if _was_here(job):
             return False
         law = worker.latency
-        prefill_s, step_s = law.prefill_s(1, job.length), law.decode_s(1, job.length, 1)
-        first_s = now_s + prefill_s + (0.0 if law.prefill_emits_token else step_s)
-        return first_s > job.request.arrival_s + self.ttft_s or prefill_s + step_s > self.mtpot_s
+        step_s, stall_s = law.decode_s(1, job.length, 1), self._stall_s(worker, np.array([job.length]))
+        first_s = now_s + law.prefill_s(1, job.length) + (0.0 if law.prefill_emits_token else step_s)
+        return first_s > job.request.arrival_s + self.ttft_s or stall_s + step_s > self.mtpot_s
+
+    def _stall_s(self, worker: Worker, inputs: Tokens) -> float:
+        """Seconds that those who run wait between two steps for the prefill of `inputs`: for all of it, or a pass."""
+        longest = int(inputs.max())
+        if not 0 < self.chunk_tokens < int(inputs.sum()):
+            return _prefill_s(worker, inputs)
+        return worker.latency.pass_s(1, max(longest - self.chunk_tokens, 0), longest)
 
 
 def _was_here(job: Job) -> bool:

@@ -34,7 +34,7 @@ class Row:
     place: Place
     tokens: int  # prompt + generated: what its cache holds, or its prefill will
     generated: int
-    needs: int  # device tokens that it takes to run one step
+    needs: int  # device tokens that it takes to run one step, its prefill's token with them
     waits_s: float  # since it ran last; RUNS: it does
     rank: Rank
 
@@ -92,6 +92,13 @@ class Chosen:
     rows: list[Row]
     there: Footprint
     closed: bool = False
+
+
+def _add(found: Footprint, worker: Worker, row: Row) -> None:
+    if row.place is Place.INBOX or row.job in worker.residents.prefilling:
+        found.enter(row.job)
+    else:
+        found.join(row.tokens)
 
 
 @dataclass(slots=True)
@@ -217,8 +224,8 @@ def beside_transfers(
             there.capacity -= row.tokens
         elif row.place is Place.DEVICE:
             placed.run.append(row)
-            there.capacity += row.tokens
-            there.join(row.tokens)
+            there.capacity += row.needs - 1
+            _add(there, worker, row)
         elif row.place is Place.INBOX and there.fits(row.tokens, there.capacity):
             placed.run.append(row)
             there.enter(row.job)

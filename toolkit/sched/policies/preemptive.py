@@ -26,7 +26,7 @@ from operator import attrgetter
 from typing import ClassVar
 
 from toolkit.sched.footprint import footprint
-from toolkit.sched.policies.parameters import choice, knob, validate
+from toolkit.sched.policies.parameters import choice, chunk_knob, knob, validate
 from toolkit.sched.policies.placement import (
     RUNS,
     STARVES,
@@ -66,6 +66,7 @@ class PreemptivePolicy(ABC):
         0.1, low=0, high=0.9, search=(0.0, 0.5), doc="proactive: share of the device's memory kept free for newcomers"
     )
     router: str = choice("round-robin", ROUTERS, doc="how requests are dealt to workers: " + ", ".join(ROUTERS))
+    chunk_tokens: int = chunk_knob()
 
     def __post_init__(self) -> None:
         validate(self)
@@ -124,10 +125,14 @@ class PreemptivePolicy(ABC):
             return True  # nobody could enter when it began, so it does not end where ranks change
         since, standing = residents.steps, self.standings(worker.latency)
         came = [(standing(job, job.generated), job.ticket) for job in islice(reversed(inbox), newcomers)]
-        ranks = [(standing(job, job.generated + since - job.joined), job.ticket) for job in residents.jobs]
+        ranks = [
+            (standing(job, job.generated + since - job.joined), job.ticket)
+            for job in residents.jobs
+            if job not in residents.prefilling
+        ]
         if ranks and min(came) < max(ranks):
             return True
-        if len(ranks) >= self._most(worker):
+        if len(residents) >= self._most(worker):
             return False
         return footprint(worker).fits(inbox[-1].length, worker.capacity_tokens)
 
@@ -164,7 +169,7 @@ class PreemptivePolicy(ABC):
             ran = since - job.joined
             tokens, generated = job.length + ran, job.generated + ran
             rank = (standing(job, generated), 0.0, job.ticket)
-            rows.append(Row(job, Place.DEVICE, tokens, generated, tokens + 1, RUNS, rank))
+            rows.append(Row(job, Place.DEVICE, tokens, generated, worker.residents.holds(job) + 1, RUNS, rank))
         for place, shelf in ((Place.DEVICE, worker.held), (Place.HOST, worker.swapped)):
             for job in shelf.jobs:
                 waits_s = now_s - job.waiting_since_s
@@ -178,16 +183,22 @@ class PreemptivePolicy(ABC):
         """Those who should run: by rank, who fits; what ranks lower fills the room that the higher ones leave.
 
         Who runs already goes on while one more step fits; who joins needs room for more, or each step would move one.
-        No cache is dropped so that another may be computed: who enters needs a place for what he displaces.
+        No cache is dropped so that another may be computed: who enters needs a place for what he displaces. Nor is a
+        half-made one: who is being prefilled goes on before all others.
         """
+        prefilling = worker.residents.prefilling
         capacity, most, prefill = worker.capacity_tokens, self._most(worker), 0
         there = footprint(worker).emptied()
         place: float = free_places(worker) if cached else math.inf
         newcomers = Newcomers(worker, now_s, self.patience_s)
-        chosen: list[Row] = []
-        ahead = iter(cached)
+        chosen = [row for row in cached if row.job in prefilling] if prefilling else []
+        for one in chosen:
+            there.enter(one.job)
+            prefill += one.tokens
+        ahead = iter([row for row in cached if row.job not in prefilling] if prefilling else cached)
         row = next(ahead, None)
-        came = newcomers.next(math.inf, place - self._spare(worker, 1))
+        closed = prefill >= self.max_prefill_tokens
+        came = None if closed else newcomers.next(math.inf, place - self._spare(worker, 1))
         while len(chosen) < most and (row or came):
             spare = self._spare(worker, len(chosen) + 1)
             if came and not (row and row.rank < came.rank):
@@ -220,6 +231,7 @@ class PreemptivePolicy(ABC):
             keep_cache=True,
             evict=tuple([row.job for row in placed.evict]),
             moves=moves,
+            chunk_tokens=worker.chunk_of(self.chunk_tokens),
         )
 
     def _steps(
@@ -238,12 +250,12 @@ class PreemptivePolicy(ABC):
         starving_s = self._starving_in_s(worker, idle, enter, now_s)
         if starving_s == math.inf and not placed.awaited:
             return steps
-        lengths = [row.tokens if row.place is Place.INBOX else row.tokens - emits for row in run]
+        lengths = [row.needs - 1 - emits for row in run]
         length = max(lengths) if law.padded else sum(lengths) / n
         begins_s = 0.0
-        if enter:
-            longest = [row.tokens for row in enter]
-            begins_s = law.prefill_s(len(enter), max(longest) if law.padded else sum(longest) / len(enter))
+        inputs = [row.tokens for row in run if row.place is Place.INBOX or row.job in worker.residents.prefilling]
+        if inputs:
+            begins_s = law.prefill_s(len(inputs), max(inputs) if law.padded else sum(inputs) / len(inputs))
         transfers_s = placed.transfers_s(worker)
         if not placed.overlap:
             begins_s += transfers_s

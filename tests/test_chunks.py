@@ -1,0 +1,293 @@
+"""Prefills in chunks: the simulated worker, the engine and the scheduler agree on who joined after which step."""
+
+from functools import partial
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from toolkit.engines.fake import FakeConfig
+from toolkit.engines.fake_rounds import FakeRoundEngine
+from toolkit.engines.protocol import SamplingParams
+from toolkit.estimators.laws import SegmentedLaw
+from toolkit.estimators.memory import ZetaMemory
+from toolkit.estimators.swap import LinearSwap
+from toolkit.files.fit import Segment
+from toolkit.files.profile import EngineFacts
+from toolkit.sched.eventlog import Recorder, from_lines, replay, to_line
+from toolkit.sched.passes import Passes
+from toolkit.sched.policies import make_policy
+from toolkit.sched.scheduler import Scheduler
+from toolkit.sched.types import Batch, Request, RoundResult, Worker
+from toolkit.serve.live import Ask, Live
+from toolkit.serve.rounds import KeptRows
+from toolkit.sim.continuous import RoundWorker
+from toolkit.sim.ledger import Ledger
+from toolkit.sim.loop import run
+from toolkit.sim.slab import SlabWorker
+
+CAPACITY = 400
+LIMIT = 30
+# Coefficients that are multiples of powers of two: no sum is rounded, so the same time is the same number.
+PREFILL = Segment(batch_size_min=1, nl=2**-14, n=2**-10, l=2**-13, const=2**-6)
+DECODE = Segment(batch_size_min=1, nl=2**-16, n=2**-12, l=2**-14, const=2**-7)
+LAW = SegmentedLaw((PREFILL,), (DECODE,), prefill_emits_token=True)
+SWAP = LinearSwap(2**-7, 2**12, 2**12)
+
+CASES = {
+    "past-future": ("past-future", {}),
+    "aggressive": ("aggressive", {"watermark": 1.0, "interval_steps": 3}),
+    "conservative": ("conservative", {"overcommit": 3.0, "interval_steps": 1, "max_prefill_tokens": 100}),
+    "fcfs": ("fcfs", {"max_batch_size": 3}),
+    "mlfq": ("mlfq", {"quantum_s": 2**-4, "starvation_s": 1.0, "max_batch_size": 3, "interval_steps": 5}),
+    "mlfq, reactive": ("mlfq", {"quantum_s": 2**-5, "swap": "reactive"}),
+    "baton": ("baton", {"max_batch_size": 4}),
+    "baton, scaling": ("baton", {"memory_threshold": 0.6, "headroom_steps": 1}),
+    "past-future-sla": ("past-future-sla", {"ttft_s": 1.0, "mtpot_s": 0.05}),
+    "slice-continuous": ("slice-continuous", {"slice_tokens": 8, "interval_steps": 4}),
+}
+
+
+class Clock:
+    now_s = 0.0
+
+    def sleep(self, seconds: float) -> None:
+        self.now_s += seconds
+
+
+def engine(clock: Clock) -> FakeRoundEngine:
+    facts = EngineFacts.model_construct(engine="fake", capacity_tokens=CAPACITY)
+    return FakeRoundEngine(
+        facts,
+        FakeConfig(eos_one_in=0),
+        prefill_s=LAW.prefill_s,
+        decode_s=lambda rows, length: LAW.decode_s(rows, length - 1, 1),
+        sleep=clock.sleep,
+    )
+
+
+class Both:
+    """The simulated worker, and the fake engine that runs the same rounds as a server would have it."""
+
+    def __init__(self, simulated: RoundWorker, prompts: dict[str, int], outputs: dict[str, int]) -> None:
+        self.simulated = simulated
+        self.clock = Clock()
+        self.engine = engine(self.clock)
+        self.kept = KeptRows()
+        self.lives = {
+            name: Live(Ask(name, (7,) * prompt, outputs[name], SamplingParams()), None, None, 0, 0.0)  # type: ignore[arg-type]
+            for name, prompt in prompts.items()
+        }
+        self.scheduler: Scheduler
+        self.cancels: dict[int, str] = {}  # at the start of the so-manieth round
+        self.results: list[RoundResult] = []
+
+    def run(self, batch: Batch, now_s: float) -> float:
+        self.batch, self.interrupted_s = batch, float("inf")
+        self.plan = self.kept.begin(batch, self.lives.__getitem__)
+        moves = batch.moves
+        self.clock.now_s = now_s
+        ends_s = self.simulated.run(batch, now_s)
+        if moves and not moves.overlap:
+            self.clock.now_s = self.simulated._begun_s
+        if len(self.results) in self.cancels:
+            self.scheduler.cancel(self.cancels.pop(len(self.results)), now_s)
+        return ends_s
+
+    def interrupt(self, now_s: float) -> float:
+        self.interrupted_s = now_s
+        return self.simulated.interrupt(now_s)
+
+    def finish(self) -> RoundResult:
+        expected = self.simulated.finish()
+
+        def on_step(step):
+            for number, token in zip(step.rows, step.tokens, strict=True):
+                live = self.kept.receive(number, 1, ended=number in dict(step.ended))
+                live.tokens.append(token)
+            return self.clock.now_s < self.interrupted_s
+
+        result = self.kept.result(self.batch, self.engine.run_round(self.plan, on_step))
+        assert (result.steps, set(result.ended)) == (expected.steps, set(expected.ended))
+        assert self.joined(result) == self.joined(expected)
+        self.results.append(result)
+        return result
+
+    def joined(self, result: RoundResult) -> set[tuple[str, int]]:
+        """Who joined when; where nobody is named, all who waited, at once."""
+        prefilling = self.scheduler.workers[0].residents.prefilling
+        return set(result.joined if result.joined is not None else [(job.request_id, 0) for job in prefilling])
+
+    def check_counts(self) -> None:
+        """What the scheduler takes residents to have is what they have."""
+        residents = self.scheduler.workers[0].residents
+        for job in residents.jobs:
+            generated = job.generated + residents.steps - job.joined
+            assert generated == len(self.lives[job.request_id].tokens)
+        assert residents.used == sum(residents.holds(job) for job in residents.jobs)
+
+
+class Checked(Recorder):
+    both: Both
+
+    def complete(self, result, now_s):
+        super().complete(result, now_s)
+        self.both.check_counts()
+
+
+def worker(slab: bool = False) -> Worker:
+    joining = "embed" if slab else None
+    return Worker(0, LAW, ZetaMemory(CAPACITY), swap=SWAP, host_tokens=1000, joining=joining)
+
+
+def serve(case: str, chunk_tokens: int, lengths: list[tuple[float, int, int]], cancels: dict[int, str], slab: bool):
+    """All requests under a policy; the ledger, both workers and the log."""
+    name, parameters = CASES[case]
+    policy = make_policy(name, parameters | {"chunk_tokens": chunk_tokens})
+    requests = [Request(str(k), at_s, prompt, LIMIT) for k, (at_s, prompt, _) in enumerate(lengths)]
+    ledger = Ledger([request.arrival_s for request in requests], [output for _, _, output in lengths], 1)
+    numbers = {request.request_id: k for k, request in enumerate(requests)}
+    kind = partial(SlabWorker, joining="embed", capacity_tokens=CAPACITY) if slab else RoundWorker
+    both = Both(
+        kind(0, LAW, ledger, numbers, swap=SWAP),
+        {request.request_id: request.prompt_tokens for request in requests},
+        {request.request_id: lengths[k][2] for k, request in enumerate(requests)},
+    )
+    lines: list[bytes] = []
+    scheduler = Checked(policy, [worker(slab)], lambda event: lines.append(to_line(event)))
+    both.scheduler, both.cancels, scheduler.both = scheduler, dict(cancels), both
+    assert run(scheduler, requests, [both]) == []
+    assert list(replay(from_lines(lines), Scheduler(policy, [worker(slab)]))) == []
+    return ledger, both
+
+
+arrivals = st.integers(0, 64).map(lambda k: k / 64)
+workloads = st.lists(st.tuples(arrivals, st.integers(1, 150), st.integers(1, LIMIT)), min_size=1, max_size=14)
+
+
+@settings(max_examples=120, deadline=None)
+@given(
+    lengths=workloads,
+    case=st.sampled_from(sorted(CASES)),
+    chunk_tokens=st.integers(1, 200),
+    slab=st.booleans(),
+    cancels=st.dictionaries(st.integers(0, 12), st.integers(0, 13).map(str), max_size=3),
+)
+def test_engine_simulator_and_scheduler_agree_on_every_round(lengths, case, chunk_tokens, slab, cancels):
+    lengths = sorted(lengths)
+    ledger, both = serve(case, chunk_tokens, lengths, cancels, slab)
+    for k, (_, _, output) in enumerate(lengths):
+        if ledger.ok[k]:
+            assert len(both.lives[str(k)].tokens) == output
+    assert sum(ledger.ok) >= len(lengths) - len(cancels)
+
+
+@settings(max_examples=60, deadline=None)
+@given(lengths=workloads, chunk_tokens=st.integers(8, 200), slab=st.booleans())
+def test_nobody_who_runs_waits_for_more_than_a_pass_and_a_step(lengths, chunk_tokens, slab):
+    ledger, _ = serve("fcfs", chunk_tokens, sorted(lengths), {}, slab)
+    passes = [LAW.pass_s(rows, 150 - chunk_tokens // rows, 150) for rows in range(1, 4) if chunk_tokens // rows < 150]
+    whole = [LAW.prefill_s(rows, min(chunk_tokens // rows, 150)) for rows in range(1, 4)]
+    assert max(ledger.max_gap_s) <= max(passes + whole) + LAW.decode_s(3, 150 + LIMIT, 1)
+
+
+def test_chunks_shorten_the_largest_gap_and_cost_the_newcomer_time():
+    lengths = [(0.0, 4, 30), (2 / 64, 120, 5)]
+    (whole, _), (chunked, _) = (serve("fcfs", chunk_tokens, lengths, {}, True) for chunk_tokens in (0, 15))
+    step_s = LAW.decode_s(2, 120 + LIMIT, 1)
+    assert chunked.max_gap_s[0] <= LAW.pass_s(1, 105, 120) + step_s
+    assert whole.max_gap_s[0] > LAW.prefill_s(1, 120) + LAW.decode_s(1, 4, 1) > chunked.max_gap_s[0]
+    assert chunked.first_token_s[1] > whole.first_token_s[1]
+
+
+class CrashError(Exception):
+    """What ends an engine in the middle of a round."""
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    prompts=st.lists(st.integers(1, 60), min_size=1, max_size=5),
+    later=st.lists(st.integers(1, 60), min_size=1, max_size=4),
+    chunk_tokens=st.integers(0, 40),
+    first_steps=st.integers(1, 6),
+    reports=st.integers(0, 12),
+)
+def test_a_worker_that_dies_amid_chunks_costs_no_token(prompts, later, chunk_tokens, first_steps, reports):
+    scheduler = Scheduler(make_policy("aggressive", {"chunk_tokens": chunk_tokens, "interval_steps": 1}), [worker()])
+    names = [str(k) for k in range(len(prompts) + len(later))]
+    lives = {
+        name: Live(Ask(name, (7,) * prompt, LIMIT, SamplingParams()), None, None, 0, 0.0)  # type: ignore[arg-type]
+        for name, prompt in zip(names, prompts + later, strict=True)
+    }
+    kept, running = KeptRows(), engine(Clock())
+    jobs = scheduler._jobs
+
+    def submit(some):
+        for name in some:
+            scheduler.submit(Request(name, 0.0, len(lives[name].ask.prompt), LIMIT), 0.0)
+
+    def receive(step):
+        for number, token in zip(step.rows, step.tokens, strict=True):
+            kept.receive(number, 1, ended=False).tokens.append(token)
+
+    def dies(step):
+        nonlocal reports
+        if not reports:
+            raise CrashError
+        reports -= 1
+        receive(step)
+        return True
+
+    submit(names[: len(prompts)])
+    (batch,) = scheduler.tick(0.0)
+    batch.steps = min(batch.steps, first_steps)
+    output = running.run_round(kept.begin(batch, lives.__getitem__), lambda step: receive(step) or True)
+    scheduler.complete(kept.result(batch, output), 1.0)
+    submit(names[len(prompts) :])
+    (batch,) = scheduler.tick(1.0)
+    batch.steps = 5
+    try:
+        output = running.run_round(kept.begin(batch, lives.__getitem__), dies)
+        result = kept.result(batch, output)
+    except CrashError:
+        result = kept.failed(batch, "crashed", ())
+    scheduler.complete(result, 2.0)
+    if result.failure:
+        assert {name: jobs[name].generated for name in names} == {name: len(lives[name].tokens) for name in names}
+
+
+def test_the_half_done_group_begins_anew_without_the_one_who_left():
+    passes: Passes[str] = Passes()
+    for name, length in (("a", 10), ("b", 20), ("c", 15), ("far", 500)):
+        passes.add(name, length)
+    first = passes.next(60)
+    assert (first.group.keys, first.start, first.end) == (["b", "c", "a"], 0, 20)
+    passes.remove("c")
+    again = passes.next(30)
+    assert (again.group.keys, again.start, again.end) == (["b"], 0, 20)
+
+
+def test_a_copy_is_advanced_alone():
+    passes: Passes[str] = Passes()
+    passes.add("a", 50)
+    passes.made(passes.next(20))
+    other = passes.copy()
+    other.made(other.next(20))
+    assert (passes.next(20).start, other.next(20).start) == (20, 40)
+
+
+@pytest.mark.parametrize(("policy", "others"), [("fcfs", {"interval_steps": 1}), ("baton", {}), ("mlfq", {})])
+def test_who_is_prefilled_is_counted_with_the_token_that_he_is_owed(policy, others):
+    scheduler = Scheduler(make_policy(policy, {"chunk_tokens": 10, **others}), [worker()])
+    residents = scheduler.workers[0].residents
+    for name, prompt in (("a", 3), ("b", 100)):
+        scheduler.submit(Request(name, 0.0, prompt, LIMIT), 0.0)
+        (batch,) = scheduler.tick(0.0)
+        scheduler.complete(RoundResult(batch.batch_id, 0, 2, (), (("a", 0),) if name == "a" else ()), 1.0)
+    job = next(iter(residents.prefilling))
+    assert (job.request_id, job.length, job.generated, job.joined) == ("b", 100, 0, residents.steps)
+    assert residents.used == (3 + 1 + 4) + (100 + 1)
+    scheduler.cancel("b", 2.0)
+    assert (residents.used, len(residents.prefilling)) == (8, 0)
+    (batch,) = scheduler.tick(2.0)
+    assert [job.request_id for job in batch.evict] == ["b"]

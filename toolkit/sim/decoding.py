@@ -1,0 +1,209 @@
+"""The rows that a simulated worker decodes: who ends when, what gaps their tokens have, how much memory they take.
+
+All of it leaps: any number of decode steps costs O(log n) and nothing per token. Who ends next is the top of a heap of
+end steps; the largest gap between a request's tokens comes from a stack of the gaps that nothing later exceeded; memory
+is summed as a series. When rows come, step and go is for whoever uses these books (`toolkit.sim.continuous`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from heapq import heappop, heappush
+
+from toolkit.sched.protocols import LatencyLaw, SwapLaw
+from toolkit.sched.types import Job, Moves
+from toolkit.sim.gaps import Gaps
+from toolkit.sim.ledger import Ledger
+from toolkit.sim.shelves import Shelves
+from toolkit.sim.token_gaps import TokenGaps
+
+
+class Decoding:
+    """The books of one worker's rows, its own, so that it can hold the scheduler to its capacity.
+
+    Args:
+        latency: the law that time follows here.
+        ledger: where the outcome is written; it holds the true output lengths.
+        number: request id to its index in the ledger.
+        swap: how long transfers to host memory and back take; None: nothing is swapped.
+    """
+
+    def __init__(self, latency: LatencyLaw, ledger: Ledger, number: dict[str, int], swap: SwapLaw | None) -> None:
+        self._latency, self._ledger, self._number = latency, ledger, number
+        self._emits = int(latency.prefill_emits_token)
+        self._padded = latency.padded
+        self._decode_s: Callable[[int, float, int], float] = latency.decode_s
+        self._steps = 0  # decode steps since the start
+        self._ends: list[tuple[int, int, Job]] = []  # heap of (end step, admission, job); stale if the job has left
+        self._admissions = 0
+        self._resident: dict[
+            Job, tuple[int, int, int, int]
+        ] = {}  # (admission, length - steps at entry, gap mark, number)
+        self._key_sum = 0  # of length - steps at entry, the prefill's token not counted
+        self._longest_key = 0
+        self._gaps = Gaps()
+        self._tokenless: list[Job] = []  # entered, and their next token has not come yet
+        self._resumed: list[Job] = []  # the same of those who came back with their caches
+        self._shelves = Shelves(swap, ledger)
+
+    @property
+    def used(self) -> int:
+        """Tokens in the residents' caches now."""
+        return self._key_sum + len(self._resident) * (self._steps + self._emits)
+
+    def _enter(self, jobs: Sequence[Job]) -> int:
+        """They decode from here on, their input being prefilled: their tokens, all together."""
+        resident, ends, steps = self._resident, self._ends, self._steps
+        outputs, number, admission = self._ledger.output_tokens, self._number, self._admissions
+        mark = self._gaps.mark(alone=not resident)
+        longest = self._longest_key if resident else jobs[0].length - steps
+        decoded = steps - self._emits
+        total = 0
+        for job in jobs:
+            length = job.length
+            total += length
+            key = length - steps
+            if key > longest:
+                longest = key
+            admission += 1
+            k = number[job.request.request_id]
+            resident[job] = (admission, key, mark, k)
+            heappush(ends, (decoded + outputs[k] - job.generated, admission, job))
+        self._key_sum += total - len(jobs) * steps
+        self._longest_key, self._admissions = longest, admission
+        self._tokenless += jobs
+        return total
+
+    def _resume(self, jobs: Sequence[Job]) -> None:
+        """They are resident again, as if they had never been away: their next token comes with the next step."""
+        resident, before = self._resident, self._steps + self._emits
+        outputs, number = self._ledger.output_tokens, self._number
+        mark = self._gaps.mark(alone=not resident)
+        for job in jobs:
+            key = self._shelves.take(job) - before
+            self._admissions = admission = self._admissions + 1
+            if not resident or key > self._longest_key:
+                self._longest_key = key
+            k = number[job.request.request_id]
+            resident[job] = (admission, key, mark, k)
+            self._key_sum += key
+            heappush(self._ends, (self._steps + outputs[k] - job.generated, admission, job))
+        self._resumed += jobs
+
+    def _forget_all(self) -> None:
+        """All caches on the device are lost."""
+        for job in list(self._resident):
+            self._leave(job)
+        self._ends.clear()
+        self._tokenless.clear()
+        self._resumed.clear()
+        self._shelves.drop_device()
+
+    def _drop_stale_ends(self) -> None:
+        """What is on top of the heap belongs to a resident, not to one who was evicted or paused meanwhile."""
+        ends, resident = self._ends, self._resident
+        while True:
+            _, admission, job = ends[0]
+            if job in resident and resident[job][0] == admission:
+                return
+            heappop(ends)
+
+    def _length(self) -> float:
+        """L of the next decode steps: the longest resident's, or the mean of a paged engine's."""
+        if self._padded:
+            return self._longest_key + self._steps
+        return self._key_sum / len(self._resident) + self._steps
+
+    def _take_steps(self, begin_s: float, ran: int, end_s: float, beside: int) -> None:
+        """All decode `ran` times, at least once, from `begin_s` to `end_s`; `beside`: tokens held besides theirs."""
+        ledger, n, used = self._ledger, len(self._resident), self.used + beside
+        row_steps = n * ran
+        ledger.decoding_steps += ran
+        ledger.row_steps += row_steps
+        if used + row_steps > ledger.peak_tokens:
+            ledger.peak_tokens = used + row_steps
+        ledger.memory_token_steps += ran * used + n * (ran * (ran + 1) // 2)
+        self._step_gaps(n, begin_s, ran, end_s)
+        self._steps += ran
+
+    def _beside(self, moves: Moves | None) -> int:
+        """Tokens on the device besides the residents', those in transfer with them."""
+        shelves = self._shelves
+        return shelves.device_tokens + (shelves.arriving(moves) if moves is not None and moves.overlap else 0)
+
+    def _give_tokens(self, jobs: list[Job], at_s: float) -> None:
+        """A token for each of `jobs`, the first since they entered or came back; they wait for it no more."""
+        ledger, number = self._ledger, self._number
+        for job in jobs:
+            k = number[job.request.request_id]
+            if ledger.first_token_s[k] < 0.0:
+                ledger.first_token_s[k] = at_s
+            else:
+                ledger.max_gap_s[k] = max(ledger.max_gap_s[k], at_s - ledger.last_token_s[k])
+                if ledger.token_gaps is not None:
+                    ledger.token_gaps.add(1, at_s - ledger.last_token_s[k], at_s - ledger.last_token_s[k])
+            ledger.last_token_s[k] = at_s
+        jobs.clear()
+
+    def _step_gaps(self, n: int, begin_s: float, ran: int, end_s: float) -> None:
+        """The first step ends the wait since everybody's last token; of the others the last takes longest."""
+        length, decode_s, gaps = self._length(), self._decode_s, self._gaps
+        if self._ledger.token_gaps is not None:
+            self._count_gaps(n, begin_s, ran, end_s, self._ledger.token_gaps)
+        if self._tokenless or self._resumed or ran == 1 or gaps.waiting_since != begin_s:
+            first_s = begin_s + decode_s(n, length, 1)
+            gaps.end_waits(first_s)
+            if self._tokenless:
+                self._give_tokens(self._tokenless, first_s)
+            if self._resumed:
+                self._give_tokens(self._resumed, first_s)
+        if ran > 1:
+            gaps.push(end_s - (begin_s + decode_s(n, length, ran - 1)))
+        gaps.wait_from(end_s)
+
+    def _count_gaps(self, n: int, begin_s: float, ran: int, end_s: float, into: TokenGaps) -> None:
+        """Every gap of a round's steps; those of who has just come back are counted when they get their token."""
+        length, decode_s = self._length(), self._decode_s
+        first_s = begin_s + decode_s(n, length, 1)
+        self._count_waits(first_s, into)
+        if ran > 1:
+            second_s = begin_s + decode_s(n, length, 2) - first_s
+            last_s = end_s - (begin_s + decode_s(n, length, ran - 1))
+            into.add(n * (ran - 1), second_s, last_s)
+
+    def _count_waits(self, at_s: float, into: TokenGaps) -> None:
+        """The gaps that end with a token for all at `at_s`."""
+        fresh = {*self._tokenless, *self._resumed}
+        joined = Counter(mark for job, (_, _, mark, _) in self._resident.items() if job not in fresh)
+        for mark, count in joined.items():
+            waited_s = at_s - self._gaps.since(mark)
+            into.add(count, waited_s, waited_s)
+
+    def _end_those_due(self) -> tuple[str, ...]:
+        ends, steps, resident, ledger = self._ends, self._steps, self._resident, self._ledger
+        ended: list[str] = []
+        while ends and ends[0][0] <= steps:
+            _, admission, job = heappop(ends)
+            if job in resident and resident[job][0] == admission:
+                ledger.ok[self._leave(job)] = True
+                ended.append(job.request.request_id)
+        return tuple(ended)
+
+    def _leave(self, job: Job) -> int:
+        """The job is resident no more; its number. Its tokens so far, and their gaps, are in the ledger."""
+        _, key, mark, k = self._resident.pop(job)
+        self._key_sum -= key
+        if self._padded and key == self._longest_key and self._resident:
+            self._longest_key = max([entry[1] for entry in self._resident.values()])
+        ledger, last_s = self._ledger, self._gaps.last_s
+        for waiting in (self._tokenless, self._resumed):
+            if waiting and job in waiting:
+                waiting.remove(job)  # no token has come since it joined
+                return k
+        if last_s > ledger.last_token_s[k]:
+            ledger.last_token_s[k] = last_s
+        gap_s = self._gaps.largest(mark)
+        if gap_s > ledger.max_gap_s[k]:
+            ledger.max_gap_s[k] = gap_s
+        return k
