@@ -4,8 +4,9 @@
 
 One process of VLLM-PYTHON (tried: vLLM 0.32 on a CPU) loads one model, random weights, and one KV cache that is too
 small for what wants to run. On it the two schedulers serve the same requests in turn, `--repeats` times each, in
-alternating order and each time from its first state, so Past-Future has to learn the lengths anew. So many clients
-each send their next request when they have the last one's answer. Prompts are a trace's inputs // 16 within 4..128
+alternating order and each time from its first state; the first `--warm` requests are not counted, and are what
+Past-Future has learnt the lengths from. So many clients each send their next request when they have the last one's
+answer. Prompts are a trace's inputs // 16 within 4..128
 tokens, outputs the trace's within 8..384: decode-heavy. All ask for at most 512 tokens, greedy, and no scheduler knows
 when a request ends.
 
@@ -20,6 +21,7 @@ import json
 import os
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,10 +56,11 @@ COLUMNS = {
 def make_work(arguments: argparse.Namespace) -> dict[str, Any]:
     """Prompts as tokens, the true output lengths, and the shape of it all."""
     lengths, _ = read_trace(trace_path(arguments.trace))
-    prompt = np.clip(lengths.prompt_tokens[: arguments.requests] // 16, 4, 128)
-    output = np.clip(lengths.output_tokens[: arguments.requests], 8, 384)
+    count = arguments.warm + arguments.requests
+    prompt = np.clip(lengths.prompt_tokens[:count] // 16, 4, 128)
+    output = np.clip(lengths.output_tokens[:count], 8, 384)
     rng = np.random.default_rng(0)
-    keys = ("policy", "repeats", "clients", "kv_tokens", "block_size", "ttft_s", "mtpot_s", "threads")
+    keys = ("policy", "warm", "repeats", "clients", "kv_tokens", "block_size", "ttft_s", "mtpot_s", "threads")
     return {key: getattr(arguments, key) for key in keys} | {
         "prompts": [rng.integers(SHORTEST, VOCAB, size).tolist() for size in prompt],
         "outputs": output.tolist(),
@@ -87,13 +90,14 @@ def measure(python: str, folder: Path) -> dict[str, Any]:
 
 def report(work: dict[str, Any], found: dict[str, Any]) -> str:
     """The tables as markdown."""
-    outputs = work["outputs"]
+    warm, outputs = work["warm"], work["outputs"][work["warm"] :]
+    prompt = np.mean([len(tokens) for tokens in work["prompts"][warm:]])
     lines = [
         f"vLLM {found['version']}, {found['processor']}, {work['threads']} thread, float32, a Llama of"
-        f" {found['parameters'] / 1e6:.0f} million random parameters; {len(outputs)} requests of"
-        f" {np.mean([len(prompt) for prompt in work['prompts']]):.0f} + {np.mean(outputs):.0f} tokens on average, limit"
-        f" {work['limit']}, {work['clients']} clients; KV cache of {found['capacity_tokens']:,} tokens in blocks of"
-        f" {work['block_size']}. Within limits: TTFT <= {work['ttft_s']:g} s and MTPOT <= {work['mtpot_s']:g} s.",
+        f" {found['parameters'] / 1e6:.0f} million random parameters; {len(outputs)} requests of {prompt:.0f} +"
+        f" {np.mean(outputs):.0f} tokens on average, limit {work['limit']}, after {warm} others,"
+        f" {work['clients']} clients; {found['capacity_tokens']:,} tokens of KV cache in blocks of {work['block_size']}."
+        f" Within limits: TTFT <= {work['ttft_s']:g} s and MTPOT <= {work['mtpot_s']:g} s.",
         "",
         "| scheduler | repeat | " + " | ".join(title for title, _ in COLUMNS.values()) + " |",
         "|" + "---|" * (len(COLUMNS) + 2),
@@ -137,12 +141,14 @@ def _ratios(runs: list[dict[str, Any]], own: str, ours: str) -> dict[str, str]:
     return found
 
 
-def main() -> None:
+def options(words: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command's, or those of `words`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--vllm-python", required=True, help="the Python of an environment that has vLLM")
     parser.add_argument("--trace", default="azure-conv", help="lengths: a trace's file, or a shipped trace's name")
     parser.add_argument("--policy", default="past-future", help="what runs inside, as in LLMCTL_VLLM_POLICY")
     parser.add_argument("--requests", type=int, default=120)
+    parser.add_argument("--warm", type=int, default=60)
     parser.add_argument("--clients", type=int, default=40)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--kv-tokens", type=int, default=3072)
@@ -151,7 +157,11 @@ def main() -> None:
     parser.add_argument("--mtpot-s", type=float, default=0.25, help="the paper's 1.5 s for 7B, about 30 steps")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--write", type=Path, help="a file of results whose section is replaced")
-    arguments = parser.parse_args()
+    return parser.parse_args(words)
+
+
+def main() -> None:
+    arguments = options()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         work = make_work(arguments)

@@ -70,8 +70,9 @@ class Bench:
         )
         return self.core.scheduler
 
-    def run(self, scheduler: Any, requests: int) -> tuple[dict[str, float], list[list[int]]]:
-        """All requests served; what came of it, and their tokens."""
+    def run(self, scheduler: Any, first: int, last: int) -> tuple[dict[str, float], list[list[int]]]:
+        """The requests from `first` to before `last` served; what came of it, and their tokens."""
+        requests = last - first
         preempted: list[int] = []
         preempt = scheduler._preempt_request
 
@@ -80,12 +81,13 @@ class Bench:
             preempt(request, *args, **kwargs)
 
         scheduler._preempt_request = counted
+        scheduler.deciding_s = 0.0  # of ours, vLLM's own has none
         timers = Timed(scheduler, "schedule"), Timed(scheduler, "update_from_output")
         sent, times, tokens = np.zeros(requests), [[] for _ in range(requests)], [[] for _ in range(requests)]
         steps, row_steps, stepping_s, following = 0, 0, 0.0, 0
         start = time.perf_counter()
         while following < min(requests, self.work["clients"]):
-            sent[following] = self._send(following) - start
+            sent[following] = self._send(first + following) - start
             following += 1
         while self.engine.has_unfinished_requests():
             before = time.perf_counter()
@@ -95,11 +97,11 @@ class Bench:
             steps += 1
             row_steps += len(scheduler.running)
             for output in outputs:
-                number, new = int(output.request_id), output.outputs[0].token_ids
+                number, new = int(output.request_id) - first, output.outputs[0].token_ids
                 tokens[number].extend(new)
                 times[number].extend([now - start] * len(new))
                 if output.finished and following < requests:
-                    sent[following] = self._send(following) - start
+                    sent[following] = self._send(first + following) - start
                     following += 1
         seconds = time.perf_counter() - start
         served = Served(
@@ -120,7 +122,7 @@ class Bench:
             "attained_percent": 100.0 * float(good.mean()),
             "rows": row_steps / steps,
             "scheduling_us": 1e6 * sum(timer.seconds for timer in timers) / steps,
-            "deciding_us": 1e6 * getattr(scheduler, "deciding_s", 0.0) / steps,
+            "deciding_us": 1e6 * scheduler.deciding_s / steps,
             "step_ms": 1e3 * stepping_s / steps,
         }
         for name, values in latencies(served).items():
@@ -168,13 +170,16 @@ def main() -> None:
     from toolkit.inside.vllm_scheduler import LlmctlScheduler  # as a server does: once vLLM has loaded the model
 
     systems = {"vLLM's own": Scheduler, work["policy"]: LlmctlScheduler}
-    requests = len(work["outputs"])
+    total = len(work["outputs"])
     for kind in systems.values():
-        bench.run(bench.fresh(kind), min(requests, 8))
+        bench.run(bench.fresh(kind), 0, min(total, 8))
     runs, outputs = [], []
     for repeat in range(work["repeats"]):
         for name in list(systems)[:: 1 if repeat % 2 == 0 else -1]:
-            found, tokens = bench.run(bench.fresh(systems[name]), requests)
+            scheduler = bench.fresh(systems[name])
+            if work["warm"]:
+                bench.run(scheduler, 0, work["warm"])
+            found, tokens = bench.run(scheduler, work["warm"], total)
             runs.append({"system": name} | found)
             outputs.append(tokens)
             print(name, {key: value for key, value in found.items() if not key.endswith("s_s")}, file=sys.stderr)
@@ -186,8 +191,8 @@ def main() -> None:
         "capacity_tokens": (bench.core.scheduler.cache_config.num_gpu_blocks - 1) * work["block_size"],
         "systems": list(systems),
         "runs": runs,
-        "compared": requests,
-        "equal": sum(all(run[k] == outputs[0][k] for run in outputs) for k in range(requests)),
+        "compared": total - work["warm"],
+        "equal": sum(all(tokens == same[0] for tokens in same) for same in zip(*outputs, strict=True)),
     }
     (folder / "runs.json").write_text(json.dumps(result), encoding="utf-8")
 

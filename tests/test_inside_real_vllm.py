@@ -3,7 +3,6 @@
 Runs where vLLM is installed, or where VLLM_PYTHON names the Python of an environment that has it.
 """
 
-import argparse
 import importlib.util
 import json
 import os
@@ -23,14 +22,15 @@ PYTHON = os.environ.get("VLLM_PYTHON") or (sys.executable if importlib.util.find
 
 @pytest.mark.skipif(not PYTHON, reason="vLLM is not installed, and VLLM_PYTHON names no Python that has it")
 def test_tokens_are_vllm_s_own_and_the_log_replays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shape = {"trace": "chat-small", "requests": 10, "clients": 10, "kv_tokens": 768, "block_size": 32, "repeats": 1}
-    given = {"policy": "aggressive watermark=1.0", "ttft_s": 10.0, "mtpot_s": 1.5, "threads": 1}
-    (tmp_path / "work.json").write_text(json.dumps(bench.make_work(argparse.Namespace(**shape, **given))))
+    few = {"warm": "4", "requests": "10", "clients": "10", "kv-tokens": "768", "repeats": "1", "trace": "chat-small"}
+    words = [f"--{key}={value}" for key, value in (few | {"policy": "aggressive watermark=1.0"}).items()]
+    options = bench.options([f"--vllm-python={PYTHON}", *words])
+    (tmp_path / "work.json").write_text(json.dumps(bench.make_work(options)))
     bench.save_model(tmp_path / "model")
     log = tmp_path / "events.jsonl"
     monkeypatch.setenv("LLMCTL_VLLM_EVENT_LOG", str(log))
     found = bench.measure(PYTHON, tmp_path)
-    assert found["equal"] == found["compared"] == shape["requests"]
+    assert found["equal"] == found["compared"] == 10
     assert min(run["preemptions"] for run in found["runs"]) > 0
     header, *events = from_lines(log.read_bytes().splitlines(keepends=True))
     worker = make_worker(read_setup({}), header.capacity_tokens, header.slots)
