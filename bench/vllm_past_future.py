@@ -95,8 +95,8 @@ def report(work: dict[str, Any], found: dict[str, Any]) -> str:
     lines = [
         f"vLLM {found['version']}, {found['processor']}, {work['threads']} thread, float32, a Llama of"
         f" {found['parameters'] / 1e6:.0f} million random parameters; {len(outputs)} requests of {prompt:.0f} +"
-        f" {np.mean(outputs):.0f} tokens on average, limit {work['limit']}, after {warm} others,"
-        f" {work['clients']} clients; {found['capacity_tokens']:,} tokens of KV cache in blocks of {work['block_size']}."
+        f" {np.mean(outputs):.0f} tokens on average, limit {work['limit']}, after {warm} others; "
+        f"{work['clients']} clients; {found['capacity_tokens']:,} tokens of KV cache in blocks of {work['block_size']}."
         f" Within limits: TTFT <= {work['ttft_s']:g} s and MTPOT <= {work['mtpot_s']:g} s.",
         "",
         "| scheduler | repeat | " + " | ".join(title for title, _ in COLUMNS.values()) + " |",
