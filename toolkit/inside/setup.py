@@ -112,14 +112,14 @@ def make_worker(setup: Setup, capacity_tokens: int, slots: int) -> Worker:
 
 def warm_up(setup: Setup) -> None:
     """Have compiled what the policy needs, so that no request waits for it."""
-    worker = make_worker(setup, 128, 4)
+    worker = make_worker(setup, 2048, 8)
     scheduler = Scheduler(setup.policy, [worker])
     for number in range(32):
         now_s = float(number)
-        scheduler.submit(Request(str(number), now_s, 8, 64), now_s)
+        scheduler.submit(Request(str(number), now_s, 8, 512), now_s)
         for batch in scheduler.tick(now_s):
-            ended = [job.request_id for job in worker.residents.jobs][: number % 2]
-            scheduler.complete(RoundResult(batch.batch_id, 0, min(batch.steps, 4), tuple(ended)), now_s)
+            ended = [job.request_id for job in worker.residents.jobs][: number % 4 == 3]
+            scheduler.complete(RoundResult(batch.batch_id, 0, min(batch.steps, 64), tuple(ended)), now_s)
 
 
 def _check(policy: Policy, *, timed: bool) -> None:

@@ -40,6 +40,7 @@ class Steps:
     def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
         (self._worker,) = scheduler.workers
+        self._emits = int(self._worker.latency.prefill_emits_token)  # books give it at once, this engine with a step
         self._entering: set[str] = set()  # may run, and have no token since
         self._news = False  # whether the policy could decide otherwise than when it was asked last
         self._begin()
@@ -83,16 +84,16 @@ class Steps:
         batch = self._worker.running
         if batch is None or not tokens:
             return
-        stuck = False  # whether one stays behind though he was not expected to
         for job in self._worker.residents.jobs:
             request_id = job.request_id
-            if request_id in tokens:
-                self._entering.discard(request_id)
-            else:
-                self._missed[request_id] = self._missed.get(request_id, 0) + 1
-                stuck |= request_id not in self._entering
+            if request_id in self._entering:
+                if request_id in tokens:
+                    self._entering.discard(request_id)
+                    self._joined[request_id] = self._steps + self._emits
+            elif request_id not in tokens:
+                self._missed[request_id] = 1
         self._steps += 1
-        if ended or stuck or self._steps >= batch.steps or self._should_stop(batch):
+        if ended or self._missed or self._steps >= batch.steps or self._should_stop(batch):
             self._complete(batch, ended, now_s)
 
     def _should_stop(self, batch: Batch) -> bool:
@@ -100,15 +101,14 @@ class Steps:
 
     def _begin(self) -> None:
         self._steps = 0  # of this round, as are all below
-        self._missed: dict[str, int] = {}  # steps, of residents who got no token in them
+        self._joined: dict[str, int] = {}
+        self._missed: dict[str, int] = {}
         self._dropped: list[str] = []
         self._gone = False  # whether one was aborted: there may be nobody left who could take a step
 
     def _orders(self, batch: Batch) -> Orders:
         entering = _ids(batch.jobs)
         self._entering.update(entering)
-        if self._worker.latency.prefill_emits_token:  # the books give it at once, this engine with a step
-            self._missed = dict.fromkeys(entering, 1)
         leaving = _ids(batch.evict) + _ids(batch.release)
         self._entering.difference_update(leaving)
         if batch.moves is None:
@@ -121,6 +121,7 @@ class Steps:
             batch.worker,
             self._steps,
             tuple(ended),
+            joined=tuple(self._joined.items()),
             missed=tuple(self._missed.items()),
             dropped=tuple(self._dropped),
         )
