@@ -32,6 +32,10 @@ class SchedulerOutput:
     took_part: list[str] = field(default_factory=list)
     sampled: dict[str, int] = field(default_factory=dict)
 
+    @property
+    def total_num_scheduled_tokens(self) -> int:
+        return len(self.took_part)
+
 
 class AsyncScheduler:
     """First come, first served; what the real one does with the same names."""

@@ -102,9 +102,9 @@ def test_the_books_hold_the_tokens_that_are_there(make, policy, ahead):
     shapes=st.lists(
         st.tuples(st.integers(1, 12), st.integers(1, 16), st.integers(1, 16), st.integers(0, 9)), max_size=8
     ),
-    policy=st.sampled_from(POLICIES),
-    ahead=st.integers(0, 1),
+    case=st.sampled_from(CASES),
     budget=st.integers(4, 20),
+    block_size=st.sampled_from([1, 4, 9]),
 )
 @settings(deadline=None, max_examples=60)
 def test_nobody_is_lost_whatever_comes(shapes, policy, ahead, budget):

@@ -60,7 +60,8 @@ class Steps:
 
     def drop(self, request_id: str) -> None:
         """The engine dropped its cache to make room, so that it waits again."""
-        if any(job.request_id == request_id for job in self._worker.residents.jobs):
+        worker = self._worker
+        if any(job.request_id == request_id for job in (*worker.residents.jobs, *worker.held.jobs)):
             self._dropped.append(request_id)
         self._entering.discard(request_id)
 

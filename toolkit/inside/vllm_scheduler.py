@@ -74,6 +74,8 @@ class LlmctlScheduler(AsyncScheduler):  # type: ignore[misc]  # vLLM is not ther
         paused = [request for request in self.running if request.request_id in self._paused]
         self.running = [request for request in self.running if request.request_id not in self._paused]
         output = super().schedule(throttle_prefills)
+        if paused and not output.total_num_scheduled_tokens:  # who is paused holds the blocks that all others lack
+            self._preempt_request(paused.pop(), time.monotonic())
         self.running += paused
         return output
 
@@ -112,6 +114,7 @@ class LlmctlScheduler(AsyncScheduler):  # type: ignore[misc]  # vLLM is not ther
         if request_id in self._ours:
             drop_stale_output = True
             self.waiting.close(request_id)
+            self._paused.discard(request_id)
             if not self._leaving:
                 self.ran_out += 1
                 self.steps.drop(request_id)

@@ -60,8 +60,9 @@ class Rounds:
         if worker.row_limit < worker.slots:
             worker.row_limit = min(2 * worker.row_limit, worker.slots)
         for request_id in result.dropped:
-            if request_id in jobs and jobs[request_id] in residents.jobs:  # else it was cancelled meanwhile
-                self.evict(worker, jobs[request_id], now_s)
+            dropped = jobs.get(request_id)  # it may have been cancelled meanwhile
+            if dropped is not None and (dropped in residents.jobs or dropped in worker.held.jobs):
+                self.evict(worker, dropped, now_s)
         return ended
 
     def _finish_prefills(self, worker: Worker, batch: Batch, result: RoundResult) -> None:
