@@ -39,16 +39,21 @@ def imported(monkeypatch, version="0.32.0+cpu"):
         sys.modules |= {name: module for name, module in before.items() if name.split(".")[0] == "vllm"}
 
 
+@pytest.fixture(scope="module")
+def fitted(tmp_path_factory):
+    path = tmp_path_factory.mktemp("inside") / "fit.json"
+    write_file(samples.fit(), path)
+    return path
+
+
 @pytest.fixture
-def make(monkeypatch, tmp_path):
+def make(monkeypatch, fitted):
     scheduler_class = imported(monkeypatch)
-    fit = tmp_path / "fit.json"
-    write_file(samples.fit(), fit)
 
     def made(policy="past-future", log="", **shape):
         monkeypatch.setenv("LLMCTL_VLLM_POLICY", policy)
         if policy in (SLA, MLFQ):
-            monkeypatch.setenv("LLMCTL_VLLM_FIT", str(fit))
+            monkeypatch.setenv("LLMCTL_VLLM_FIT", str(fitted))
         monkeypatch.setenv("LLMCTL_VLLM_EVENT_LOG", log)
         return scheduler_class(**shape)
 
@@ -107,10 +112,15 @@ def test_the_books_hold_the_tokens_that_are_there(make, policy, ahead):
     block_size=st.sampled_from([1, 4, 9]),
 )
 @settings(deadline=None, max_examples=60)
-def test_nobody_is_lost_whatever_comes(shapes, policy, ahead, budget):
+def test_nobody_is_lost_whatever_comes(fitted, shapes, case, budget, block_size):
+    policy, ahead = case
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setenv("LLMCTL_VLLM_POLICY", policy)
-        scheduler = imported(monkeypatch)(ahead=bool(ahead), budget=budget)
+        monkeypatch.setenv("LLMCTL_VLLM_FIT", str(fitted))
+        scheduler_class = imported(monkeypatch)
+        scheduler = scheduler_class(
+            ahead=bool(ahead), budget=budget, block_size=block_size, blocks=30 // block_size + 2
+        )
     requests = [
         Request(f"r{n}", prompt, limit, length, arrival_time=float(at))
         for n, (prompt, limit, length, at) in enumerate(shapes)
