@@ -12,7 +12,7 @@ from toolkit.engines.factory import make_engine
 from toolkit.engines.loading import load_model
 from toolkit.engines.protocol import Engine, OutOfMemory, Row, SamplingParams, SliceOutput, StepOutput
 
-KINDS = ["llama", "qwen3", "gpt2", "opt", "rebatch", "fake"]
+KINDS = ["llama", "qwen3", "gpt2", "opt", "rebatch", "deepspeed", "fake"]
 ALONE = 10_000  # steps enough for any row
 
 
@@ -26,6 +26,8 @@ class Case:
 @pytest.fixture(scope="module", params=KINDS)
 def case(request: pytest.FixtureRequest) -> Case:
     kind = request.param
+    if kind == "deepspeed":
+        pytest.importorskip("deepspeed", reason="deepspeed is not installed")
     engine = make_engine(tiny.model_spec(kind), tiny.engine_spec(kind), tiny.CPU)
     return Case(kind, engine, reference(kind, engine))
 

@@ -32,7 +32,7 @@ CONFIGS: dict[str, dict[str, object]] = {
     "opt": {"model_type": "opt", "ffn_dim": 64, "word_embed_proj_dim": 32, "init_std": 0.12, **_SIZES},
     "fake": {"model_type": "fake", "eos_one_in": 12},
 }
-CONFIGS["rebatch"] = CONFIGS["llama"]  # served by the engine of this name
+CONFIGS["rebatch"] = CONFIGS["deepspeed"] = CONFIGS["llama"]  # served by the engines of these names
 del CONFIGS["opt"]["initializer_range"]  # OPT calls it init_std
 
 
@@ -51,6 +51,6 @@ def model_spec(kind: str = "llama", **changes: object) -> ModelSpec:
 
 def engine_spec(kind: str = "llama", *, budget_mib: float = 16.0, **changes: object) -> EngineSpec:
     """The engine that serves `kind`; `changes` are fields of `EngineSpec`."""
-    name = kind if kind in ("fake", "rebatch") else "transformers"
+    name = kind if kind in ("fake", "rebatch", "deepspeed") else "transformers"
     fields = {"name": name, "threads": 1, "kv_cache_memory_mib": budget_mib}
     return EngineSpec.model_validate(fields | changes)

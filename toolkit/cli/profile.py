@@ -119,6 +119,8 @@ def show(profile: Profile) -> None:
     print(
         f"{profile.recipe_name}: {facts.engine} {facts.engine_version}, {facts.model_type} on {facts.device}{threads}"
     )
+    if facts.deepspeed:
+        print(f"DeepSpeed: {facts.deepspeed}")
     workers = f"{profile.workers} worker{'s' * (profile.workers != 1)}"
     print(f"KV cache {kv_cache}; times in {profile.clock} seconds, {workers}\n")
     grids = {

@@ -16,6 +16,10 @@ def make_engine(model: ModelSpec, engine: EngineSpec, hardware: HardwareSpec) ->
         from toolkit.engines.rebatch_engine import RebatchEngine
 
         return RebatchEngine(model, engine, hardware)
+    if engine.name == "deepspeed":
+        from toolkit.engines.deepspeed_engine import DeepSpeedEngine
+
+        return DeepSpeedEngine(model, engine, hardware)
     from toolkit.engines.transformers_engine import TransformersEngine
 
     return TransformersEngine(model, engine, hardware)

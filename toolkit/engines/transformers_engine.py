@@ -7,6 +7,7 @@ first token of a slice. The cache is dropped when a slice ends: the next one com
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import transformers
@@ -38,6 +39,9 @@ class TransformersEngine:
         if engine.threads is not None:
             torch.set_num_threads(engine.threads)
         self._model = load_model(spec, hardware)
+        self._version: str = transformers.__version__
+        self._made = ""  # of the model, by what wraps it
+        self._network = self._prepare(spec, engine, hardware)
         self._device = self._model.device
         self._dtype = self._model.dtype
         config = self._model.config.get_text_config(decoder=True)
@@ -55,7 +59,7 @@ class TransformersEngine:
         self.ledger = ByteLedger(budget if limited else None)
         self.facts = EngineFacts(
             engine=self.name,
-            engine_version=transformers.__version__,
+            engine_version=self._version,
             model_type=config.model_type,
             parameters=sum(weight.numel() for weight in self._model.parameters()),
             dtype=spec.dtype,
@@ -67,7 +71,12 @@ class TransformersEngine:
             max_model_len=spec.max_model_len,
             vocab_size=self._shape.vocab,
             prefill_emits_token=True,
+            deepspeed=self._made,
         )
+
+    def _prepare(self, spec: ModelSpec, engine: EngineSpec, hardware: HardwareSpec) -> Callable[..., Any]:
+        """What forward passes go through: the loaded model, or what a subclass makes of it."""
+        return self._model
 
     def run_slice(self, rows: Sequence[Row], steps: int, on_step: OnStep) -> SliceOutput:
         """See `Engine.run_slice`."""
@@ -162,7 +171,7 @@ class TransformersEngine:
         self, input_ids: torch.Tensor, mask: torch.Tensor | None, positions: torch.Tensor, cache: Cache
     ) -> torch.Tensor:
         """Logits [N, V] of the last of the columns [N, L], which are added to the cache."""
-        logits: torch.Tensor = self._model(
+        logits: torch.Tensor = self._network(
             input_ids=input_ids,
             attention_mask=mask,
             position_ids=positions,

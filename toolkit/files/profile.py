@@ -109,6 +109,9 @@ class EngineFacts(Strict):
     max_rows: int | None = Field(default=None, description="requests that run at once; None: memory alone limits")
     analytic: str = Field(default="", description="nothing was measured: what was assumed instead")
     lacks: list[str] = Field(default=[], description="of a server: what it does not do as OpenAI's API has it")
+    deepspeed: str = Field(
+        default="", description="what init_inference made of the model: 'kernel injection' or 'pass-through', and why"
+    )
     joining: Literal["embed", "shape"] | None = Field(
         default_factory=lambda facts: "embed" if facts["engine"] == "rebatch" else None,
         description="how rows join the running batch where that is one padded slab of rows x the longest; "

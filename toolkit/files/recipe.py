@@ -72,7 +72,7 @@ class HardwareSpec(Strict):
 class EngineSpec(Strict):
     """What runs the model."""
 
-    name: Literal["transformers", "rebatch", "openai", "fake"] = "transformers"
+    name: Literal["transformers", "rebatch", "deepspeed", "openai", "fake"] = "transformers"
     url: str | None = Field(default=None, description="openai: the server, like http://127.0.0.1:8000")
     served_model: str | None = Field(default=None, description="openai: the model's name there; None: its first")
     threads: Positive | None = Field(default=None, description="CPU threads of one worker; None: all")
@@ -91,6 +91,10 @@ class EngineSpec(Strict):
     swap_memory_mib: Annotated[float, Field(gt=0)] | None = Field(
         default=None, description="rebatch: host memory of one worker for swapped caches; None: without a limit"
     )
+    kernel_injection: bool | None = Field(
+        default=None,
+        description="deepspeed: true: its own kernels, or nothing; false: the model's; None: its own where they work",
+    )
     flush_s: Annotated[float, Field(ge=0)] = Field(
         default=0.05,
         description="a worker reports tokens at most this often, but for first ones; longer where cores are scarce",
@@ -102,6 +106,12 @@ class EngineSpec(Strict):
             raise ValueError("engine.name is 'openai', so engine.url says where the server is")
         if self.name != "openai" and (self.url or self.served_model):
             raise ValueError(f"engine.url and served_model are for engine 'openai'; engine.name is '{self.name}'")
+        return self
+
+    @model_validator(mode="after")
+    def _only_deepspeed_injects(self) -> EngineSpec:
+        if self.kernel_injection is not None and self.name != "deepspeed":
+            raise ValueError(f"engine.kernel_injection is for engine 'deepspeed'; engine.name is '{self.name}'")
         return self
 
 

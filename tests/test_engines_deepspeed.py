@@ -1,0 +1,99 @@
+"""What is the deepspeed engine's own: what it says it got, what it refuses, and that it keeps quiet."""
+
+import subprocess
+import sys
+
+import pytest
+import tiny
+from pydantic import ValidationError
+
+from toolkit.engines.factory import make_engine
+from toolkit.engines.protocol import Row, SamplingParams
+from toolkit.errors import EngineError
+from toolkit.estimators.memory_fit import fit_memory
+from toolkit.files.profile import EngineFacts, MemoryPoint
+from toolkit.files.recipe import EngineSpec
+
+FREE = SamplingParams(ignore_eos=True)
+
+
+def spec_of(**changes: object) -> EngineSpec:
+    return tiny.engine_spec("deepspeed", **{"kernel_injection": None} | changes)
+
+
+@pytest.fixture
+def _installed() -> None:
+    pytest.importorskip("deepspeed", reason="deepspeed is not installed")
+
+
+@pytest.mark.usefixtures("_installed")
+def test_on_a_cpu_it_passes_through_and_says_so(capfd: pytest.CaptureFixture[str]) -> None:
+    facts = make_engine(tiny.model_spec(), spec_of(), tiny.CPU).facts
+    assert facts.engine == "deepspeed"
+    assert facts.deepspeed == "pass-through: DeepSpeed has no inference kernels for cpu"
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.usefixtures("_installed")
+def test_kernels_that_the_recipe_needs_are_not_replaced_in_silence() -> None:
+    with pytest.raises(EngineError, match="kernel_injection is true: DeepSpeed has no inference kernels for cpu"):
+        make_engine(tiny.model_spec(), spec_of(kernel_injection=True), tiny.CPU)
+
+
+@pytest.mark.usefixtures("_installed")
+def test_inputs_longer_than_deepspeeds_own_limit_run() -> None:
+    config = {**tiny.CONFIGS["llama"], "max_position_embeddings": 1500}
+    engine = make_engine(tiny.model_spec(config=config, max_model_len=1500), spec_of(), tiny.CPU)
+    row = Row("long", tuple(index % 256 for index in range(1100)), 0, 3, FREE)
+    assert len(engine.run_slice([row], 3, lambda step: True).tokens[0]) == 3
+
+
+@pytest.mark.usefixtures("_installed")
+def test_what_kernel_injection_does_to_a_model_is_found_out_in_another_process() -> None:
+    from toolkit.engines.deepspeed_engine import probe_injection
+
+    assert probe_injection(tiny.model_spec(), tiny.CPU).startswith("kernel injection ")
+
+
+def test_without_the_package_one_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "deepspeed", None)
+    with pytest.raises(EngineError, match=r"deepspeed, which cannot be imported") as caught:
+        make_engine(tiny.model_spec(), spec_of(), tiny.CPU)
+    assert "pip install" in caught.value.hint
+
+
+def test_nobody_else_imports_it() -> None:
+    code = "import sys, toolkit.engines.transformers_engine; sys.exit('deepspeed' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_kernel_injection_is_no_key_of_another_engine() -> None:
+    with pytest.raises(ValidationError, match="kernel_injection is for engine 'deepspeed'"):
+        EngineSpec(kernel_injection=True)
+
+
+def test_algorithm_2_is_what_probes_like_the_papers_give() -> None:
+    """SCLS: 28 rows up to 512 tokens, 22 up to 1,024, 12 beyond. No zeta is right for all of them."""
+    facts = EngineFacts(
+        engine="deepspeed",
+        engine_version="",
+        model_type="llama",
+        parameters=1,
+        dtype="float16",
+        device="A100",
+        threads=None,
+        kv_bytes_per_token=819_200,
+        kv_budget_bytes=819_200 * 50_000,
+        capacity_tokens=50_000,
+        max_model_len=2048,
+        vocab_size=32_000,
+        prefill_emits_token=True,
+    )
+    ran = {512: 28, 1024: 22, 2048: 12}
+    probes = [
+        MemoryPoint(input_length=total - 128, steps=128, largest_ok=rows, smallest_oom=rows + 1)
+        for total, rows in ran.items()
+    ]
+    memory = fit_memory(probes, facts)
+    assert memory.form == "rules"
+    assert [(rule.length_above, rule.max_batch_size) for rule in memory.rules] == [(1024, 12), (512, 22), (0, 28)]
