@@ -76,7 +76,8 @@ class TransformersEngine:
 
     def _prepare(self, spec: ModelSpec, engine: EngineSpec, hardware: HardwareSpec) -> Callable[..., Any]:
         """What forward passes go through: the loaded model, or what a subclass makes of it."""
-        return self._model
+        model: Callable[..., Any] = self._model
+        return model
 
     def run_slice(self, rows: Sequence[Row], steps: int, on_step: OnStep) -> SliceOutput:
         """See `Engine.run_slice`."""
