@@ -114,4 +114,6 @@ def test_the_command_warms_up_and_predicts_at_the_speed_that_it_saw(capsys, tmp_
     assert len(server.bodies) == 1 + report["warmup"]["requests"] + 3
     assert report["replay_slowdown"] == pytest.approx(1.25)
     assert report["predicted"]["e2e_mean_s"] > report["predicted_as_fitted"]["e2e_mean_s"]
+    assert report["predicted_in_hindsight"]["e2e_mean_s"] == pytest.approx(report["predicted"]["e2e_mean_s"])
+    assert "had it known that speed, the prediction's errors were: throughput_rps" in err
     assert "batches take 1.25 times as long as fitted" in err

@@ -66,6 +66,9 @@ class BenchReport(Envelope):
     sla: dict[str, float]
     warmup: Warmup | None
     replay_slowdown: float | None = Field(description="as the warm-up's, of the replay's own batches: known afterwards")
+    predicted_in_hindsight: dict[str, float] = Field(
+        default={}, description="at the replay's own slowdown: what is left is the laws' error, not the machine's"
+    )
     scheduling: Scheduling | None = Field(description="what the server spent on scheduling meanwhile; llmctl's tell")
     measured: dict[str, float]
     predicted: dict[str, float]
@@ -104,6 +107,7 @@ def report(
     sla: Mapping[str, float],
     predicted: Prediction,
     replay_slowdown: float | None = None,
+    in_hindsight: Mapping[str, float] | None = None,
     scheduling: Scheduling | None = None,
 ) -> BenchReport:
     """The report of a replay.
@@ -128,6 +132,7 @@ def report(
         sla=dict(sla),
         warmup=predicted.warmup,
         replay_slowdown=replay_slowdown,
+        predicted_in_hindsight={} if replay.interrupted else dict(in_hindsight or {}),
         scheduling=scheduling,
         measured=measured,
         predicted=dict(predicted.metrics),

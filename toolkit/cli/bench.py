@@ -97,6 +97,7 @@ def command(
     for line in replayed.notes:
         note(f"trace: {line}")
     predicted = Prediction()
+    seen: list[int] = []  # output lengths of the warm-up
     if planned:
         as_fitted = predict(planned, replayed, targets)
         count = round(warmup * as_fitted["throughput_rps"]) if target.own else 0
@@ -111,6 +112,7 @@ def command(
     counted = counts_or_none(target) if target.own else {}
     with progress("replaying", len(replayed)) as advance:
         replay = run(target, replayed, load, advance)
+    slowdown = slowdown_since(before, target) if before else None
     result = report(
         replay,
         head({"trace": path} | ({"plan": plan} if plan else {})),
@@ -119,7 +121,8 @@ def command(
         trace_notes=replayed.notes,
         sla=targets,
         predicted=predicted,
-        replay_slowdown=slowdown_since(before, target) if before else None,
+        replay_slowdown=slowdown,
+        in_hindsight=predict(planned, replayed, targets, slowdown, seen) if planned and slowdown else None,
         scheduling=scheduling(counted, counts_or_none(target)) if counted else None,
     )
     if save_requests:
@@ -185,6 +188,7 @@ def _remark(result: BenchReport) -> None:
     if result.warmup and result.replay_slowdown:
         slow = f"{result.replay_slowdown:.2f} times as long as fitted; in the warm-up {result.warmup.slowdown:.2f}"
         note(f"during the replay batches took {slow}")
+        note(_hindsight(result))
     if result.scheduling:
         note(result.scheduling.text())
     if result.interrupted:
@@ -197,3 +201,13 @@ def _remark(result: BenchReport) -> None:
         note(f"{result.wrong_length:,} outputs had another length than in the trace")
     if result.send_lag_p99_s > LATE_S:
         note(f"the client was short of CPU: requests left up to {seconds(result.send_lag_p99_s)} late (p99)")
+
+
+def _hindsight(result: BenchReport) -> str:
+    """The prediction's errors had it known how fast the machine would be: what is left is the laws'."""
+    from toolkit.cli.output import percent
+
+    names = ("throughput_rps", "ttft_mean_s", "e2e_mean_s")
+    found, told = result.predicted_in_hindsight, result.measured
+    errors = [f"{name} {percent(100.0 * (found[name] / told[name] - 1.0))}" for name in names if told.get(name)]
+    return f"had it known that speed, the prediction's errors were: {', '.join(errors)}"
