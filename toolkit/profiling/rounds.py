@@ -8,8 +8,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-import psutil
-
 from toolkit.files.profile import EngineFacts, FailedPoint, MemoryPoint, RoundSequence, RoundsProfile
 from toolkit.files.recipe import Recipe
 from toolkit.profiling.bench import RoundBench, Unmeasurable
@@ -82,6 +80,8 @@ class RoundsStage:
         bound = self._recipe.engine.swap_memory_mib
         if bound is not None:
             return int(bound * MIB)
+        import psutil  # a bare GPU machine may lack it, and gives the bound
+
         return int(HOST_SHARE * psutil.virtual_memory().total) // self._recipe.workers
 
 
