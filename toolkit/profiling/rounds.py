@@ -6,6 +6,7 @@ Prefills and decode steps are in the grid, as such an engine makes them in round
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable
 
 from toolkit.files.profile import EngineFacts, FailedPoint, MemoryPoint, RoundSequence, RoundsProfile
@@ -80,9 +81,8 @@ class RoundsStage:
         bound = self._recipe.engine.swap_memory_mib
         if bound is not None:
             return int(bound * MIB)
-        import psutil  # a bare GPU machine may lack it, and gives the bound
-
-        return int(HOST_SHARE * psutil.virtual_memory().total) // self._recipe.workers
+        total_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return int(HOST_SHARE * total_bytes) // self._recipe.workers
 
 
 def _admission_key(length: int) -> str:
