@@ -13,7 +13,8 @@ One command for all of it; each step is an `llmctl` command, shown as it runs, a
    requests in the same order.
 
 Evictions are caches that were dropped, from the server's event log; in the prediction, from the simulator. Goodput is
-of requests that meet --sla. --report only shows what is there.
+of requests that meet --sla. A run during which other programs used more than --quiet of the CPUs is not counted: the
+same command makes it again. --report only shows what is there.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from toolkit.cli.demo import Stages
 from toolkit.files.fit import Fit
 from toolkit.files.io import load_recipe, read_file, write_text
 from toolkit.files.recipe import Recipe
+from toolkit.profiling.noise import OtherLoad
 from toolkit.traces.generate import Arrivals, draw_arrivals
 from toolkit.traces.prepare import prepare
 from toolkit.traces.read import read_trace
@@ -74,6 +76,7 @@ class Lab:
     seconds: float
     warmup: float
     sla: Sequence[str]
+    quiet: float  # percent of the CPUs that others may use during a run
 
     def file(self, name: str) -> Path:
         return self.folder / name
@@ -102,7 +105,12 @@ class Lab:
         return draw_arrivals(trace, Arrivals(rate_rps), SEED)
 
     def replay(self, name: str, policy: str, trace: Trace, seconds: float) -> None:
-        """Serve `trace` live: name.json is the report, name.events.jsonl and name.requests.jsonl the details."""
+        """Serve `trace` live: name.json is the report, name.events.jsonl and name.requests.jsonl the details.
+
+        Where others used too much of the CPUs meanwhile, the report is name.disturbed.json, and the run has to be made
+        again.
+        """
+        others = OtherLoad()
         plan, requests = self.plan(policy), self.file(f"{name}.trace.jsonl")
         write_trace(trace, requests)
         events = self.file(f"{name}.events.jsonl")
@@ -110,7 +118,13 @@ class Lab:
         with self.stages.server(plan, "--event-log", events) as url:
             words = ["bench", "--url", url, "--plan", plan, "--trace", requests, "--duration", seconds]
             words += ["--warmup", self.warmup, "--save-requests", self.file(f"{name}.requests.jsonl"), *targets]
-            self.stages.llmctl(*words, "--out", self.file(f"{name}.json"))
+            self.stages.llmctl(*words, "--out", self.file(f"{name}.disturbed.json"))
+        percent = others.percent()
+        write_text(self.file(f"{name}.others"), f"{percent:.1f}\n")
+        if percent <= self.quiet:
+            self.file(f"{name}.disturbed.json").rename(self.file(f"{name}.json"))
+        else:
+            print(f"disturbed: others used {percent:.0f} % of the CPUs during {name}", file=sys.stderr, flush=True)
 
     def capacity(self, policy: str) -> float:
         """Requests per second that `policy` completes while all workers have enough to do."""
@@ -122,6 +136,8 @@ class Lab:
             burst_s = 1.0  # all come within a second
             warming = self.warmup * expected_rps / count
             self.replay(name, policy, self.trace(count / burst_s, burst_s * (1.1 + warming)), burst_s)
+            if not self.file(f"{name}.json").exists():
+                raise SystemExit("the capacity was measured beside other programs; run the command again")
         return steady_rps(self.file(f"{name}.requests.jsonl"))
 
     def recipe(self) -> Recipe:
@@ -141,7 +157,8 @@ class Lab:
         found = read_file(BenchReport, path)
         events = read_events(self.file(f"{case.name}.events.jsonl"))
         before = 1 + (found.warmup.requests if found.warmup else 0)  # the first one tries the server out
-        return Outcome(case.policy, case.load, found, dropped(events, first_after(events, before)))
+        others = float(self.file(f"{case.name}.others").read_text(encoding="utf-8"))
+        return Outcome(case.policy, case.load, found, dropped(events, first_after(events, before)), others)
 
 
 def steady_rps(requests: Path) -> float:
@@ -173,7 +190,7 @@ def open_lab(options: argparse.Namespace) -> Lab:
         engine = recipe.engine.model_copy(update={"kv_cache_memory_mib": options.kv_mib})
         write_text(path, recipe.model_copy(update={"engine": engine}).model_dump_json(indent=1))  # YAML, too
     lengths = prepare(read_trace(trace_path(options.trace))[0], load_recipe(path))
-    return Lab(folder, Stages(sys.stderr), lengths, options.seconds, options.warmup, options.sla)
+    return Lab(folder, Stages(sys.stderr), lengths, options.seconds, options.warmup, options.sla, options.quiet)
 
 
 def text_of(lab: Lab, found: Sequence[Outcome], rate_rps: float, command: str) -> str:
@@ -212,6 +229,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=20.0, help="of arrivals in a run")
     parser.add_argument("--warmup", type=float, default=8.0, help="seconds of other requests before each")
     parser.add_argument("--sla", nargs="+", default=TARGETS, help="what a good request meets")
+    parser.add_argument("--quiet", type=float, default=10.0, help="percent of the CPUs that others may use in a run")
     parser.add_argument("--minutes", type=float, default=60.0, help="begin no run later; the next command goes on")
     parser.add_argument("--report", action="store_true", help="run nothing: show what is there")
     parser.add_argument("--markdown", type=Path, help="file whose section is written, as docs/results.md")

@@ -29,6 +29,7 @@ class Outcome:
     load: int  # percent of the capacity
     found: BenchReport
     dropped: Mapping[str, int]
+    others_percent: float  # of the CPUs, used by other programs from the server's start to its end
 
     def error_percent(self, metric: str) -> float:
         """The prediction's error in a metric that both sides have; 0 where both are 0."""
@@ -51,7 +52,7 @@ class Outcome:
 def table(outcomes: Sequence[Outcome]) -> list[str]:
     """A line per run."""
     heads = [f"{title}" for _, title, _, _ in COLUMNS]
-    heads += ["evictions", "swaps out", "speed: warm-up, replay", "failed"]
+    heads += ["evictions", "swaps out", "speed: warm-up, replay", "others' CPU %", "failed"]
     lines = [f"| policy | load % | requests | {' | '.join(heads)} |", "|---|---:|---:|" + "---|" * len(heads)]
     return lines + [_line(one) for one in outcomes]
 
@@ -67,6 +68,7 @@ def _line(one: Outcome) -> str:
     cells.append(f"{one.dropped['swaps_out']} / {found.predicted.get('swaps_out', 0.0):.0f}")
     warm = found.warmup.slowdown if found.warmup else None
     cells.append(f"{_speed(warm)}, {_speed(found.replay_slowdown)}")
+    cells.append(f"{one.others_percent:.0f}")
     cells.append(str(sum(found.failures.values())))
     return f"| {one.policy} | {one.load} | {found.requests} | {' | '.join(cells)} |"
 
