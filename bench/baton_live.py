@@ -202,14 +202,23 @@ def report(lines: Sequence[Mapping[str, Any]]) -> str:
     runs: dict[Key, list[Mapping[str, Any]]] = {}
     for line in lines:
         runs.setdefault(tuple(line["key"]), []).append(line)
-    rounds = min(len(found) for found in runs.values())
-    text = [f"`python bench/baton_live.py --rounds {rounds}`: medians; ratios are the paper's / ours.", ""]
+    counts = sorted({len(found) for found in runs.values()})
+    rounds = " to ".join(map(str, {counts[0]: 0, counts[-1]: 0}))
+    text = [f"`python bench/baton_live.py`: medians of {rounds} rounds; ratios are the paper's / ours.", ""]
     for table, paper in TABLES:
         text += [f"Table {table}:", "", HEAD, "|---:|---|---:|---:|---:|---:|---:|---:|"]
         for size, says in paper.items():
             text += [row_of(runs, table, size, method, says) for method in METHODS if (table, size, method) in runs]
         text.append("")
+    for size, says in PAPER_1.items():
+        gain = says[PAPERS_NAME["shaping"]] / says[PAPERS_NAME["embedding"]]
+        ours = seconds_of(runs, (1, size, "shaping")) / seconds_of(runs, (1, size, "embedding"))
+        text += [f"Embedding over shaping, Table 1, {size} rows: {gain:.2f} / {ours:.2f}.", ""]
     return "\n".join(text)
+
+
+def seconds_of(runs: Mapping[Key, Sequence[Mapping[str, Any]]], key: Key) -> float:
+    return median(float(run["seconds"]) for run in runs[key])
 
 
 HEAD = (
@@ -224,7 +233,7 @@ def row_of(
     """One line of a table."""
     found, static = runs[table, size, method], runs[table, size, "static batching"]
     times = [run["seconds"] for run in found]
-    seconds, static_s = median(times), median(run["seconds"] for run in static)
+    seconds, static_s = median(times), seconds_of(runs, (table, size, "static batching"))
     tokens = sum(output for _, output in queries_of(table, size))
     paper_s = PAPER_PD.get(size) if method == "PD" and table == 1 else says.get(PAPERS_NAME.get(method, ""))
     gain = f"{says['static batching'] / paper_s:.2f} / " if paper_s else ""

@@ -12,8 +12,8 @@ One command for all of it; each step is an `llmctl` command, shown as it runs, a
    them, after a warm-up, and predicts them: by the laws, at the speed that the warm-up showed. All runs get the same
    requests in the same order.
 
-A shared machine may change its speed between warm-up and replay, so each prediction is made once more, afterwards, at
-the speed that the replay's own batches had: what is then left of its error is the simulator's and the laws'.
+A shared machine may change its speed between warm-up and replay, so the prediction in hindsight, at the speed that the
+replay's own batches had, stands beside: what is then left of its error is the simulator's and the laws'.
 
 Evictions are caches that were dropped, from the server's event log; in the prediction, from the simulator. Goodput is
 of requests that meet --sla. A run during which other programs used more than --quiet of the CPUs is not counted: the
@@ -35,13 +35,10 @@ from online_table import Outcome, goodput, table, verdict
 from results_file import put_section
 from round_times import dropped, first_after, read_events
 
-from toolkit.bench.predict import predict
 from toolkit.bench.report import BenchReport
-from toolkit.bench.warmup import others
 from toolkit.cli.demo import Stages
 from toolkit.files.fit import Fit
 from toolkit.files.io import load_recipe, read_file, write_text
-from toolkit.files.plan import Plan
 from toolkit.files.recipe import Recipe
 from toolkit.profiling.noise import OtherLoad
 from toolkit.traces.generate import Arrivals, draw_arrivals
@@ -49,7 +46,6 @@ from toolkit.traces.prepare import prepare
 from toolkit.traces.read import read_trace
 from toolkit.traces.shipped import trace_path
 from toolkit.traces.types import Trace
-from toolkit.traces.windows import cut
 from toolkit.traces.write import Line, write_trace
 from toolkit.tuning.workload import capacity_rps, make_world
 
@@ -165,18 +161,7 @@ class Lab:
         events = read_events(self.file(f"{case.name}.events.jsonl"))
         before = 1 + (found.warmup.requests if found.warmup else 0)  # the first one tries the server out
         other = float(self.file(f"{case.name}.others").read_text(encoding="utf-8"))
-        counts = dropped(events, first_after(events, before))
-        return Outcome(case.policy, case.load, found, counts, other, self.known_speed(case, found))
-
-    def known_speed(self, case: Case, found: BenchReport) -> dict[str, float]:
-        """The prediction once more, at the speed that the replay's own batches turned out to have."""
-        if found.replay_slowdown is None:
-            return found.predicted
-        trace, _ = read_trace(self.file(f"{case.name}.trace.jsonl"))
-        replayed = cut(trace, 0.0, self.seconds)
-        warming = others(trace, float(replayed.arrival_s[-1]), found.warmup.requests if found.warmup else 0)
-        plan, seen = read_file(Plan, self.plan(case.policy)), warming.output_tokens.tolist()
-        return predict(plan, replayed, found.sla, found.replay_slowdown, seen)
+        return Outcome(case.policy, case.load, found, dropped(events, first_after(events, before)), other)
 
 
 def steady_rps(requests: Path) -> float:
@@ -221,17 +206,14 @@ def text_of(lab: Lab, found: Sequence[Outcome], rate_rps: float, command: str) -
         f"{recipe.name} with {engine.capacity_tokens:,} tokens of KV cache for each of {recipe.workers} workers; "
         f"lengths of {lengths.source}, scaled: prompts of {prompt:.0f} tokens on average, outputs of {output:.0f}; "
         f"{lab.seconds:g} s of Poisson arrivals; the capacity is {rate_rps:.2f} requests/s. Good: {', '.join(lab.sla)}",
-        "Measured / predicted (the prediction's error, and its error at the replay's own speed):",
+        "Measured / predicted (the prediction's error; its error in hindsight, at the replay's own speed):",
         "",
     ]
     parts = [
         about,
         table(found),
         [""],
-        ["Predicted before the replay:", ""],
-        verdict(found, known_speed=False),
-        ["", "At the replay's own speed:", ""],
-        verdict(found, known_speed=True),
+        verdict(found),
         ["", "Goodput, requests/s, measured / predicted:", ""],
         goodput(found),
     ]

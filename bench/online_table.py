@@ -1,7 +1,7 @@
 """Live runs beside their predictions, as Markdown: what bench/online_rebatch.py shows.
 
-Errors are the prediction's, 100 (predicted / measured - 1): as it was made before the replay, and at the replay's own
-speed.
+Errors are the prediction's, 100 (predicted / measured - 1): as it was made before the replay, and in hindsight, at the
+replay's own speed.
 """
 
 from __future__ import annotations
@@ -31,12 +31,10 @@ class Outcome:
     found: BenchReport
     dropped: Mapping[str, int]
     others_percent: float  # of the CPUs, used by other programs from the server's start to its end
-    known_speed: Mapping[str, float]  # predicted at the replay's own speed
 
-    def error_percent(self, metric: str, *, known_speed: bool = False) -> float:
+    def error_percent(self, metric: str) -> float:
         """The prediction's error in a metric that both sides have; 0 where both are 0."""
-        predicted = (self.known_speed if known_speed else self.found.predicted)[metric]
-        measured = self.found.measured[metric]
+        measured, predicted = self.found.measured[metric], self.found.predicted[metric]
         if not measured:
             return 0.0 if not predicted else float("inf")
         return 100.0 * (predicted / measured - 1.0)
@@ -63,8 +61,7 @@ def table(outcomes: Sequence[Outcome]) -> list[str]:
 def _line(one: Outcome) -> str:
     found = one.found
     cells = [
-        f"{scale * found.measured[metric]:{form}} / {scale * found.predicted[metric]:{form}} "
-        f"({one.error_percent(metric):+.1f}, {one.error_percent(metric, known_speed=True):+.1f} %)"
+        f"{scale * found.measured[metric]:{form}} / {scale * found.predicted[metric]:{form}} ({_errors(one, metric)})"
         for metric, _, scale, form in COLUMNS
     ]
     cells.append(f"{one.dropped['evictions']} / {one.predicted_evictions:.0f}")
@@ -76,11 +73,16 @@ def _line(one: Outcome) -> str:
     return f"| {one.policy} | {one.load} | {found.requests} | {' | '.join(cells)} |"
 
 
+def _errors(one: Outcome, metric: str) -> str:
+    later = one.hindsight_percent(metric)
+    return f"{one.error_percent(metric):+.1f} %" + ("" if later is None else f"; {later:+.1f} %")
+
+
 def _speed(slowdown: float | None) -> str:
     return f"{slowdown:.2f}" if slowdown else "-"
 
 
-def verdict(outcomes: Sequence[Outcome], *, known_speed: bool) -> list[str]:
+def verdict(outcomes: Sequence[Outcome]) -> list[str]:
     """How often the targets were met, and by how much the worst missed, per policy."""
     lines = [
         "| policy | runs | " + " | ".join(f"{metric} within {limit:g} %" for metric, limit in TARGETS.items()) + " |"
@@ -88,10 +90,7 @@ def verdict(outcomes: Sequence[Outcome], *, known_speed: bool) -> list[str]:
     lines.append("|---|---:|" + "---|" * len(TARGETS))
     for policy in dict.fromkeys(one.policy for one in outcomes):
         own = [one for one in outcomes if one.policy == policy]
-        cells = [
-            _met([one.error_percent(metric, known_speed=known_speed) for one in own], limit)
-            for metric, limit in TARGETS.items()
-        ]
+        cells = [_met([one.error_percent(metric) for one in own], limit) for metric, limit in TARGETS.items()]
         lines.append(f"| {policy} | {len(own)} | {' | '.join(cells)} |")
         later = [[one.hindsight_percent(metric) for one in own] for metric in TARGETS]
         known = [[error for error in errors if error is not None] for errors in later]
