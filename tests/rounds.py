@@ -97,6 +97,7 @@ class Desk:
         self.state = [WAITS for _ in rows]
         self.steps: list[StepOutput] = []  # of the last round
         self.chunk_tokens = chunk_tokens  # of all rounds
+        self.whole = not chunk_tokens  # all who run have their caches when a round ends
         self.stop_after: int | None = None
 
     def having(self, *states: str) -> list[int]:
@@ -113,7 +114,7 @@ class Desk:
         self.steps = []
         output = self.engine.run_round(plan, self._on_step)
         assert output.steps <= steps
-        if not self.chunk_tokens:
+        if self.whole:
             held = sum(len(self.as_row(number).tokens) - 1 for number in self.having(RUNS, PAUSED))
             assert output.tokens == held <= output.padded_tokens
         return output

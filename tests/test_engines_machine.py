@@ -39,6 +39,7 @@ class Rounds(RuleBasedStateMachine):
         chunk_tokens, changes = KINDS[kind]
         self.engine = rebatch_engine(**changes)
         self.desk = Desk(self.engine, ROWS, chunk_tokens=chunk_tokens)
+        self.desk.whole = kind == 0  # shaping needs a step, and a round may have none
         self.entered: set[int] = set()
 
     @rule(seed=SEEDS)

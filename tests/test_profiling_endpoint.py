@@ -62,7 +62,7 @@ def test_a_server_is_profiled_and_fitted_like_an_engine(server: Server, tmp_path
     source = tmp_path / "recipe.yaml"
     source.write_text(recipe.model_dump_json(exclude_defaults=True))
     found = profile(recipe, source, tmp_path / "profile.json", Watch())
-    assert (found.engine.engine, found.engine.capacity_tokens, found.engine.model_type) == ("openai", 1024, "toy")
+    assert (found.engine.engine, found.engine.capacity_tokens, found.engine.model_type) == ("openai", 131_072, "toy")
     assert found.engine.lacks == []
     assert len(found.prefill) == len(found.decode) == 9
     assert len(found.slices) == 6

@@ -37,7 +37,7 @@ def test_a_cut_without_requests_is_an_input_error():
         cut(STEADY, 200, 210)
 
 
-@given(search=st.integers(0, 6), held_out=st.integers(0, 6), seed=st.integers(0, 2**32), share=st.floats(0.05, 1))
+@given(search=st.integers(0, 6), held_out=st.integers(0, 6), seed=st.integers(0, 2**32), share=st.floats(0.1, 1))
 def test_windows_are_as_many_as_asked_disjoint_and_spread(search, held_out, seed, share):
     count = search + held_out
     if count == 0:
