@@ -14,7 +14,6 @@ from pydantic import Field
 from toolkit.engines.protocol import OutOfMemory, Round, RoundEngine, Row, SamplingParams, StepOutput
 from toolkit.errors import InputError, LlmctlError
 from toolkit.files.envelope import Envelope, Strict
-from toolkit.files.fit import Fit
 from toolkit.files.io import head, read_file, write_file
 from toolkit.files.profile import Profile
 from toolkit.files.recipe import Recipe
@@ -145,24 +144,12 @@ class Printing:
 
 def fit(folder: Path, engine: str) -> None:
     """As `llmctl fit`, whose printing needs more than a bare machine has."""
-    from toolkit.estimators.fitting import fit_profile
+    from toolkit.estimators.fitting import fit_file, fit_profile
 
     source = folder / f"profile-{engine}.json"
     measured = read_file(Profile, source)
     fitted = fit_profile(measured, 0)
-    rounds = getattr(fitted, "rounds", None)  # of an engine that runs them
-    result = Fit(
-        **head(inputs={"profile": source}, device=measured.environment.device),
-        recipe_name=measured.recipe_name,
-        workers=measured.workers,
-        engine=measured.engine,
-        prefill=fitted.prefill.fit,
-        decode=fitted.decode.fit,
-        overhead=fitted.overhead,
-        memory=fitted.memory,
-        rounds=rounds.rounds if rounds else None,
-        swap=rounds.swap if rounds else None,
-    )
+    result = fit_file(measured, fitted, head(inputs={"profile": source}, device=measured.environment.device))
     for name, law in (("prefill", result.prefill), ("decode", result.decode)):
         print(f"{name}: {law.form}, held-out median error {law.error.median_percent:.1f} %")
     write_file(result, folder / f"fit-{engine}.json")

@@ -40,25 +40,13 @@ def command(
 
     Several forms of each law compete; the one with the least held-out error is kept and fitted to all points.
     """
-    from toolkit.estimators.fitting import fit_profile
-    from toolkit.files.fit import Fit
+    from toolkit.estimators.fitting import fit_file, fit_profile
     from toolkit.files.io import head, read_file, write_file
     from toolkit.files.profile import Profile
 
     measured = read_file(Profile, profile)
     fitted = fit_profile(measured, seed)
-    fit = Fit(
-        **head(inputs={"profile": profile}, device=measured.environment.device),
-        recipe_name=measured.recipe_name,
-        workers=measured.workers,
-        engine=measured.engine,
-        prefill=fitted.prefill.fit,
-        decode=fitted.decode.fit,
-        overhead=fitted.overhead,
-        memory=fitted.memory,
-        rounds=fitted.rounds.rounds if fitted.rounds else None,
-        swap=fitted.rounds.swap if fitted.rounds else None,
-    )
+    fit = fit_file(measured, fitted, head(inputs={"profile": profile}, device=measured.environment.device))
     write_file(fit, out)
     emit(as_json, fit, lambda: show(fit, fitted if points else None))
     if measured.engine.analytic:

@@ -18,7 +18,8 @@ from toolkit.estimators.laws import SegmentedLaw
 from toolkit.estimators.memory_fit import fit_memory
 from toolkit.estimators.overhead import fit_overhead
 from toolkit.estimators.rounds_fit import FittedRounds, fit_rounds
-from toolkit.files.fit import Candidate, LatencyFit, MemoryFit, OverheadFit, Range
+from toolkit.files.fit import Candidate, Fit, LatencyFit, MemoryFit, OverheadFit, Range
+from toolkit.files.io import Head
 from toolkit.files.profile import DecodePoint, PrefillPoint, Profile
 
 POINTS_MIN = 8
@@ -49,6 +50,23 @@ class FittedProfile:
     overhead: OverheadFit
     memory: MemoryFit
     rounds: FittedRounds | None = None
+
+
+def fit_file(profile: Profile, fitted: FittedProfile, made_from: Head) -> Fit:
+    """What fit.json holds of `profile` and the laws that were fitted to it."""
+    rounds = fitted.rounds
+    return Fit(
+        **made_from,
+        recipe_name=profile.recipe_name,
+        workers=profile.workers,
+        engine=profile.engine,
+        prefill=fitted.prefill.fit,
+        decode=fitted.decode.fit,
+        overhead=fitted.overhead,
+        memory=fitted.memory,
+        rounds=rounds.rounds if rounds else None,
+        swap=rounds.swap if rounds else None,
+    )
 
 
 def fit_profile(profile: Profile, seed: int = 0) -> FittedProfile:
