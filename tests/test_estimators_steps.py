@@ -1,0 +1,101 @@
+"""The law of a forward pass that mixes chunks of prompts with decodes."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from toolkit.errors import InputError
+from toolkit.estimators.steps import StepLaw, StepShape, chunk_attended, features
+
+LAW = StepLaw(
+    base_s=4.0, row_s=0.5, prefill_s=2.0, cached_s=0.25, attended_s=0.125, token_s=(1.0, 0.5), knots=(0, 16),
+    host_s=3.0, host_row_s=0.25,
+)  # fmt: skip
+
+shapes = st.builds(
+    StepShape,
+    decodes=st.integers(0, 300),
+    decode_cached=st.integers(0, 100_000),
+    prefills=st.integers(0, 20),
+    prefill_tokens=st.integers(0, 8192),
+    prefill_attended=st.floats(0, 1e8),
+)
+coefficients = st.lists(st.floats(0, 1e-2), min_size=7, max_size=7)
+
+
+def test_decodes_pay_base_rows_tokens_and_what_they_read():
+    assert LAW.forward_s(StepShape(decodes=8, decode_cached=100)) == 4.0 + 8 * 0.5 + 8 * 1.0 + 100 * 0.25
+
+
+def test_a_chunk_pays_for_its_tokens_by_the_slopes_between_knots_and_for_what_it_attends_to():
+    shape = StepShape(0, 0, prefills=1, prefill_tokens=20, prefill_attended=chunk_attended(cached=30, new=20))
+    assert LAW.forward_s(shape) == 4.0 + 0.5 + 2.0 + (16 * 1.0 + 4 * 0.5) + 0.125 * 20 * (30 + 10)
+
+
+def test_chunks_attend_to_as_much_as_the_whole_prompt():
+    assert chunk_attended(0, 5) + chunk_attended(5, 7) + chunk_attended(12, 8) == chunk_attended(0, 20)
+
+
+def test_tokens_of_both_kinds_share_the_knots():
+    alone, mixed = StepShape(0, 0, prefill_tokens=20), StepShape(6, 0, prefill_tokens=14)
+    assert features(alone, (0, 16))[-2:] == features(mixed, (0, 16))[-2:] == (16.0, 4.0)
+
+
+def test_the_host_comes_after_the_pass():
+    shape = StepShape(decodes=8, decode_cached=100)
+    assert LAW.step_s(shape) == LAW.forward_s(shape) + 3.0 + 8 * 0.25
+
+
+def test_coefficients_make_the_law_again():
+    assert StepLaw.of(LAW.coefficients, LAW.knots, LAW.host_s, LAW.host_row_s) == LAW
+
+
+@given(shape=shapes, values=coefficients, steps=st.integers(1, 200))
+def test_a_stretch_is_the_sum_of_its_steps(shape, values, steps):
+    law = StepLaw.of(values, (0, 128), host_s=1e-3, host_row_s=1e-5)
+    each = [
+        law.step_s(
+            StepShape(
+                shape.decodes,
+                shape.decode_cached + i * shape.decodes,
+                shape.prefills,
+                shape.prefill_tokens,
+                shape.prefill_attended,
+            )
+        )
+        for i in range(steps)
+    ]
+    assert law.stretch_s(shape, steps) == pytest.approx(sum(each), rel=1e-9)
+
+
+@given(shape=shapes, values=coefficients, seconds=st.floats(-1, 1e4), limit=st.integers(0, 10_000))
+def test_steps_before_is_the_first_count_that_lasts_so_long(shape, values, seconds, limit):
+    law = StepLaw.of(values, (0, 128))
+    k = law.steps_before(shape, seconds, limit)
+    assert 0 <= k <= limit
+    assert k == limit or law.stretch_s(shape, k) >= seconds
+    assert k == 0 or law.stretch_s(shape, k - 1) < seconds
+
+
+def test_a_law_without_cost_never_gets_there():
+    assert StepLaw.of([0.0] * 6).steps_before(StepShape(1, 1), 1.0, 50) == 50
+
+
+@given(shape=shapes, values=coefficients, more=st.integers(1, 100))
+def test_more_of_anything_never_takes_less(shape, values, more):
+    law = StepLaw.of(values, (0, 128))
+    longer = StepShape(shape.decodes + more, shape.decode_cached + more, shape.prefills, shape.prefill_tokens + more)
+    less = StepShape(shape.decodes, shape.decode_cached, shape.prefills, shape.prefill_tokens)
+    assert law.step_s(longer) >= law.step_s(less)
+
+
+@pytest.mark.parametrize("knots", [(), (1,), (0, 0), (0, 8, 4), (0, 8)])
+def test_knots_that_do_not_begin_at_0_and_ascend_are_refused(knots):
+    with pytest.raises(InputError, match="must begin at 0 and ascend"):
+        StepLaw(0.0, 0.0, 0.0, 0.0, 0.0, token_s=(1.0,) * (3 if len(knots) == 2 else len(knots)), knots=knots)
+
+
+@pytest.mark.parametrize("value", [-1e-9, float("nan"), float("inf")])
+def test_a_negative_or_infinite_coefficient_is_refused(value):
+    with pytest.raises(InputError, match="finite and >= 0"):
+        StepLaw(0.0, value, 0.0, 0.0, 0.0, token_s=(1.0,))

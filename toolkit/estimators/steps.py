@@ -1,0 +1,162 @@
+"""The law of a paged engine's forward pass, in which rows that decode and chunks of prompts are computed side by side.
+
+    forward = base + row * rows + prefill * chunks + f(new tokens) + cached * (sum of decodes' cached tokens)
+              + attended * (sum over chunks of new * (cached + new / 2))
+    pass    = forward + host + host_row * rows
+
+`f` is continuous and linear between knots: few tokens are bound by the weights' way through memory, many by arithmetic.
+Rows pay the sampler; decodes read their cache, chunks attend to it and to themselves; the host schedules the pass and
+hands its tokens out before the next one begins. The batch's composition enters through sums alone, as in Vidur
+(arXiv:2405.05465), so a pass needs no list of its rows. What is read is counted in tokens, not in blocks.
+
+Where the coefficients come from is not said here, nor how good they are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from toolkit.errors import InputError
+
+
+@dataclass(frozen=True, slots=True)
+class StepShape:
+    """What one forward pass computes.
+
+    Attributes:
+        decodes: rows that compute one token, their last.
+        decode_cached: tokens in those rows' caches before the pass, summed.
+        prefills: rows that compute a chunk of their prompt, or of what was recomputed.
+        prefill_tokens: the chunks' tokens, summed.
+        prefill_attended: new * (cached + new / 2), summed over the chunks.
+    """
+
+    decodes: int
+    decode_cached: int
+    prefills: int = 0
+    prefill_tokens: int = 0
+    prefill_attended: float = 0.0
+
+    @property
+    def rows(self) -> int:
+        """Rows in the pass."""
+        return self.decodes + self.prefills
+
+    @property
+    def tokens(self) -> int:
+        """New tokens in the pass, which is what `max_num_batched_tokens` bounds."""
+        return self.decodes + self.prefill_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class StepLaw:
+    """Seconds of a forward pass by its shape. All coefficients are >= 0, in seconds per unit.
+
+    Attributes:
+        knots: ascending from 0: `token_s[k]` holds between knots[k] and knots[k + 1] new tokens, the last one beyond.
+        host_s, host_row_s: from the end of a forward pass to the beginning of the next, flat and per row.
+    """
+
+    base_s: float
+    row_s: float
+    prefill_s: float
+    cached_s: float
+    attended_s: float
+    token_s: tuple[float, ...]
+    knots: tuple[int, ...] = (0,)
+    host_s: float = 0.0
+    host_row_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        if (
+            self.knots[:1] != (0,)
+            or list(self.knots) != sorted(set(self.knots))
+            or len(self.knots) != len(self.token_s)
+        ):
+            raise InputError(
+                f"steps: knots {list(self.knots)} with {len(self.token_s)} slopes; they must begin at 0 and ascend, "
+                "one slope for each"
+            )
+        bad = [value for value in (*self.coefficients, self.host_s, self.host_row_s) if not 0.0 <= value < math.inf]
+        if bad:
+            raise InputError(f"steps: a coefficient is {bad[0]}; all must be finite and >= 0")
+
+    @classmethod
+    def of(
+        cls, coefficients: Sequence[float], knots: tuple[int, ...] = (0,), host_s: float = 0.0, host_row_s: float = 0.0
+    ) -> StepLaw:
+        """The law with these `coefficients`, in the order of `features`."""
+        base_s, row_s, prefill_s, cached_s, attended_s, *token_s = map(float, coefficients)
+        return cls(base_s, row_s, prefill_s, cached_s, attended_s, tuple(token_s), knots, host_s, host_row_s)
+
+    @property
+    def coefficients(self) -> tuple[float, ...]:
+        """Those of the forward pass, in the order of `features`."""
+        return (self.base_s, self.row_s, self.prefill_s, self.cached_s, self.attended_s, *self.token_s)
+
+    def forward_s(self, shape: StepShape) -> float:
+        """Seconds of the forward pass alone, from its schedule to its tokens."""
+        return sum(c * x for c, x in zip(self.coefficients, features(shape, self.knots), strict=True))
+
+    def after_s(self, rows: int) -> float:
+        """Seconds from the end of a pass of so many rows to the beginning of the next, where there is work."""
+        return self.host_s + self.host_row_s * rows
+
+    def step_s(self, shape: StepShape) -> float:
+        """Seconds from the beginning of a pass to that of the next."""
+        return self.forward_s(shape) + self.after_s(shape.rows)
+
+    def stretch_s(self, shape: StepShape, steps: int) -> float:
+        """Seconds of `steps` passes in a row, of which `shape` is the first and in which decodes' caches grow.
+
+        The sum of step_s over decode_cached + i * decodes, i = 0..steps - 1. Chunks, if any, stay what they are.
+        """
+        return steps * (self.step_s(shape) + self.cached_s * shape.decodes * (steps - 1) * 0.5)
+
+    def steps_before(self, shape: StepShape, seconds: float, limit: int) -> int:
+        """How many passes of such a stretch begin before `seconds` have passed since it began; `limit` at most.
+
+        That is the least k with stretch_s(shape, k) >= seconds: what arrives then is seen after k passes.
+        """
+        if seconds <= 0.0:
+            return 0
+        first_s, growth_s = self.step_s(shape), self.cached_s * shape.decodes
+        guess = _root(growth_s / 2, first_s - growth_s / 2, seconds)
+        k = limit if guess >= limit else int(guess)
+        while k > 0 and self.stretch_s(shape, k - 1) >= seconds:
+            k -= 1
+        while k < limit and self.stretch_s(shape, k) < seconds:
+            k += 1
+        return k
+
+
+def features(shape: StepShape, knots: Sequence[int] = (0,)) -> tuple[float, ...]:
+    """What each coefficient is multiplied with: 1, rows, chunks, cached, attended, and new tokens from knot to knot."""
+    return (
+        1.0,
+        float(shape.rows),
+        float(shape.prefills),
+        float(shape.decode_cached),
+        float(shape.prefill_attended),
+        *_between(shape.tokens, knots),
+    )
+
+
+def chunk_attended(cached: int, new: int) -> float:
+    """What a chunk of `new` tokens attends to behind `cached` ones: new * (cached + new / 2)."""
+    return new * (cached + new / 2)
+
+
+def _between(tokens: int, knots: Sequence[int]) -> tuple[float, ...]:
+    """How many of the tokens lie between each knot and the next."""
+    ends = (*knots[1:], math.inf)
+    return tuple(max(0.0, min(tokens, end) - start) for start, end in zip(knots, ends, strict=True))
+
+
+def _root(square: float, slope: float, value: float) -> float:
+    """The x >= 0 with square * x^2 + slope * x = value; infinity where there is none."""
+    if not square:
+        return value / slope if slope else math.inf
+    return 2.0 * value / (slope + math.sqrt(slope * slope + 4.0 * square * value))
