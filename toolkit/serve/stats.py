@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 
 from toolkit.sched.likeness import groups_alike
 from toolkit.sched.protocols import LatencyLaw
-from toolkit.sched.residents import LENGTH
 from toolkit.sched.types import Batch, BatchResult, RoundResult, Worker
 from toolkit.workers.protocol import BatchDone, RoundDone
 
@@ -122,9 +121,7 @@ class Stats:
     def count_round(self, batch: Batch, result: RoundResult, now_s: float, worker: Worker) -> None:
         """A round has ended, of which the worker's residents do not know yet."""
         residents, law = worker.residents, worker.latency
-        rows, longest = len(residents), 0
-        if rows:
-            longest = int(residents.table()[LENGTH].max()) + residents.steps
+        rows, longest = len(residents), residents.longest
         self._count_batch(result.failure, rows, longest + result.steps)
         if not (result.failure or residents.prefilling):  # which passes a round made is the engine's to know
             length = longest if law.padded or not rows else residents.used / rows
