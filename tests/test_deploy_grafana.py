@@ -1,0 +1,80 @@
+"""The Grafana dashboard: every query names a metric that a live registry exposes, under our names and under vLLM's."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+from serving import HandWorkers, make_driver
+
+import toolkit
+from toolkit.deploy.grafana import COLUMNS, dashboard, expressions
+from toolkit.serve.health import gauges
+from toolkit.serve.metrics import Exposition
+
+SLA = {"ttft_p99_s": 2.0, "tpot_mean_s": 0.1}
+NAMES = ("llmctl", "vllm")
+METRIC = re.compile(r"\b(?:llmctl_|vllm:)[a-z0-9_]+")
+LABELS = re.compile(r"by \((\w+)\)|\{(\w+)=|, (\w+)\)$")
+
+
+@pytest.fixture(scope="module")
+def exposed() -> dict[str, set[str]]:
+    """Each sample's name on /metrics, and its labels. A failed request too, for the ends to have a label."""
+    driver = make_driver(HandWorkers())
+    driver.stats.ended["failed"] += 1
+    registry = CollectorRegistry()
+    registry.register(Exposition(driver.stats, lambda: gauges(driver), "toy", vllm_names=True))
+    families = text_string_to_metric_families(generate_latest(registry).decode())
+    return {sample.name: set(sample.labels) for family in families for sample in family.samples}
+
+
+@pytest.mark.parametrize("names", NAMES)
+def test_every_query_reads_a_metric_that_is_there(names, exposed):
+    found = {name for expr in expressions(dashboard(SLA, names)) for name in METRIC.findall(expr)}
+    assert len(found) > 10
+    assert found <= exposed.keys()
+    assert {name.startswith("vllm:") for name in found} == {names == "vllm"}
+
+
+@pytest.mark.parametrize("names", NAMES)
+def test_every_label_in_a_query_is_one_of_the_metrics(names, exposed):
+    for expr in expressions(dashboard(SLA, names)):
+        labels = {label for found in LABELS.findall(expr) for label in found if label}
+        for name in METRIC.findall(expr):
+            assert labels <= exposed[name], expr
+
+
+@pytest.mark.parametrize("names", NAMES)
+def test_panels_do_not_overlap_and_stay_on_the_grid(names):
+    panels = dashboard(SLA, names)["panels"]
+    assert len({panel["id"] for panel in panels}) == len(panels)
+    cells = set()
+    for panel in panels:
+        place = panel["gridPos"]
+        own = {(place["x"] + dx, place["y"] + dy) for dx in range(place["w"]) for dy in range(place["h"])}
+        assert not own & cells
+        assert max(x for x, _ in own) < COLUMNS
+        cells |= own
+
+
+def test_targets_of_the_recipe_are_lines():
+    def limits(board):
+        return {
+            panel["title"]: [step["value"] for step in panel["fieldConfig"]["defaults"]["thresholds"]["steps"]][1:]
+            for panel in board["panels"]
+            if panel["type"] == "timeseries"
+        }
+
+    with_targets = limits(dashboard(SLA))
+    assert with_targets["Time to first token"] == [2.0]
+    assert with_targets["Time per output token"] == [0.1]
+    assert limits(dashboard())["Time to first token"] == []
+
+
+@pytest.mark.parametrize("names", NAMES)
+def test_the_shipped_file_is_the_dashboard(names):
+    shipped = Path(toolkit.__file__).parent.parent / "templates" / "grafana" / f"{names}.json"
+    assert shipped.read_text(encoding="utf-8") == json.dumps(dashboard(names=names), indent=1) + "\n"

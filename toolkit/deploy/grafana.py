@@ -1,0 +1,289 @@
+"""A Grafana dashboard that reads the server's metrics, as plain data for JSON: import it, or provision it as a file.
+
+Queries are written with our names. Under vLLM's (`serve --vllm-metrics`, or vLLM itself) those that it has too are
+translated, and the panels of the others are left out. Dashboards are in Grafana's classic model, which every version
+imports; the data source and the models are variables, so nothing in the file names an installation.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+Names = Literal["llmctl", "vllm"]
+
+SCHEMA_VERSION = 39  # of the classic model; newer Grafanas migrate it when they load it
+COLUMNS, WIDTH, HEIGHT = 24, 8, 8  # of Grafana's grid, and of a panel in it
+SELECTED = 'model_name=~"$model"'
+WINDOW = "$__rate_interval"
+
+# Ours to vLLM's, of metrics and of labels.
+VLLM_NAMES = {
+    "llmctl_requests_running": "vllm:num_requests_running",
+    "llmctl_requests_waiting": "vllm:num_requests_waiting",
+    "llmctl_kv_cache_usage_ratio": "vllm:kv_cache_usage_perc",
+    "llmctl_prompt_tokens_total": "vllm:prompt_tokens_total",
+    "llmctl_generation_tokens_total": "vllm:generation_tokens_total",
+    "llmctl_preemptions_total": "vllm:num_preemptions_total",
+    "llmctl_requests_total": "vllm:request_success_total",
+    "llmctl_ttft_seconds": "vllm:time_to_first_token_seconds",
+    "llmctl_itl_seconds": "vllm:inter_token_latency_seconds",
+    "llmctl_tpot_seconds": "vllm:request_time_per_output_token_seconds",
+    "llmctl_e2e_seconds": "vllm:e2e_request_latency_seconds",
+    "llmctl_queue_seconds": "vllm:request_queue_time_seconds",
+    "finish_reason": "finished_reason",
+}
+OURS = re.compile(r"llmctl_[a-z0-9_]+?(?=_(?:bucket|sum|count)\b|\b)|\bfinish_reason\b")
+
+
+@dataclass(frozen=True, slots=True)
+class Query:
+    """PromQL, and what its lines are called."""
+
+    expr: str
+    legend: str
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """A chart of one unit. `limits` are drawn as dashed lines: the targets of the recipe."""
+
+    title: str
+    unit: str  # Grafana's name of it
+    queries: Sequence[Query]
+    text: str = ""
+    limits: Sequence[float] = ()
+    highest: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    title: str
+    panels: Sequence[Panel] = field(default_factory=tuple)
+
+
+def dashboard(sla: Mapping[str, float] | None = None, names: Names = "llmctl") -> dict[str, Any]:
+    """The dashboard, ready for `json.dumps`; the same arguments give the same one.
+
+    `sla` is a recipe's, for the lines of its targets.
+    """
+    rows = _rows(sla or {})
+    if names == "vllm":
+        rows = [row for row in map(_as_vllm, rows) if row.panels]
+    return {
+        "uid": f"llmctl-{names}",
+        "title": "llmctl" if names == "llmctl" else "llmctl, vLLM's names",
+        "tags": ["llmctl"],
+        "schemaVersion": SCHEMA_VERSION,
+        "editable": True,
+        "graphTooltip": 1,  # the cross-hair is on all panels at once
+        "refresh": "10s",
+        "time": {"from": "now-30m", "to": "now"},
+        "templating": {"list": _variables(names)},
+        "panels": _placed(rows),
+    }
+
+
+def expressions(board: Mapping[str, Any]) -> list[str]:
+    """All PromQL of a dashboard, its variables' included."""
+    queries = [target["expr"] for panel in board["panels"] for target in panel.get("targets", ())]
+    return queries + [one["definition"] for one in board["templating"]["list"] if one["type"] == "query"]
+
+
+def _rows(sla: Mapping[str, float]) -> list[Row]:
+    return [
+        Row("Load", [_requests(), _ends(), _tokens()]),
+        Row(
+            "Latency",
+            [
+                _latency("Time to first token", "ttft", sla),
+                _latency("Time per output token", "tpot", sla, "Of a request, after its first token."),
+                _latency("Between tokens", "itl", sla, "Tokens that come together share their gap."),
+                _latency("Whole request", "e2e", sla),
+                _latency("Waiting for the first batch", "queue", sla),
+            ],
+        ),
+        Row("Memory and workers", [_memory(), _workers(), _troubles()]),
+        Row("The fit, held against the machine", [_ratio(), _extrapolated(), _costs()]),
+    ]
+
+
+def _requests() -> Panel:
+    return Panel(
+        "Requests in the server",
+        "short",
+        [
+            Query(f"sum(llmctl_requests_running{{{SELECTED}}})", "running"),
+            Query(f"sum(llmctl_requests_waiting{{{SELECTED}}})", "waiting"),
+        ],
+    )
+
+
+def _ends() -> Panel:
+    expr = f"sum by (finish_reason) (rate(llmctl_requests_total{{{SELECTED}}}[{WINDOW}]))"
+    return Panel("Requests that ended", "reqps", [Query(expr, "{{finish_reason}}")])
+
+
+def _tokens() -> Panel:
+    queries = [
+        Query(f"sum(rate(llmctl_{kind}_tokens_total{{{SELECTED}}}[{WINDOW}]))", name)
+        for kind, name in (("prompt", "prompt"), ("generation", "generated"))
+    ]
+    return Panel("Tokens a second", "short", queries)
+
+
+def _latency(title: str, metric: str, sla: Mapping[str, float], text: str = "") -> Panel:
+    queries = [
+        Query(f"histogram_quantile({share}, {_by_bucket(metric)})", name)
+        for share, name in ((0.5, "p50"), (0.95, "p95"), (0.99, "p99"))
+    ]
+    limits = [limit for key, limit in sla.items() if key.startswith(f"{metric}_")]
+    return Panel(title, "s", queries, text, limits)
+
+
+def _by_bucket(metric: str) -> str:
+    return f"sum by (le) (rate(llmctl_{metric}_seconds_bucket{{{SELECTED}}}[{WINDOW}]))"
+
+
+def _memory() -> Panel:
+    query = Query(f"llmctl_kv_cache_usage_ratio{{{SELECTED}}}", "{{instance}}")
+    return Panel("KV cache in use", "percentunit", [query], "What running batches may fill.", highest=1.0)
+
+
+def _workers() -> Panel:
+    return Panel(
+        "Workers",
+        "short",
+        [
+            Query(f"sum(llmctl_workers_alive{{{SELECTED}}})", "alive"),
+            Query(f"sum(increase(llmctl_worker_restarts_total{{{SELECTED}}}[{WINDOW}]))", "restarted"),
+        ],
+    )
+
+
+def _troubles() -> Panel:
+    return Panel(
+        "Preemptions and memory that ran out",
+        "short",
+        [
+            Query(f"sum(increase(llmctl_preemptions_total{{{SELECTED}}}[{WINDOW}]))", "rows preempted"),
+            Query(f"sum(increase(llmctl_oom_events_total{{{SELECTED}}}[{WINDOW}]))", "batches out of memory"),
+        ],
+    )
+
+
+def _ratio() -> Panel:
+    took, said = (
+        f"sum(rate(llmctl_{name}_seconds_total{{{SELECTED}}}[{WINDOW}]))" for name in ("batch", "predicted_batch")
+    )
+    return Panel(
+        "Actual over predicted batch time",
+        "short",
+        [Query(f"{took} / {said}", "actual / predicted")],
+        "1: the machine does what was fitted. Elsewhere for long: profile and fit again.",
+        [1.0],
+    )
+
+
+def _extrapolated() -> Panel:
+    outside, all_ = (
+        f"sum(rate(llmctl_{name}_total{{{SELECTED}}}[{WINDOW}]))" for name in ("extrapolated_batches", "batches")
+    )
+    text = "Larger or longer than anything that was profiled."
+    return Panel("Batches outside the profile", "percentunit", [Query(f"{outside} / {all_}", "share")], text)
+
+
+def _costs() -> Panel:
+    queries = [
+        Query(f"histogram_quantile(0.95, {_by_bucket(metric)})", f"{name}, p95")
+        for metric, name in (("deciding", "a decision"), ("hop", "from batch to batch"))
+    ]
+    return Panel("What scheduling costs", "s", queries)
+
+
+def _as_vllm(row: Row) -> Row:
+    """Only what vLLM has, under its names."""
+    panels = []
+    for panel in row.panels:
+        queries = [replace(query, expr=_translated(query.expr)) for query in panel.queries if _has_names(query.expr)]
+        queries = [replace(query, legend=query.legend.replace("finish_reason", "finished_reason")) for query in queries]
+        if queries:
+            panels.append(replace(panel, queries=queries))
+    return replace(row, panels=panels)
+
+
+def _has_names(expr: str) -> bool:
+    return all(name in VLLM_NAMES for name in OURS.findall(expr))
+
+
+def _translated(expr: str) -> str:
+    return OURS.sub(lambda found: VLLM_NAMES[found[0]], expr)
+
+
+def _variables(names: Names) -> list[dict[str, Any]]:
+    metric = "llmctl_requests_running"
+    query = f"label_values({_translated(metric) if names == 'vllm' else metric}, model_name)"
+    source = {"type": "datasource", "name": "datasource", "label": "Data source", "query": "prometheus"}
+    model = {
+        "type": "query",
+        "name": "model",
+        "label": "Model",
+        "datasource": _source(),
+        "definition": query,
+        "query": {"query": query, "refId": "model"},
+        "refresh": 2,  # whenever the time range changes
+        "includeAll": True,
+        "multi": True,
+        "allValue": ".*",
+        "current": {"text": "All", "value": "$__all"},
+    }
+    return [source, model]
+
+
+def _source() -> dict[str, str]:
+    return {"type": "prometheus", "uid": "${datasource}"}
+
+
+def _placed(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """Rows and their panels in Grafana's grid, numbered from 1."""
+    placed: list[dict[str, Any]] = []
+    top = 0
+    for row in rows:
+        place = {"x": 0, "y": top, "w": COLUMNS, "h": 1}
+        placed.append({"id": len(placed) + 1, "type": "row", "title": row.title, "gridPos": place, "collapsed": False})
+        top += 1
+        for index, panel in enumerate(row.panels):
+            line, column = divmod(index, COLUMNS // WIDTH)
+            place = {"x": column * WIDTH, "y": top + line * HEIGHT, "w": WIDTH, "h": HEIGHT}
+            placed.append({"id": len(placed) + 1, "gridPos": place} | _chart(panel))
+        top += -(-len(row.panels) // (COLUMNS // WIDTH)) * HEIGHT
+    return placed
+
+
+def _chart(panel: Panel) -> dict[str, Any]:
+    steps = [{"color": "text", "value": None}, *({"color": "red", "value": limit} for limit in sorted(panel.limits))]
+    defaults: dict[str, Any] = {
+        "unit": panel.unit,
+        "min": 0,
+        "thresholds": {"mode": "absolute", "steps": steps},
+        "custom": {"thresholdsStyle": {"mode": "dashed" if panel.limits else "off"}, "fillOpacity": 8},
+    }
+    if panel.highest is not None:
+        defaults["max"] = panel.highest
+    return {
+        "type": "timeseries",
+        "title": panel.title,
+        "description": panel.text,
+        "datasource": _source(),
+        "fieldConfig": {"defaults": defaults, "overrides": []},
+        "options": {
+            "tooltip": {"mode": "multi", "sort": "desc"},
+            "legend": {"displayMode": "list", "showLegend": True},
+        },
+        "targets": [
+            {"refId": chr(ord("A") + index), "expr": query.expr, "legendFormat": query.legend, "datasource": _source()}
+            for index, query in enumerate(panel.queries)
+        ],
+    }
