@@ -33,7 +33,7 @@ from toolkit.sim.api import simulate, world_from_fit
 from toolkit.traces.generate import Arrivals, backlog, generate
 from toolkit.traces.lengths import Lengths
 from toolkit.traces.types import Trace
-from toolkit.workers.pool import ProcessWorkers
+from toolkit.workers.processes import ProcessWorkers
 from toolkit.workers.protocol import OnEvent, RoundDone, WorkerEvent, WorkerReady, Workers
 
 OVERLOAD = 1.5  # arrivals, over what the best contender is predicted to serve

@@ -25,7 +25,7 @@ from toolkit.profiling.measure import grid_points, measure, visits_left
 from toolkit.profiling.process import DEATHS_MAX, Died, EngineProcess, busy_neighbours, engine_process
 from toolkit.profiling.run import journal_path, profile
 from toolkit.profiling.slices import run_slices
-from toolkit.workers.pool import ProcessWorkers
+from toolkit.workers.processes import ProcessWorkers
 from toolkit.workers.protocol import BatchDone, RoundDone, Times, WorkerLost, WorkerReady
 
 RECIPE = """

@@ -17,7 +17,7 @@ from toolkit.engines.factory import make_engine
 from toolkit.engines.protocol import Round, Row, SamplingParams, SliceOutput
 from toolkit.errors import EngineError
 from toolkit.files.recipe import ModelSpec
-from toolkit.workers.pool import ProcessWorkers
+from toolkit.workers.processes import ProcessWorkers
 from toolkit.workers.protocol import BatchDone, BatchProgress, RoundDone, WorkerEvent, WorkerLost, WorkerReady
 
 CRASH, HANG = 200, 201

@@ -104,7 +104,7 @@ class EngineProcess:
 
     def workers(self, recipe: Recipe) -> Workers:
         """The processes that will serve: several of the same, all of them busy."""
-        from toolkit.workers.pool import ProcessWorkers
+        from toolkit.workers.processes import ProcessWorkers
 
         model, engine, hardware = recipe.model, recipe.engine, recipe.hardware
         return ProcessWorkers(model, engine, hardware, recipe.workers, flush_s=engine.flush_s)

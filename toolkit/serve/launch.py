@@ -20,7 +20,7 @@ from toolkit.serve.driver import Driver
 from toolkit.serve.logs import LineLog
 from toolkit.serve.server import Ending, check_exposure, listen, serve, url
 from toolkit.serve.settings import Settings
-from toolkit.workers.pool import ProcessWorkers
+from toolkit.workers.processes import ProcessWorkers
 
 FLUSH_EVERY_S = 1.0
 

@@ -16,7 +16,6 @@ import socket
 import sys
 import time
 import traceback
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import cast
 
@@ -24,11 +23,11 @@ from toolkit.engines.factory import make_engine
 from toolkit.engines.protocol import Engine, OnStep, OutOfMemory, Round, RoundEngine, Row, StepOutput
 from toolkit.errors import LlmctlError
 from toolkit.files.recipe import EngineSpec, HardwareSpec, ModelSpec
+from toolkit.workers.channel import Channel, FrontGoneError, SocketChannel
 from toolkit.workers.frames import (
     Cancel,
     Done,
     DoneRound,
-    FromWorker,
     Interrupt,
     Progress,
     Ready,
@@ -37,63 +36,10 @@ from toolkit.workers.frames import (
     RunRound,
     Start,
     Stop,
-    ToWorker,
-    pack,
-    worker_side,
 )
 from toolkit.workers.protocol import Times
 
 WARM_UP_ROWS = (Row("warm-up-0", (0,) * 8, 0, 3), Row("warm-up-1", (0,) * 5, 0, 3))
-_CHUNK = 1 << 16
-
-
-class FrontGoneError(Exception):
-    """The other end of the socket is closed: there is nobody to work for."""
-
-
-class Channel:
-    """Blocking frames over a socket, in order. `FrontGoneError` when the other end has closed."""
-
-    def __init__(self, sock: socket.socket) -> None:
-        self._socket = sock
-        self._reader = worker_side()
-        self._waiting: deque[ToWorker] = deque()
-
-    def send(self, frame: FromWorker) -> None:
-        try:
-            self._socket.sendall(pack(frame))
-        except (BrokenPipeError, ConnectionResetError):
-            raise FrontGoneError from None
-
-    def receive(self) -> ToWorker:
-        """The next frame, waiting for it."""
-        while not self._waiting:
-            self._receive(0)
-        return self._waiting.popleft()
-
-    def poll(self) -> list[ToWorker]:
-        """The frames that are here now."""
-        try:
-            while True:
-                self._receive(socket.MSG_DONTWAIT)
-        except BlockingIOError:
-            pass
-        frames = list(self._waiting)
-        self._waiting.clear()
-        return frames
-
-    def put_back(self, frame: ToWorker) -> None:
-        """`receive` gives this frame next."""
-        self._waiting.appendleft(frame)
-
-    def _receive(self, flags: int) -> None:
-        try:
-            data = self._socket.recv(_CHUNK, flags)
-        except ConnectionResetError:
-            data = b""
-        if not data:
-            raise FrontGoneError
-        self._waiting.extend(self._reader.feed(data))
 
 
 class Outbox:
@@ -278,7 +224,7 @@ def main(arguments: Sequence[str]) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C reaches the whole group; when to end is the front's to say
     with socket.socket(fileno=int(arguments[0])) as sock:
         try:
-            return serve(Channel(sock))
+            return serve(SocketChannel(sock))
         except FrontGoneError:
             return 0
         except Exception:  # noqa: BLE001  (one of the two edges: what happened goes to stderr, which the front keeps)

@@ -11,6 +11,7 @@ from typing import Generic, TypeVar
 import msgspec
 
 from toolkit.engines.protocol import Round, RoundOutput, Row, StepOutput
+from toolkit.files.recipe import EngineSpec, HardwareSpec, ModelSpec
 from toolkit.workers.protocol import Times
 
 MAX_FRAME_BYTES = 1 << 28
@@ -24,6 +25,11 @@ class Start(msgspec.Struct, frozen=True, tag="start"):
     engine: str
     hardware: str
     flush_s: float  # progress is sent at most this often, but for a slice's first tokens
+
+    @classmethod
+    def of(cls, model: ModelSpec, engine: EngineSpec, hardware: HardwareSpec, flush_s: float) -> Start:
+        """Of the recipe's models."""
+        return cls(model.model_dump_json(), engine.model_dump_json(), hardware.model_dump_json(), flush_s)
 
 
 class Run(msgspec.Struct, frozen=True, tag="run"):

@@ -1,16 +1,19 @@
-"""Workers as processes on this machine: started together, each with its engine, and started again when one dies."""
+"""N workers that are kept alive: started together, each with its engine, and started again when one dies.
+
+What a worker lives in, a process of this machine or an actor of a cluster, is its `Body`; the pool knows no more of it.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from toolkit.engines.protocol import Round, Row
 from toolkit.errors import EngineError
 from toolkit.files.profile import EngineFacts
-from toolkit.files.recipe import EngineSpec, HardwareSpec, ModelSpec
 from toolkit.sched.types import Failure
 from toolkit.workers.frames import (
     Cancel,
@@ -23,11 +26,9 @@ from toolkit.workers.frames import (
     Refused,
     Run,
     RunRound,
-    Start,
     Stop,
     ToWorker,
 )
-from toolkit.workers.process import Exit, WorkerProcess
 from toolkit.workers.protocol import (
     BatchDone,
     BatchProgress,
@@ -42,6 +43,27 @@ from toolkit.workers.record import BatchRecord
 
 MAX_BACKOFF_S = 30.0
 
+OnFrame = Callable[[FromWorker], None]
+
+
+class Body(Protocol):
+    """What one worker lives in, until it is gone. It has been sent its `Start` frame."""
+
+    def send(self, frame: ToWorker) -> None:
+        """Send a frame, in order; one that is sent to a body that is gone, is lost."""
+        ...
+
+    def kill(self) -> None:
+        """End it at once, if it still lives."""
+        ...
+
+    async def gone(self) -> str:
+        """Wait until it has ended and nothing of it is left; one line that says why it has."""
+        ...
+
+
+Spawn = Callable[[int, OnFrame], Awaitable[Body]]  # of a worker's number; what it says arrives on the running loop
+
 
 def _future() -> asyncio.Future[None]:
     return asyncio.get_running_loop().create_future()
@@ -49,10 +71,10 @@ def _future() -> asyncio.Future[None]:
 
 @dataclass(slots=True, eq=False)
 class _Slot:
-    """One worker: the process that it is now, and what it runs."""
+    """One worker: the body that it has now, and what it runs."""
 
     index: int
-    process: WorkerProcess | None = None
+    body: Body | None = None
     facts: EngineFacts | None = None  # None: not ready
     refusal: Refused | None = None
     batch: BatchRecord | int | None = None  # of a round its number alone: it keeps no tokens here
@@ -62,31 +84,19 @@ class _Slot:
     keeper: asyncio.Task[None] | None = None
 
 
-class ProcessWorkers:
-    """`toolkit.workers.protocol.Workers`, each in a process of its own.
+class Pool:
+    """`toolkit.workers.protocol.Workers`, whatever they live in.
 
     Args:
-        model, engine, hardware: what each loads.
         size: how many.
-        flush_s: progress of a batch is reported at most this often, but for first tokens.
+        spawn: starts a worker's body. `OSError` where there can be none now.
         backoff_s: the wait before a worker that died twice in a row is started again; it doubles each time.
         stop_timeout_s: how long `stop` waits for a step to end before it kills.
     """
 
-    def __init__(
-        self,
-        model: ModelSpec,
-        engine: EngineSpec,
-        hardware: HardwareSpec,
-        size: int,
-        *,
-        flush_s: float = 0.05,
-        backoff_s: float = 0.5,
-        stop_timeout_s: float = 10.0,
-    ) -> None:
+    def __init__(self, size: int, spawn: Spawn, *, backoff_s: float = 0.5, stop_timeout_s: float = 10.0) -> None:
         self.size = size
-        self._start = Start(model.model_dump_json(), engine.model_dump_json(), hardware.model_dump_json(), flush_s)
-        self._threads = engine.threads
+        self._spawn = spawn
         self._backoff_s = backoff_s
         self._stop_timeout_s = stop_timeout_s
         self._slots: list[_Slot] = []
@@ -118,22 +128,22 @@ class ProcessWorkers:
         if slot.batch is not None:
             raise ValueError(f"worker {worker} runs batch {_batch_id(slot.batch)}; one at a time")
         slot.batch = batch
-        if slot.facts is not None and slot.process is not None:
-            slot.process.send(frame)
+        if slot.facts is not None and slot.body is not None:
+            slot.body.send(frame)
         else:
             asyncio.get_running_loop().call_soon(self._end_batch, slot, Times(), "crashed")
 
     def interrupt(self, worker: int, batch_id: int) -> None:
         """Tell the worker; for a round that is over, nothing happens."""
-        process = self._slots[worker].process
-        if process is not None:
-            process.send(Interrupt(batch_id))
+        body = self._slots[worker].body
+        if body is not None:
+            body.send(Interrupt(batch_id))
 
     def cancel(self, worker: int, batch_id: int, request_ids: Sequence[str]) -> None:
         """Tell the worker; for a batch that is over, nothing happens."""
-        process = self._slots[worker].process
-        if process is not None:
-            process.send(Cancel(batch_id, tuple(request_ids)))
+        body = self._slots[worker].body
+        if body is not None:
+            body.send(Cancel(batch_id, tuple(request_ids)))
 
     async def stop(self) -> None:
         """End all workers: at their next step, or killed after `stop_timeout_s`. No events come any more."""
@@ -141,48 +151,43 @@ class ProcessWorkers:
         self._on_event = None
         keepers = [slot.keeper for slot in self._slots if slot.keeper is not None]
         for slot in self._slots:
-            if slot.process is not None and slot.facts is not None:
-                slot.process.send(Stop())
-            elif slot.process is not None:
-                slot.process.kill()  # it is loading, and has nothing to finish
+            if slot.body is not None and slot.facts is not None:
+                slot.body.send(Stop())
+            elif slot.body is not None:
+                slot.body.kill()  # it is loading, and has nothing to finish
         if keepers:
             await asyncio.wait(keepers, timeout=self._stop_timeout_s)
         for slot in self._slots:
-            if slot.process is not None:
-                slot.process.kill()
+            if slot.body is not None:
+                slot.body.kill()
         await asyncio.gather(*keepers)
 
-    def pid(self, worker: int) -> int | None:
-        """The process of a worker; None between two."""
-        process = self._slots[worker].process
-        return process.pid if process is not None else None
-
     def kill(self, worker: int) -> None:
-        """SIGKILL a worker's process; a new one is started."""
-        process = self._slots[worker].process
-        if process is not None:
-            process.kill()
+        """End a worker at once; it is started again."""
+        body = self._slots[worker].body
+        if body is not None:
+            body.kill()
 
     async def _keep(self, slot: _Slot) -> None:
         """Keep one worker alive until the end, or until its first engine cannot be loaded."""
         while not self._stopping.is_set():
             slot.refusal = None
-            exited = await self._live(slot)
-            slot.process = None
-            self._lost(slot, exited)
+            reason = await self._live(slot)
+            slot.body = None
+            self._lost(slot, reason)
             if not slot.started:
                 return
             await self._back_off(slot)
 
-    async def _live(self, slot: _Slot) -> Exit:
-        """One process of a worker, from its start to its end."""
+    async def _live(self, slot: _Slot) -> str:
+        """One body of a worker, from its start to its end; why it ended."""
         try:
-            slot.process = await WorkerProcess.spawn(self._start, self._threads, lambda frame: self._hear(slot, frame))
+            slot.body = await self._spawn(slot.index, lambda frame: self._hear(slot, frame))
         except OSError as error:
-            return Exit(1, f"no process could be started: {error.strerror}")
+            return f"exit code 1: no process could be started: {error.strerror}"
         if self._stopping.is_set():
-            slot.process.kill()
-        return await slot.process.gone()
+            slot.body.kill()
+        return await slot.body.gone()
 
     def _hear(self, slot: _Slot, frame: FromWorker) -> None:
         if isinstance(frame, Ready):
@@ -220,14 +225,14 @@ class ProcessWorkers:
         slot.batch = None
         self._tell(event)
 
-    def _lost(self, slot: _Slot, exited: Exit) -> None:
+    def _lost(self, slot: _Slot, reason: str) -> None:
         was_ready, slot.facts = slot.facts is not None, None
         slot.deaths += 1
         self._end_batch(slot, Times(), "crashed")
         if was_ready:
-            self._tell(WorkerLost(slot.index, exited.reason))
+            self._tell(WorkerLost(slot.index, reason))
         if not slot.first_ready.done():
-            slot.first_ready.set_exception(_cannot_start(slot, exited))
+            slot.first_ready.set_exception(_cannot_start(slot, reason))
 
     async def _back_off(self, slot: _Slot) -> None:
         """The first death may be bad luck; from the second in a row on, wait longer each time."""
@@ -246,7 +251,7 @@ def _batch_id(batch: BatchRecord | int) -> int:
     return batch if isinstance(batch, int) else batch.batch_id
 
 
-def _cannot_start(slot: _Slot, exited: Exit) -> EngineError:
+def _cannot_start(slot: _Slot, reason: str) -> EngineError:
     if slot.refusal is not None:
         return EngineError(slot.refusal.message, slot.refusal.hint)
-    return EngineError(f"worker {slot.index} ended while it loaded its engine: {exited.reason}")
+    return EngineError(f"worker {slot.index} ended while it loaded its engine: {reason}")

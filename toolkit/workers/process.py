@@ -89,8 +89,11 @@ class WorkerProcess:
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
 
-    async def gone(self) -> Exit:
-        """Wait until it has ended and was reaped. A child that closed its socket has nothing left to do but exit."""
+    async def gone(self) -> str:
+        """Wait until it has ended and was reaped, and say why.
+
+        A child that closed its socket has nothing left to do but exit.
+        """
         await self._link.closed
         try:
             code = await asyncio.wait_for(self._process.wait(), EXIT_GRACE_S)
@@ -99,7 +102,7 @@ class WorkerProcess:
             code = await self._process.wait()
         await asyncio.wait((self._reading,), timeout=STDERR_DRAIN_S)
         self._reading.cancel()
-        return Exit(code, _last_line(bytes(self._tail)))
+        return Exit(code, _last_line(bytes(self._tail))).reason
 
     async def _keep_stderr(self) -> None:
         stderr = self._process.stderr
