@@ -226,7 +226,7 @@ def test_a_version_that_was_not_tried_is_refused(monkeypatch, version):
     with pytest.raises(InputError) as caught:
         imported(monkeypatch, version)
     assert str(caught.value) == (
-        f"vLLM is {version}; our scheduler was tried inside vLLM ==0.32.*: "
+        f"vLLM is {version}; llmctl was tried with vLLM ==0.32.*: "
         "pip install 'vllm==0.32.*', or leave out --scheduler-cls"
     )
 

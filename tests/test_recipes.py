@@ -3,6 +3,7 @@
 import json
 import re
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
@@ -108,8 +109,9 @@ def test_an_unknown_policy_or_parameter_is_named(tmp_path: Path, name: str, para
 
 def keys_of(model: type[BaseModel]) -> set[str]:
     """The names of all keys of a model and of the models in it."""
-    inner = [f.annotation for f in model.model_fields.values() if isinstance(f.annotation, type)]
-    return set(model.model_fields).union(*(keys_of(each) for each in inner if issubclass(each, BaseModel)))
+    named = [kind for f in model.model_fields.values() for kind in (f.annotation, *get_args(f.annotation))]
+    inner = [kind for kind in named if isinstance(kind, type) and issubclass(kind, BaseModel)]
+    return set(model.model_fields).union(*map(keys_of, inner))
 
 
 def test_the_docs_have_every_key_and_no_other() -> None:

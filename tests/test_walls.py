@@ -24,7 +24,7 @@ SAME_FLOOR = {("workers", "engines")}
 ONLY_IN = {
     "torch": "engines/", "transformers": "engines/", "tokenizers": "engines/", "safetensors": "engines/",
     "deepspeed": "engines/",
-    "vllm": "inside/vllm_scheduler.py",
+    "vllm": "inside/vllm_",
     "optuna": "tuning/",
     "scipy": "estimators/",
     "numba": "sched/kernels.py",

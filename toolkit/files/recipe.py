@@ -9,6 +9,7 @@ from pydantic.json_schema import JsonSchemaValue
 
 from toolkit.errors import nearest
 from toolkit.files.envelope import Strict
+from toolkit.files.vllm import VllmSpec
 
 NAME_PATTERN = r"^[a-z0-9][a-z0-9._-]{0,63}$"
 Name = Annotated[str, Field(pattern=NAME_PATTERN)]
@@ -72,7 +73,7 @@ class HardwareSpec(Strict):
 class EngineSpec(Strict):
     """What runs the model."""
 
-    name: Literal["transformers", "rebatch", "deepspeed", "openai", "fake"] = "transformers"
+    name: Literal["transformers", "rebatch", "deepspeed", "vllm", "openai", "fake"] = "transformers"
     url: str | None = Field(default=None, description="openai: the server, like http://127.0.0.1:8000")
     served_model: str | None = Field(default=None, description="openai: the model's name there; None: its first")
     threads: Positive | None = Field(default=None, description="CPU threads of one worker; None: all")
@@ -95,6 +96,7 @@ class EngineSpec(Strict):
         default=None,
         description="deepspeed: true: its own kernels, or nothing; false: the model's; None: its own where they work",
     )
+    vllm: VllmSpec | None = Field(default=None, description="vllm: how its server is started; None: vLLM's defaults")
     flush_s: Annotated[float, Field(ge=0)] = Field(
         default=0.05,
         description="a worker reports tokens at most this often, but for first ones; longer where cores are scarce",
@@ -106,6 +108,12 @@ class EngineSpec(Strict):
             raise ValueError("engine.name is 'openai', so engine.url says where the server is")
         if self.name != "openai" and (self.url or self.served_model):
             raise ValueError(f"engine.url and served_model are for engine 'openai'; engine.name is '{self.name}'")
+        return self
+
+    @model_validator(mode="after")
+    def _only_vllm_has_its_flags(self) -> EngineSpec:
+        if self.vllm is not None and self.name != "vllm":
+            raise ValueError(f"engine.vllm is for engine 'vllm'; engine.name is '{self.name}'")
         return self
 
     @model_validator(mode="after")
@@ -226,8 +234,8 @@ class Recipe(Strict):
 
     @model_validator(mode="after")
     def _a_server_is_one_worker(self) -> Recipe:
-        if self.engine.name == "openai" and self.workers > 1:
-            raise ValueError(f"workers: {self.workers}: a server is one worker, whatever is behind its url")
+        if self.engine.name in ("openai", "vllm") and self.workers > 1:
+            raise ValueError(f"workers: {self.workers}: a server is one worker, whatever is behind it")
         return self
 
     @model_validator(mode="after")

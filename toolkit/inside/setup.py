@@ -4,12 +4,13 @@ LLMCTL_VLLM_POLICY     a policy, and its parameters: "past-future reserve=0.1 wi
 LLMCTL_VLLM_FIT        fit.json: the laws of time, for policies that ask for them
 LLMCTL_VLLM_PLAN       plan.json: policy and laws in one, instead of these two
 LLMCTL_VLLM_EVENT_LOG  a file that gets every call and decision of the scheduler
+LLMCTL_VLLM_ITERATIONS a file that gets a line for each pass (`toolkit.inside.vllm_iterations`); nothing to this one
+LLMCTL_VLLM_PYTHON     the Python that has vLLM, for `llmctl profile` and `llmctl serve`; nothing to an engine
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,6 +32,7 @@ from toolkit.sched.types import Request, RoundResult, Worker
 
 PREFIX = "LLMCTL_VLLM_"
 VARIABLES = ("LLMCTL_VLLM_POLICY", "LLMCTL_VLLM_FIT", "LLMCTL_VLLM_PLAN", "LLMCTL_VLLM_EVENT_LOG")
+OTHERS = ("LLMCTL_VLLM_ITERATIONS", "LLMCTL_VLLM_PYTHON")
 TIMED = ("past-future-sla", "mlfq")  # they ask what a step or a prefill takes
 ELSEWHERE = {
     "baton": "it lays rows out in one padded slab, and this engine pages its memory",
@@ -72,19 +74,10 @@ class Setup:
     event_log: Path | None = None
 
 
-@contextmanager
-def one_line() -> Iterator[None]:
-    """The engine prints what an exception says, and knows of no hints: both are in one line."""
-    try:
-        yield
-    except InputError as error:
-        raise InputError(f"{error.message}: {error.hint}" if error.hint else error.message) from None
-
-
 def read_setup(environ: Mapping[str, str]) -> Setup:
     """The setup that the environment asks for. `InputError` where it cannot be."""
     for name in environ:
-        if name.startswith(PREFIX) and name not in VARIABLES:
+        if name.startswith(PREFIX) and name not in VARIABLES + OTHERS:
             raise InputError(f"there is no variable {name}", nearest(name, VARIABLES))
     words, fit_path, plan_path, log = (environ.get(name, "") for name in VARIABLES)
     if plan_path and (words or fit_path):

@@ -18,11 +18,12 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request as VllmRequest
 
+from toolkit.endpoints.vllm_versions import check_version
 from toolkit.errors import InputError
 from toolkit.inside.gate import Gate
-from toolkit.inside.setup import Setup, make_worker, one_line, read_setup, warm_up
+from toolkit.inside.one_line import one_line
+from toolkit.inside.setup import Setup, make_worker, read_setup, warm_up
 from toolkit.inside.steps import Orders, Steps
-from toolkit.inside.versions import check_version
 from toolkit.sched.eventlog import Event, Header, Recorder, to_line
 from toolkit.sched.policies.parameters import parameters
 from toolkit.sched.scheduler import Scheduler

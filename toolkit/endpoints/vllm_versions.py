@@ -1,4 +1,4 @@
-"""The versions of vLLM that our scheduler was tried with: what it subclasses is not public and changes."""
+"""The versions of vLLM that were tried: what our classes inside it subclass is not public, and its flags change."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from toolkit.errors import InputError
 TRIED = "==0.32.*"
 
 
-def check_version(version: str) -> None:
+def check_version(version: str, remedy: str = "or leave out --scheduler-cls") -> None:
     """`InputError`, naming the range and how to get there, for a version that was not tried."""
     try:
         tried = Version(version) in SpecifierSet(TRIED, prereleases=True)
@@ -18,6 +18,5 @@ def check_version(version: str) -> None:
         tried = False
     if not tried:
         raise InputError(
-            f"vLLM is {version}; our scheduler was tried inside vLLM {TRIED}",
-            f"pip install 'vllm{TRIED}', or leave out --scheduler-cls",
+            f"vLLM is {version}; llmctl was tried with vLLM {TRIED}", f"pip install 'vllm{TRIED}', {remedy}"
         )

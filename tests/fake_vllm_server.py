@@ -1,0 +1,198 @@
+"""A Python that has a "vLLM": a server with its flags, its pages and its iteration log, and no model.
+
+It batches continuously, prefills in chunks and never preempts; a pass sleeps as long as `FORWARD_S` says. What it is
+told to do wrong is in its model's name: 'dies' ends while it loads, and 'breaks' answers groups of 3 with 500.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+FORWARD_S = (0.001, 2e-6, 2e-5)  # flat, per cached token of a decode, per token of a chunk
+
+
+def install(folder: Path, version: str = "0.32.0+cpu") -> str:
+    """Make it in `folder`; the path of its Python."""
+    site = folder / "site"
+    package = site / "vllm" / "entrypoints" / "cli"
+    package.mkdir(parents=True)
+    for each in (site / "vllm", site / "vllm" / "entrypoints", package):
+        (each / "__init__.py").touch()
+    (package / "main.py").write_text("from fake_vllm_server import main\n")
+    info = site / f"vllm-{version}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n")
+    python = folder / "python"
+    here = Path(__file__).parent
+    python.write_text(
+        textwrap.dedent(f"""\
+        #!/bin/sh
+        PYTHONPATH="$PYTHONPATH:{site}:{here}" exec {sys.executable} "$@"
+        """)
+    )
+    python.chmod(0o755)
+    return str(python)
+
+
+class Row:
+    """A request that waits or runs."""
+
+    def __init__(self, name: str, prompt: int, limit: int) -> None:
+        self.name, self.prompt, self.limit = name, prompt, limit
+        self.computed = self.generated = 0
+        self.tokens: asyncio.Queue[bool] = asyncio.Queue()
+
+
+class Engine:
+    """One pass after the other while anybody is there."""
+
+    def __init__(self, flags: dict[str, str]) -> None:
+        self.slots = int(flags.get("--max-num-seqs", 256))
+        self.budget = int(flags.get("--max-num-batched-tokens", 2048))
+        self.rows: list[Row] = []
+        self.news = asyncio.Event()
+        path = os.environ.get("LLMCTL_VLLM_ITERATIONS")
+        self.log = open(path, "wb", buffering=0) if path else None  # noqa: SIM115
+        if self.log:
+            self.log.write(self._header(flags))
+
+    def _header(self, flags: dict[str, str]) -> bytes:
+        from toolkit.sched.iterations import Header, to_line
+
+        return to_line(
+            Header(
+                max_num_seqs=self.slots,
+                max_num_batched_tokens=self.budget,
+                block_tokens=int(flags.get("--block-size", 16)),
+                blocks=256,
+                enable_chunked_prefill=True,
+                prefix_caching=False,
+                async_scheduling=False,
+                policy="fcfs",
+                version="0.32.0+cpu",
+                model_type="llama",
+                dtype="float32",
+                device="cpu",
+                max_model_len=int(flags["--max-model-len"]),
+                vocab_size=512,
+                kv_bytes_per_token=4096,
+            )
+        )
+
+    async def run(self) -> None:
+        from toolkit.sched.iterations import Pass, to_line
+        from toolkit.sched.iterations import Row as Logged
+
+        step = 0
+        while True:
+            while not self.rows:
+                self.news.clear()
+                await self.news.wait()
+            start_s, budget, part = time.monotonic(), self.budget, []
+            for row in self.rows[: self.slots]:
+                new = min(row.prompt + row.generated - row.computed, budget)
+                if new:
+                    part.append((row, Logged(row.name, row.computed, new, row.prompt)))
+                budget -= new
+            flat, cached, token = FORWARD_S
+            reading = sum(one.computed for _, one in part if one.decodes)
+            new = sum(one.new for _, one in part if not one.decodes)
+            await asyncio.sleep(flat + cached * reading + token * new)
+            ended = []
+            for row, one in part:
+                row.computed += one.new
+                if row.computed == row.prompt + row.generated:
+                    row.generated += 1
+                    if row.generated == row.limit:
+                        ended.append(row)
+                    row.tokens.put_nowait(row.generated == row.limit)
+            self.rows = [row for row in self.rows if row not in ended]
+            step += 1
+            if self.log:
+                one = Pass(
+                    step=step,
+                    start_s=start_s,
+                    end_s=time.monotonic(),
+                    rows=[one for _, one in part],
+                    preempted=[],
+                    ended=[row.name for row in ended],
+                    waiting=max(len(self.rows) - self.slots, 0),
+                    free_blocks=1,
+                )
+                self.log.write(to_line(one))
+
+
+class Front:
+    """As much of HTTP as is needed."""
+
+    def __init__(self, flags: dict[str, str], model: str) -> None:
+        self.engine, self.model, self.name = Engine(flags), model, flags["--served-model-name"]
+        self.flags, self.count = flags, 0
+
+    async def answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = (await reader.readuntil(b"\r\n\r\n")).decode()
+        first, *fields = head.split("\r\n")
+        headers = {name.lower(): value for name, _, value in (field.partition(": ") for field in fields)}
+        body = await reader.readexactly(int(headers.get("content-length", 0)))
+        path = first.split()[1]
+        if path == "/v1/completions":
+            await self.complete(json.loads(body), headers, writer)
+        else:
+            pages = {
+                "/v1/models": json.dumps({"data": [{"id": self.name, "max_model_len": 512}]}),
+                "/health": "",
+                "/metrics": 'vllm:cache_config_info{block_size="16",num_gpu_blocks="257"} 1.0\n',
+                "/flags": json.dumps(sys.argv),
+            }
+            self.write(writer, pages.get(path, "{}"))
+        writer.close()
+
+    def write(self, writer: asyncio.StreamWriter, text: str, status: int = 200) -> None:
+        writer.write(f"HTTP/1.1 {status} x\r\ncontent-length: {len(text)}\r\nconnection: close\r\n\r\n{text}".encode())
+
+    async def complete(self, asked: dict, headers: dict[str, str], writer: asyncio.StreamWriter) -> None:
+        self.count += 1
+        row = Row(f"cmpl-{headers.get('x-request-id', self.count)}-0-abc", len(asked["prompt"]), asked["max_tokens"])
+        self.engine.rows.append(row)
+        self.engine.news.set()
+        usage = {"prompt_tokens": row.prompt, "completion_tokens": row.limit}
+        if "breaks" in self.model and len(self.engine.rows) > 2:
+            return self.write(writer, json.dumps({"error": {"message": "the fake breaks"}}), 500)
+        if not asked["stream"]:
+            while not await row.tokens.get():
+                pass
+            return self.write(writer, json.dumps({"choices": [{"text": "x"}], "usage": usage}))
+        writer.write(b"HTTP/1.1 200 OK\r\nconnection: close\r\n\r\n")
+        while True:
+            last = await row.tokens.get()
+            writer.write(b'data: {"choices": [{"text": "x"}]}\n\n')
+            if last:
+                writer.write(b"data: %s\n\ndata: [DONE]\n\n" % json.dumps({"choices": [], "usage": usage}).encode())
+                return None
+
+
+async def serve() -> None:
+    _, verb, model, *words = sys.argv
+    assert verb == "serve"
+    if "dies" in model:
+        raise SystemExit("ValueError: the fake dies")
+    flags = {word: (words[k + 1] if k + 1 < len(words) else "") for k, word in enumerate(words) if word[:2] == "--"}
+    front = Front(flags, model)
+    ended = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, ended.set)
+    running = asyncio.create_task(front.engine.run())
+    async with await asyncio.start_server(front.answer, flags["--host"], int(flags["--port"])):
+        print("INFO: ready")
+        await ended.wait()
+    running.cancel()
+
+
+def main() -> None:
+    asyncio.run(serve())

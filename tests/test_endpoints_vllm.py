@@ -1,0 +1,86 @@
+"""vLLM's server as a child: which Python, which version, which flags, how it starts, dies and ends."""
+
+import json
+from pathlib import Path
+
+import fake_vllm_server
+import httpx
+import pytest
+import samples
+
+from toolkit.endpoints.vllm_command import VllmCommand, vllm_version
+from toolkit.endpoints.vllm_server import vllm_server
+from toolkit.errors import EngineError, InputError
+
+
+def recipe_for(python: str, **engine: object):
+    found = {"name": "vllm", "vllm": {"python": python, "block_size": 16}} | engine
+    return samples.recipe(engine=found, workers=1, policy={"name": "aggressive"})
+
+
+@pytest.fixture
+def python(tmp_path: Path) -> str:
+    return fake_vllm_server.install(tmp_path)
+
+
+def test_flags_are_the_recipe_s(python: str):
+    recipe = recipe_for(python, kv_cache_memory_mib=16, threads=1)
+    command = VllmCommand(recipe, "folder", "toy", ["--max-num-seqs", "8"])
+    with vllm_server(command, quiet=True) as server:
+        words = httpx.get(f"{server.url}/flags").json()[1:]
+    assert words[:2] == ["serve", "folder"]
+    joined = " ".join(words)
+    assert "--max-model-len 512 --kv-cache-memory-bytes 16777216 --block-size 16 --max-num-seqs 8" in joined
+    assert "--dtype bfloat16" in joined
+    assert not server.running
+
+
+def test_threads_are_bound_and_what_else_lies_beside_llmctl_is_not_shown(python: str, tmp_path: Path):
+    environment = VllmCommand(recipe_for(python, threads=1), "folder", "toy").environment(tmp_path)
+    assert environment["VLLM_CPU_OMP_THREADS_BIND"].isdecimal()
+    assert environment["PYTHONPATH"] == str(tmp_path)
+
+
+def test_a_server_that_dies_says_why(python: str):
+    with (
+        pytest.raises(EngineError, match=r"ended while it loaded \(exit code 1\): ValueError: the fake dies"),
+        vllm_server(VllmCommand(recipe_for(python), "dies", "toy"), quiet=True),
+    ):
+        pass
+
+
+def test_a_version_that_was_not_tried_is_refused_before_anything_starts(tmp_path: Path):
+    python = fake_vllm_server.install(tmp_path, "0.31.0")
+    with pytest.raises(InputError, match=r"vLLM is 0.31.0; llmctl was tried with vLLM ==0.32") as refusal:
+        vllm_version(recipe_for(python))
+    assert "pip install 'vllm==0.32.*'" in refusal.value.hint
+
+
+def test_a_python_without_vllm_says_where_to_name_another(tmp_path: Path):
+    script = tmp_path / "python"
+    script.write_text("#!/bin/sh\nexit 1\n")
+    script.chmod(0o755)
+    with pytest.raises(EngineError, match="has no vLLM") as failure:
+        vllm_version(recipe_for(str(script)))
+    assert "LLMCTL_VLLM_PYTHON" in failure.value.hint
+    with pytest.raises(EngineError, match="cannot be run"):
+        vllm_version(recipe_for(str(tmp_path / "none")))
+
+
+def test_vllm_s_flags_are_for_vllm_alone():
+    with pytest.raises(ValueError, match=r"engine\.vllm is for engine 'vllm'"):
+        samples.recipe(engine={"name": "fake", "vllm": {}})
+    with pytest.raises(ValueError, match="a server is one worker"):
+        samples.recipe(engine={"name": "vllm"}, workers=2)
+
+
+def test_the_iteration_log_s_lines_are_read_as_they_were_written():
+    from toolkit.sched.iterations import Pass, Row, passes_of, to_line
+
+    rows = [Row("a", 12, 1, 12), Row("b", 0, 8, 30), Row("c", 12, 1, 13)]
+    one = Pass(step=3, start_s=1.0, end_s=1.5, rows=rows, preempted=["x"], ended=["a"], waiting=2, free_blocks=7)
+    line = to_line(one)
+    assert json.loads(line)["rows"][0] == ["a", 12, 1, 12]
+    (read,) = passes_of([line])
+    assert read == one
+    assert [row.decodes for row in read.rows] == [True, False, False]
