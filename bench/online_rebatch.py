@@ -191,7 +191,8 @@ def open_lab(options: argparse.Namespace) -> Lab:
     if not path.exists():
         recipe = load_recipe(options.recipe)
         engine = recipe.engine.model_copy(update={"kv_cache_memory_mib": options.kv_mib})
-        write_text(path, recipe.model_copy(update={"engine": engine}).model_dump_json(indent=1))  # YAML, too
+        changed = recipe.model_copy(update={"engine": engine, "workers": options.workers or recipe.workers})
+        write_text(path, changed.model_dump_json(indent=1))  # YAML, too
     lengths = prepare(read_trace(trace_path(options.trace))[0], load_recipe(path))
     return Lab(folder, Stages(sys.stderr), lengths, options.seconds, options.warmup, options.sla, options.quiet)
 
@@ -224,6 +225,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recipe", default="tiny-llama-cpu-rebatch")
     parser.add_argument("--kv-mib", type=float, default=16.0, help="KV budget of a worker")
+    parser.add_argument("--workers", type=int, default=1, help="0: as many as the recipe has")
     parser.add_argument("--trace", default="chat-small", help="whose lengths are taken")
     parser.add_argument("--out", type=Path, default=Path("runs/online"))
     parser.add_argument("--policies", nargs="+", default=POLICIES)
