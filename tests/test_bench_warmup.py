@@ -8,13 +8,17 @@ import samples
 from sse_server import serve_request, sse_server
 
 from toolkit.bench.client import Load
-from toolkit.bench.predict import predict
-from toolkit.bench.warmup import batch_times, others, slowdown_since, warm_up
+from toolkit.bench.costs import counts_or_none
+from toolkit.bench.predict import Conditions, predict
+from toolkit.bench.report import Front
+from toolkit.bench.warmup import conditions, others, times_between, warm_up
 from toolkit.cli.main import run
 from toolkit.deploy.plan import make_plan
+from toolkit.endpoints.stream import Sample
 from toolkit.endpoints.target import find_target
 from toolkit.errors import InputError
 from toolkit.files.io import write_file
+from toolkit.sim.front import NO_DELAY, FrontDelay
 from toolkit.traces.types import Trace
 from toolkit.traces.write import Line, write_lines
 
@@ -70,19 +74,66 @@ def test_a_server_that_has_gone_after_the_replay_costs_no_report():
     with sse_server() as server:
         server.batch_s = (1.0, 1.0)
         target = find_target(server.url)
-        before = batch_times(target)
+        before = counts_or_none(target)
         server.batch_s = (4.0, 3.0)
-        assert slowdown_since(before, target) == 1.5
-    assert slowdown_since(before, target) is None
+        assert times_between(before, counts_or_none(target), []).slowdown == 1.5
+    assert times_between(before, counts_or_none(target), []) is None
+
+
+def counters(requests: int, ttft_s: float, e2e_s: float) -> dict[str, float]:
+    """What a server tells after so many requests, all with the same latencies."""
+    found = {"llmctl_batch_seconds_total": 2.0 * requests, "llmctl_predicted_batch_seconds_total": 1.0 * requests}
+    for name, each_s in (("ttft", ttft_s), ("e2e", e2e_s)):
+        found |= {f"llmctl_{name}_seconds_count": requests, f"llmctl_{name}_seconds_sum": requests * each_s}
+    return found
+
+
+def seen_by_clients(count: int, ttft_s: float, e2e_s: float) -> list[Sample]:
+    return [
+        Sample(k, 5, 9, sent_s=k, first_token_s=k + ttft_s, last_token_s=k + e2e_s, failure="") for k in range(count)
+    ]
+
+
+def test_what_clients_wait_longer_than_the_driver_says_is_the_fronts():
+    samples_ = seen_by_clients(4, ttft_s=0.5, e2e_s=2.0)
+    times = times_between(counters(0, 0.0, 0.0), counters(4, ttft_s=0.375, e2e_s=1.75), samples_)
+    assert times.front == Front(first_s=0.125, last_s=0.25)
+    assert times.slowdown == 2.0
+
+
+def test_clocks_that_disagree_make_no_token_early():
+    times = times_between(counters(0, 0.0, 0.0), counters(2, 0.5, 2.0), seen_by_clients(2, 0.375, 2.5))
+    assert times.front == Front(first_s=0.0, last_s=0.5)
+
+
+@pytest.mark.parametrize("served", [3, 5])
+def test_of_a_server_that_served_others_too_the_fronts_share_is_not_known(served):
+    times = times_between(counters(0, 0.0, 0.0), counters(served, 0.375, 1.75), seen_by_clients(4, 0.5, 2.0))
+    assert times.front is None
+    assert conditions(times.slowdown, times.front, [7]) == Conditions(2.0, NO_DELAY, (7,))
+
+
+def test_where_a_request_failed_the_fronts_share_is_not_known():
+    failed = seen_by_clients(4, 0.5, 2.0)
+    failed[2].failure = "the connection was lost"
+    assert times_between(counters(0, 0.0, 0.0), counters(4, 0.375, 1.75), failed).front is None
 
 
 def test_a_slow_machine_makes_batches_longer_and_decides_nothing_else():
     """With everything slow, the backlog of one worker takes so many times as long."""
     plan = make_plan(samples.recipe(), samples.fit(), None, {})
     backlog = Trace(np.zeros(40), np.full(40, 20), np.full(40, 9), np.zeros(40, dtype=np.int64))
-    fitted, slow = (predict(plan, backlog, {}, slowdown) for slowdown in (1.0, 2.0))
+    fitted, slow = (predict(plan, backlog, {}, Conditions(slowdown)) for slowdown in (1.0, 2.0))
     assert slow["batches"] == fitted["batches"]
     assert slow["tpot_mean_s"] == pytest.approx(2 * fitted["tpot_mean_s"])
+
+
+def test_the_fronts_delay_is_in_every_predicted_latency():
+    plan = make_plan(samples.recipe(), samples.fit(), None, {})
+    few = Trace(np.arange(4.0), np.full(4, 20), np.full(4, 9), np.zeros(4, dtype=np.int64))
+    bare, behind = (predict(plan, few, {}, Conditions(front=delay)) for delay in (NO_DELAY, FrontDelay(0.25, 0.5)))
+    assert behind["ttft_mean_s"] == pytest.approx(bare["ttft_mean_s"] + 0.25)
+    assert behind["e2e_p99_s"] == pytest.approx(bare["e2e_p99_s"] + 0.5)
 
 
 def test_the_prediction_knows_the_output_lengths_that_the_server_has_seen():
@@ -90,7 +141,7 @@ def test_the_prediction_knows_the_output_lengths_that_the_server_has_seen():
     recipe = samples.recipe(policy={"name": "past-future"}, engine={"name": "fake"})
     plan = make_plan(recipe, samples.fit(capacity_tokens=1024), None, {})
     backlog = Trace(np.zeros(40), np.full(40, 20), np.full(40, 9), np.zeros(40, dtype=np.int64))
-    first, later = (predict(plan, backlog, {}, finished=seen) for seen in ((), [9] * 100))
+    first, later = (predict(plan, backlog, {}, Conditions(finished=seen)) for seen in ((), (9,) * 100))
     assert later["batch_size_mean"] > first["batch_size_mean"]
     assert later["ttft_mean_s"] < first["ttft_mean_s"]
 

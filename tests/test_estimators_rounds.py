@@ -55,6 +55,13 @@ def test_the_link_to_host_memory_is_found_again():
     assert swap.host_bytes == 1 << 30
 
 
+@pytest.mark.parametrize(("device", "overlaps"), [("cpu", False), ("NVIDIA A100-SXM4-80GB", True)])
+def test_on_a_cpu_transfers_are_copies_of_who_computes(device, overlaps):
+    facts = profile().engine.model_copy(update={"device": device})
+    found = fit_profile(profile().model_copy(update={"engine": facts})).rounds
+    assert found.swap.overlaps is overlaps
+
+
 def test_usable_is_what_ran_at_every_length():
     assert fitted().rounds.usable_share * FACTS.capacity_tokens == close(min(110 * 65, 28 * 257))
 

@@ -10,9 +10,14 @@ from serving import HandWorkers, client, make_driver, turns
 from toolkit.bench.costs import COUNTED, scheduling
 from toolkit.engines.bytes_tokenizer import ByteDetokenizer
 from toolkit.engines.protocol import SamplingParams, StepOutput
+from toolkit.estimators.laws import unit_step
+from toolkit.estimators.memory import ZetaMemory
+from toolkit.estimators.swap import LinearSwap
+from toolkit.sched.types import Batch, Job, Moves, Request, RoundResult, Worker
 from toolkit.serve.driver import Driver
 from toolkit.serve.live import Ask
 from toolkit.serve.reply import Reply
+from toolkit.serve.stats import Stats
 from toolkit.serve.text import TextOutput
 from toolkit.workers.child import Stopwatch
 from toolkit.workers.protocol import Times
@@ -132,3 +137,14 @@ def test_where_nothing_ran_or_nothing_is_told_there_are_no_shares():
     still = dict.fromkeys(COUNTED.values(), 5.0)
     assert scheduling(still, still) is None
     assert scheduling({}, still) is None
+
+
+@pytest.mark.parametrize(("overlaps", "expected_s"), [(True, 0.0), (False, 1.5)])
+def test_a_round_is_held_against_its_transfers_where_it_waits_for_them(overlaps, expected_s):
+    link = LinearSwap(latency_s=0.5, out_tokens_per_s=16.0, in_tokens_per_s=8.0, overlaps=overlaps)
+    worker = Worker(0, unit_step(), ZetaMemory(1000), swap=link, host_tokens=1000)
+    left = Job(Request("a", 0.0, 16, 9), 0, 16)
+    batch = Batch(0, (), 1, 0, 0.0, keep_cache=True, started_s=1.0, moves=Moves(swap_out=(left,), overlap=True))
+    stats = Stats()
+    stats.count_round(batch, RoundResult(0, 0, 0, ()), 3.0, worker)
+    assert stats.predicted_batch_s == expected_s

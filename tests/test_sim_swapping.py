@@ -1,6 +1,6 @@
 """Leaping equals stepping where caches are swapped: the simulated worker against a plain one, to the last digit."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from hypothesis import given, settings
@@ -36,8 +36,8 @@ class Cache:
 class PlainWorker:
     """Runs rounds one token at a time, and checks its memory at every step."""
 
-    def __init__(self, law, caches):
-        self.law, self.caches = law, caches
+    def __init__(self, law, caches, link):
+        self.law, self.caches, self.link = law, caches, link
         self.steps = self.swaps = self.evictions = 0
         self.swap_wait_s = 0.0
 
@@ -59,10 +59,11 @@ class PlainWorker:
                 self.moved_s += LINK.out_s(self.caches[job.request_id].tokens)
             for job in moves.swap_in:
                 self.moved_s += LINK.in_s(self.caches[job.request_id].tokens)
-            if not moves.overlap:
-                self.transfer()
+            if not (moves.overlap and self.link.overlaps):
                 begin_s = self.moved_s
                 self.swap_wait_s += self.moved_s - now_s
+            if not moves.overlap:
+                self.transfer()
             self.put(moves.resume, "runs")
         if batch.jobs:
             lengths = [self.caches[job.request_id].tokens for job in batch.jobs]
@@ -121,7 +122,7 @@ workloads = st.lists(
 )
 
 
-def both(work, policy, swap, emits):
+def both(work, policy, swap, emits, overlaps=True):
     """The ledger's view of the leaping worker, and the plain worker, after the same trace."""
     columns = zip(
         *[(at / 16, prompt, out, min(out + more, LIMIT)) for at, prompt, out, more in sorted(work)], strict=True
@@ -129,10 +130,11 @@ def both(work, policy, swap, emits):
     trace = Trace(*[np.array(column) for column in columns])
     name, parameters = POLICIES[policy]
     chosen, one = make_policy(name, parameters | {"swap": swap}), law(emits, padded=True)
-    world = World(one, ZetaMemory(CAPACITY), 1, LIMIT, swap=LINK, host_tokens=HOST_TOKENS)
+    link = replace(LINK, overlaps=overlaps)
+    world = World(one, ZetaMemory(CAPACITY), 1, LIMIT, swap=link, host_tokens=HOST_TOKENS)
     requests, outputs = requests_of(trace, LIMIT)
     told = dict(zip([request.request_id for request in requests], outputs, strict=True))
-    plain = PlainWorker(one, {r.request_id: Cache(r.prompt_tokens, told[r.request_id]) for r in requests})
+    plain = PlainWorker(one, {r.request_id: Cache(r.prompt_tokens, told[r.request_id]) for r in requests}, link)
     run(Scheduler(chosen.told(told) if name == "srpt-oracle" else chosen, [world.worker(0)]), requests, [plain])
     return simulate(trace, chosen, world), plain
 
@@ -143,9 +145,10 @@ def both(work, policy, swap, emits):
     policy=st.sampled_from(sorted(POLICIES)),
     swap=st.sampled_from(["proactive", "reactive"]),
     emits=st.booleans(),
+    overlaps=st.booleans(),
 )
-def test_leaping_equals_stepping_with_swaps(work, policy, swap, emits):
-    result, plain = both(work, policy, swap, emits)
+def test_leaping_equals_stepping_with_swaps(work, policy, swap, emits, overlaps):
+    result, plain = both(work, policy, swap, emits, overlaps)
     caches = plain.caches.values()
     assert result.served.first_token_s.tolist() == [cache.times[0] for cache in caches]
     assert result.served.finish_s.tolist() == [cache.times[-1] for cache in caches]
@@ -163,3 +166,12 @@ def test_the_plain_worker_meets_what_it_is_there_for():
         _, plain = both(work, "mlfq", swap, emits=True)
         assert (plain.swaps > 5, plain.evictions > 0) == (True, True)
     assert plain.swap_wait_s > 0
+
+
+def test_where_transfers_do_not_overlap_compute_waits_for_all_of_them():
+    """On a CPU whoever computes copies: the same moves, and every second of them is waited for."""
+    work = [(k, 20 + 60 * (k % 3 == 0), 40 - 2 * k, 0) for k in range(16)]
+    beside, before = (both(work, "mlfq", "proactive", True, overlaps)[0] for overlaps in (True, False))
+    assert before.counters["swap_wait_s"] > beside.counters["swap_wait_s"]
+    moved_s = before.counters["swaps_out"] * LINK.latency_s + before.counters["swaps_in"] * LINK.latency_s
+    assert before.counters["swap_wait_s"] > moved_s

@@ -2,29 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 from toolkit.estimators.laws import WithOverhead
 from toolkit.files.plan import Plan
 from toolkit.sched.policies import make_policy
 from toolkit.sim.api import SimResult, simulate, world_from_fit
+from toolkit.sim.front import NO_DELAY, FrontDelay
 from toolkit.traces.types import Trace
 
 
-def predict(
-    plan: Plan, trace: Trace, sla: Mapping[str, float], slowdown: float = 1.0, finished: Iterable[int] = ()
-) -> dict[str, float]:
-    """Metric name to value, as in `toolkit.metrics.summarize`, for `trace` served by the plan; see `predicted`."""
-    return predicted(plan, trace, slowdown, finished).metrics(sla)
+@dataclass(slots=True, frozen=True)
+class Conditions:
+    """What a fit cannot know of a server as it runs now; a warm-up shows it.
 
-
-def predicted(plan: Plan, trace: Trace, slowdown: float = 1.0, finished: Iterable[int] = ()) -> SimResult:
-    """What becomes of each request of `trace` under the plan.
-
-    With a `slowdown` every batch takes so many times as long as the scheduler believes. `finished` are the output
-    lengths that the server's scheduler has seen before, as those of a warm-up: Past-Future admits by them.
+    Every batch takes `slowdown` times as long as the scheduler believes; clients see tokens later by the `front`'s
+    delay. `finished` are the output lengths that the scheduler has seen before: Past-Future admits by them.
     """
+
+    slowdown: float = 1.0
+    front: FrontDelay = NO_DELAY
+    finished: tuple[int, ...] = ()
+
+
+AS_FITTED = Conditions()
+
+
+def predict(plan: Plan, trace: Trace, sla: Mapping[str, float], conditions: Conditions = AS_FITTED) -> dict[str, float]:
+    """Metric name to value, as in `toolkit.metrics.summarize`, for `trace` served by the plan."""
+    return predicted(plan, trace, conditions).metrics(sla)
+
+
+def predicted(plan: Plan, trace: Trace, conditions: Conditions = AS_FITTED) -> SimResult:
+    """What becomes of each request of `trace` under the plan."""
     recipe = plan.recipe
     world = world_from_fit(
         plan.fit,
@@ -35,6 +46,6 @@ def predicted(plan: Plan, trace: Trace, slowdown: float = 1.0, finished: Iterabl
     )
     policy = make_policy(plan.policy.name, plan.policy.parameters)
     world = world.under(policy)
-    slowed = WithOverhead(world.latency, 0.0, slowdown)
-    world = replace(world, latency=slowed, believed=world.latency, finished=tuple(finished))
+    slowed = WithOverhead(world.latency, 0.0, conditions.slowdown)
+    world = replace(world, latency=slowed, believed=world.latency, finished=conditions.finished, front=conditions.front)
     return simulate(trace, policy, world)

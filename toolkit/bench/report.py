@@ -27,6 +27,13 @@ COMPARED = (
 NOT_SENT = Sample.__dataclass_fields__["failure"].default
 
 
+class Front(Strict):
+    """By how much clients see tokens later than the server's driver has them, arrivals counted: means of latencies."""
+
+    first_s: float
+    last_s: float
+
+
 class Warmup(Strict):
     """What other requests showed before the replay: how long batches take, and how long the laws say they take."""
 
@@ -34,6 +41,9 @@ class Warmup(Strict):
     batch_s: float
     predicted_batch_s: float
     slowdown: float = Field(description="their ratio; the prediction takes every batch to be so many times as long")
+    front: Front | None = Field(
+        default=None, description="added to every predicted latency; none: the server was not ours alone meanwhile"
+    )
 
 
 class Compared(Strict):
@@ -66,13 +76,14 @@ class BenchReport(Envelope):
     sla: dict[str, float]
     warmup: Warmup | None
     replay_slowdown: float | None = Field(description="as the warm-up's, of the replay's own batches: known afterwards")
+    replay_front: Front | None = Field(default=None, description="as the warm-up's, of the replay itself")
     predicted_in_hindsight: dict[str, float] = Field(
-        default={}, description="at the replay's own slowdown: what is left is the laws' error, not the machine's"
+        default={}, description="with the replay's own slowdown and front: what is left is the laws' error"
     )
     scheduling: Scheduling | None = Field(description="what the server spent on scheduling meanwhile; llmctl's tell")
     measured: dict[str, float]
     predicted: dict[str, float]
-    predicted_as_fitted: dict[str, float] = Field(description="without the warm-up's slowdown")
+    predicted_as_fitted: dict[str, float] = Field(description="without what the warm-up showed")
     compared: list[Compared]
 
 
@@ -107,6 +118,7 @@ def report(
     sla: Mapping[str, float],
     predicted: Prediction,
     replay_slowdown: float | None = None,
+    replay_front: Front | None = None,
     in_hindsight: Mapping[str, float] | None = None,
     scheduling: Scheduling | None = None,
 ) -> BenchReport:
@@ -132,6 +144,7 @@ def report(
         sla=dict(sla),
         warmup=predicted.warmup,
         replay_slowdown=replay_slowdown,
+        replay_front=replay_front,
         predicted_in_hindsight={} if replay.interrupted else dict(in_hindsight or {}),
         scheduling=scheduling,
         measured=measured,

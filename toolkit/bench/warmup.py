@@ -2,25 +2,29 @@
 
 A machine that others share is not as fast as it was while it was profiled. The server knows how long its batches took
 and how long its laws say they take; the ratio, over requests that are not replayed, corrects the prediction before
-anything is measured.
+anything is measured. The server also knows when it had each token: clients see it later, by what HTTP, tokenizing and
+streams take, which is in no law.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from toolkit.bench.client import Load, run
 from toolkit.bench.costs import counts
-from toolkit.bench.report import Warmup
+from toolkit.bench.predict import Conditions
+from toolkit.bench.report import Front, Warmup
+from toolkit.endpoints.stream import Sample
 from toolkit.endpoints.target import Target
 from toolkit.errors import InputError
+from toolkit.sim.front import NO_DELAY, FrontDelay
 from toolkit.traces.types import Trace
 
 TOOK, PREDICTED = "llmctl_batch_seconds_total", "llmctl_predicted_batch_seconds_total"
+TTFT, E2E = "llmctl_ttft_seconds", "llmctl_e2e_seconds"  # from submission to the driver's having a token
 
 
 def others(trace: Trace, after_s: float, count: int) -> Trace:
@@ -37,50 +41,77 @@ def others(trace: Trace, after_s: float, count: int) -> Trace:
     )
 
 
-class BatchTimes(NamedTuple):
-    """Seconds of a server's batches so far, and what its laws say of the same."""
+@dataclass(slots=True, frozen=True)
+class ServerTimes:
+    """What a server of llmctl's counted between two looks at its metrics, in seconds."""
 
-    took_s: float
-    predicted_s: float
-
-    def since(self, before: BatchTimes) -> BatchTimes:
-        return BatchTimes(self.took_s - before.took_s, self.predicted_s - before.predicted_s)
+    batch_s: float
+    predicted_batch_s: float  # what its laws say of the same batches
+    front: Front | None  # None: it counted other requests than the clients did
 
     @property
     def slowdown(self) -> float | None:
-        return self.took_s / self.predicted_s if self.predicted_s > 0.0 else None
+        """How many times as long as the laws say batches took; None where none ended that they can be held against."""
+        return self.batch_s / self.predicted_batch_s if self.predicted_batch_s > 0.0 else None
 
 
-def batch_times(target: Target) -> BatchTimes:
-    """What a server of llmctl's counts. InputError where it does not tell."""
+def times_between(before: dict[str, float], after: dict[str, float], samples: Sequence[Sample]) -> ServerTimes | None:
+    """The growth of a server's counters while `samples` were served; None where it does not count."""
+    if not {TOOK, PREDICTED} <= before.keys() & after.keys():
+        return None
+    return ServerTimes(
+        after[TOOK] - before[TOOK], after[PREDICTED] - before[PREDICTED], _front_delay(before, after, samples)
+    )
+
+
+def _front_delay(before: dict[str, float], after: dict[str, float], samples: Sequence[Sample]) -> Front | None:
+    """Mean latencies at the clients less those at the server's driver, of the same requests."""
+    clients = [(one.first_token_s - one.scheduled_s, one.last_token_s - one.scheduled_s) for one in samples]
+    if any(one.failure for one in samples) or not clients:
+        return None
+    delays_s = []
+    for name, seen_s in zip((TTFT, E2E), np.mean(clients, axis=0).tolist(), strict=True):
+        grown = [after.get(key, 0.0) - before.get(key, 0.0) for key in (f"{name}_count", f"{name}_sum")]
+        if grown[0] != len(clients):
+            return None
+        delays_s.append(max(seen_s - grown[1] / grown[0], 0.0))
+    return Front(first_s=delays_s[0], last_s=delays_s[1])
+
+
+def counts_of_times(target: Target) -> dict[str, float]:
+    """What a server of llmctl's counts. InputError where it does not tell of its batches."""
     found = counts(target)
     missing = sorted({TOOK, PREDICTED} - found.keys())
     if missing:
         raise InputError(f"{target.url}/metrics has no {missing[0]}", "is it llmctl's server? --warmup 0 does without")
-    return BatchTimes(found[TOOK], found[PREDICTED])
-
-
-def slowdown_since(before: BatchTimes, target: Target) -> float | None:
-    """How slow the batches since `before` were; None where there were none, or the server has gone meanwhile."""
-    try:
-        return batch_times(target).since(before).slowdown
-    except InputError:
-        return None
+    return found
 
 
 def warm_up(target: Target, trace: Trace, load: Load, on_done: Callable[[], None]) -> tuple[Warmup | None, bool]:
-    """Serve `trace`, with other prompts than the replay's; what its batches say, and whether it was interrupted.
+    """Serve `trace`, with other prompts than the replay's; what it shows, and whether it was interrupted.
 
     None where no batch ended that the laws can be held against.
     """
-    before = batch_times(target)
+    before = counts_of_times(target)
     replay = run(target, trace, replace(load, seed=load.seed + 1), on_done)
     if replay.interrupted:
         return None, True
-    times = batch_times(target).since(before)
-    if times.slowdown is None:
+    times = times_between(before, counts_of_times(target), replay.samples)
+    if times is None or times.slowdown is None:
         return None, False
-    warm = Warmup(
-        requests=len(trace), batch_s=times.took_s, predicted_batch_s=times.predicted_s, slowdown=times.slowdown
+    return (
+        Warmup(
+            requests=len(trace),
+            batch_s=times.batch_s,
+            predicted_batch_s=times.predicted_batch_s,
+            slowdown=times.slowdown,
+            front=times.front,
+        ),
+        False,
     )
-    return warm, False
+
+
+def conditions(slowdown: float, front: Front | None, finished: Sequence[int]) -> Conditions:
+    """What a prediction may know; without a `front` its delay is taken for nothing."""
+    delay = FrontDelay(front.first_s, front.last_s) if front else NO_DELAY
+    return Conditions(slowdown, delay, tuple(finished))

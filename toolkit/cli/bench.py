@@ -69,7 +69,7 @@ def command(
     from toolkit.bench.limits import fitted, limits_of
     from toolkit.bench.predict import predict
     from toolkit.bench.report import Prediction, report, request_lines
-    from toolkit.bench.warmup import batch_times, others, slowdown_since
+    from toolkit.bench.warmup import conditions, others, times_between
     from toolkit.cli.output import emit, note, progress, seconds
     from toolkit.endpoints.target import find_target
     from toolkit.errors import LlmctlError
@@ -104,15 +104,18 @@ def command(
         warming = others(whole, start + float(replayed.arrival_s[-1]), count)
         warm = _warm_up(target, warming, load, warmup)
         seen = warming.output_tokens.tolist()
-        metrics = predict(planned, replayed, targets, warm.slowdown, seen) if warm else as_fitted
+        shown = conditions(warm.slowdown, warm.front, seen) if warm else None
+        metrics = predict(planned, replayed, targets, shown) if shown else as_fitted
         predicted = Prediction(metrics, as_fitted, warm)
     expected_s = predicted.metrics.get("makespan_s", float(replayed.arrival_s[-1]))
     note(f"replaying {len(replayed):,} requests against {target.model}: about {seconds(expected_s)}")
-    before = batch_times(target) if predicted.warmup else None
     counted = counts_or_none(target) if target.own else {}
     with progress("replaying", len(replayed)) as advance:
         replay = run(target, replayed, load, advance)
-    slowdown = slowdown_since(before, target) if before else None
+    counted_later = counts_or_none(target) if counted else {}
+    times = times_between(counted, counted_later, replay.samples) if predicted.warmup else None
+    slowdown, front = (times.slowdown, times.front) if times else (None, None)
+    hindsight = conditions(slowdown, front, seen) if slowdown else None
     result = report(
         replay,
         head({"trace": path} | ({"plan": plan} if plan else {})),
@@ -122,8 +125,9 @@ def command(
         sla=targets,
         predicted=predicted,
         replay_slowdown=slowdown,
-        in_hindsight=predict(planned, replayed, targets, slowdown, seen) if planned and slowdown else None,
-        scheduling=scheduling(counted, counts_or_none(target)) if counted else None,
+        replay_front=front,
+        in_hindsight=predict(planned, replayed, targets, hindsight) if planned and hindsight else None,
+        scheduling=scheduling(counted, counted_later) if counted else None,
     )
     if save_requests:
         write_lines(request_lines(replay.samples), save_requests)
@@ -152,6 +156,9 @@ def _warm_up(target: Target, trace: Trace, load: Load, expected_s: float) -> War
         raise typer.Exit(130)
     if warm:
         note(f"warm-up: batches take {warm.slowdown:.2f} times as long as fitted; the prediction takes that over")
+        if warm.front:
+            delays = f"{seconds(warm.front.first_s)} to first tokens and {seconds(warm.front.last_s)} to last ones"
+            note(f"warm-up: HTTP and the front add {delays}; so do the prediction's latencies")
     return warm
 
 

@@ -12,6 +12,7 @@ from toolkit.cli.basis import VALIDATION
 
 if TYPE_CHECKING:
     from toolkit.bench.client import Load
+    from toolkit.bench.predict import Conditions
     from toolkit.bench.validate import Pair
     from toolkit.endpoints.target import Target
     from toolkit.files.plan import Plan
@@ -106,8 +107,8 @@ class _Session:
     def run(self, windows: list[Window]) -> bool:
         """Replay them; whether that was interrupted."""
         for number, window in enumerate(windows, start=1):
-            slowdown = self._warm_up(window)
-            if slowdown is None or self._replay(number, len(windows), window, slowdown):
+            shown = self._warm_up(window)
+            if shown is None or self._replay(number, len(windows), window, shown):
                 return True
         return False
 
@@ -126,26 +127,33 @@ class _Session:
             requests=request_errors(self._pairs),
         )
 
-    def _warm_up(self, window: Window) -> float | None:
-        """How slow batches are now, where the server tells; None: interrupted."""
+    def _warm_up(self, window: Window) -> Conditions | None:
+        """What other requests show of the server as it is now, where it tells; None: interrupted."""
         from toolkit.bench.client import run
-        from toolkit.bench.predict import predict
-        from toolkit.bench.warmup import others, warm_up
+        from toolkit.bench.predict import Conditions, predict
+        from toolkit.bench.warmup import conditions, others, warm_up
         from toolkit.cli.output import progress
 
         expected = predict(self._plan, window.trace, {})["throughput_rps"]
         count = round(self._warmup_s * expected)
         if not count:
-            return 1.0
+            return Conditions(finished=tuple(self._finished))
         trace = others(self._whole, window.end_s, count)
         self._finished += trace.output_tokens.tolist()
         with progress("warming up", count) as advance:
             if not self._target.own:
-                return None if run(self._target, trace, self._load, advance).interrupted else 1.0
-            warm, interrupted = warm_up(self._target, trace, self._load, advance)
-        return None if interrupted else warm.slowdown if warm else 1.0
+                interrupted, warm = run(self._target, trace, self._load, advance).interrupted, None
+            else:
+                warm, interrupted = warm_up(self._target, trace, self._load, advance)
+        if interrupted:
+            return None
+        return (
+            conditions(warm.slowdown, warm.front, self._finished)
+            if warm
+            else Conditions(finished=tuple(self._finished))
+        )
 
-    def _replay(self, number: int, count: int, window: Window, slowdown: float) -> bool:
+    def _replay(self, number: int, count: int, window: Window, shown: Conditions) -> bool:
         from toolkit.bench.client import run
         from toolkit.bench.predict import predicted
         from toolkit.bench.report import served
@@ -159,7 +167,7 @@ class _Session:
             replay = run(self._target, window.trace, self._load, advance)
         if replay.interrupted:
             return True
-        simulated = predicted(self._plan, window.trace, slowdown, self._finished)
+        simulated = predicted(self._plan, window.trace, shown)
         measured = served(replay.samples)
         self._finished += window.trace.output_tokens.tolist()
         self._pairs.append(Pair(measured, simulated.served))
@@ -169,7 +177,9 @@ class _Session:
                 end_s=window.end_s,
                 requests=len(replay.samples),
                 failed=sum(bool(sample.failure) for sample in replay.samples),
-                slowdown=slowdown,
+                slowdown=shown.slowdown,
+                front_first_s=shown.front.first_s,
+                front_last_s=shown.front.last_s,
                 measured=summarize(measured, sla),
                 predicted=simulated.metrics(sla),
             )

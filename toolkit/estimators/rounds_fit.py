@@ -50,7 +50,8 @@ def fit_rounds(profile: Profile, law: SegmentedLaw, seed: int) -> FittedRounds |
     overhead = fit_round_overhead(sequences_of(measured), law_of_parts(law, join, leave, grow), seed)
     share = _usable_tokens(measured) / profile.engine.capacity_tokens
     rounds = RoundsFit(join=join, leave=leave, grow=grow, overhead=overhead, usable_share=share)
-    return FittedRounds(rounds, fit_swap(measured, profile.engine.kv_bytes_per_token, seed))
+    swap = fit_swap(measured, profile.engine.kv_bytes_per_token, seed, overlaps=profile.engine.device != "cpu")
+    return FittedRounds(rounds, swap)
 
 
 Sequences = Sequence[Sequence[RoundPoint]]
@@ -158,8 +159,8 @@ def _usable_tokens(measured: RoundsProfile) -> int:
     return usable
 
 
-def fit_swap(measured: RoundsProfile, bytes_per_token: int, seed: int) -> SwapFit | None:
-    """One latency for both ways, and a rate for each."""
+def fit_swap(measured: RoundsProfile, bytes_per_token: int, seed: int, *, overlaps: bool = True) -> SwapFit | None:
+    """One latency for both ways, and a rate for each; `overlaps` as in `SwapFit`."""
     points = [point for point in measured.parts if point.part in ("swap_out", "swap_in")]
     if len(points) < POINTS_MIN or not measured.host_bytes:
         return None
@@ -180,5 +181,6 @@ def fit_swap(measured: RoundsProfile, bytes_per_token: int, seed: int) -> SwapFi
         out_bytes_per_s=1.0 / max(out_s, 1.0 / FASTEST),
         in_bytes_per_s=1.0 / max(in_s, 1.0 / FASTEST),
         host_bytes=measured.host_bytes,
+        overlaps=overlaps,
         error=error,
     )

@@ -19,6 +19,7 @@ class LinearSwap:
     latency_s: float
     out_tokens_per_s: float
     in_tokens_per_s: float
+    overlaps: bool = True  # beside compute; False: whoever computes copies, and compute waits
 
     def __post_init__(self) -> None:
         if not 0 <= self.latency_s < math.inf:
@@ -41,4 +42,4 @@ def swap_from_fit(fit: SwapFit, kv_bytes_per_token: int) -> tuple[LinearSwap, in
     if kv_bytes_per_token < 1:
         raise InputError(f"swap: {kv_bytes_per_token} bytes of KV cache per token is not possible; it is at least 1")
     rates = fit.out_bytes_per_s / kv_bytes_per_token, fit.in_bytes_per_s / kv_bytes_per_token
-    return LinearSwap(fit.latency_s, *rates), fit.host_bytes // kv_bytes_per_token
+    return LinearSwap(fit.latency_s, *rates, fit.overlaps), fit.host_bytes // kv_bytes_per_token

@@ -93,6 +93,9 @@ class SwapFit(Strict):
     out_bytes_per_s: float
     in_bytes_per_s: float
     host_bytes: int = Field(description="host memory for caches, per worker")
+    overlaps: bool = Field(
+        default=True, description="transfers can go on beside compute; on a CPU the computing thread copies"
+    )
     error: HeldOutError | None = Field(default=None, description="none: it was not measured but stated")
 
 

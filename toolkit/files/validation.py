@@ -17,6 +17,10 @@ class WindowResult(Strict):
     requests: int
     failed: int
     slowdown: float = Field(description="batches took so many times as long as fitted, just before; 1: nobody tells")
+    front_first_s: float = Field(
+        default=0.0, description="clients saw first tokens so much later than the server's driver, just before"
+    )
+    front_last_s: float = Field(default=0.0, description="the same of last tokens")
     measured: dict[str, float]
     predicted: dict[str, float]
 

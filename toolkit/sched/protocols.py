@@ -83,6 +83,11 @@ class MemoryLaw(Protocol):
 class SwapLaw(Protocol):
     """How long a cache takes between the device and host memory, each way, in seconds for so many tokens."""
 
+    @property
+    def overlaps(self) -> bool:
+        """Whether transfers go on beside compute; where not, a round waits for them even if its `Moves` overlap."""
+        ...
+
     def out_s(self, tokens: int) -> float:
         """Seconds from the device to host memory."""
         ...

@@ -127,6 +127,7 @@ class Stats:
             length = longest if law.padded or not rows else residents.used / rows
             expected_s = law.round_s + _prefills_s(batch, law) + len(result.ended) * law.leave_s(length)
             expected_s += law.decode_s(rows, length, result.steps) if result.steps else 0.0
+            expected_s += _transfers_s(batch, worker)
             self._compare(now_s - batch.started_s, expected_s)
 
     def count_engine(self, event: BatchDone | RoundDone, *, follows: bool) -> None:
@@ -149,6 +150,15 @@ class Stats:
             self.batch_ratio.observe(took_s / expected_s)
             self.batch_s += took_s
             self.predicted_batch_s += expected_s
+
+
+def _transfers_s(batch: Batch, worker: Worker) -> float:
+    """Those that a round waits for. Beside its compute they are taken to be done before it."""
+    moves, law = batch.moves, worker.swap
+    if moves is None or law is None or (moves.overlap and law.overlaps):
+        return 0.0
+    out_s = sum(law.out_s(job.length) for job in moves.swap_out)
+    return out_s + sum(law.in_s(job.length) for job in moves.swap_in)
 
 
 def _prefills_s(batch: Batch, law: LatencyLaw) -> float:

@@ -15,6 +15,7 @@ from toolkit.sched.protocols import LatencyLaw, MemoryLaw, Oracle, Policy, SwapL
 from toolkit.sched.scheduler import Scheduler
 from toolkit.sched.types import NO_LIMIT, Joining, Refusal, Request, Worker
 from toolkit.sim.continuous import RoundWorker
+from toolkit.sim.front import NO_DELAY, FrontDelay
 from toolkit.sim.ledger import Ledger, RunsOut
 from toolkit.sim.loop import VirtualWorker, run
 from toolkit.sim.slab import SlabWorker
@@ -47,7 +48,8 @@ class World:
     hold everywhere. Where there is a law `swap`, caches can be swapped to `host_tokens` of host memory per worker.
     `rounds` has the laws under continuous policies, where they are others. `finished` are the output lengths of
     requests that ended before the first arrives, for policies that look back. `joining` is how rows join a worker's
-    running batch where that is one padded slab, as on the engine `rebatch`; None: memory is paged.
+    running batch where that is one padded slab, as on the engine `rebatch`; None: memory is paged. `front` is what
+    clients see besides: HTTP, tokenizing and the stream.
     """
 
     latency: LatencyLaw
@@ -71,6 +73,7 @@ class World:
     slots: int = NO_LIMIT  # rows that run at once on a worker, in rounds
     rounds: RoundLaws | None = None
     finished: tuple[int, ...] = ()
+    front: FrontDelay = NO_DELAY
 
     def under(self, policy: Policy) -> World:
         """The same world with the laws of what `policy` runs: batches or rounds."""
@@ -174,7 +177,9 @@ def simulate(trace: Trace, policy: Policy, world: World) -> SimResult:
     workers = [world.worker(k) for k in range(world.workers)]
     scheduler = Scheduler(policy, workers, seed=world.seed, finished=world.finished)
     refusals = run(scheduler, requests, virtual_workers(policy, world, ledger, requests), drain=world.drain)
-    return SimResult(ledger.served(), counters(ledger, len(refusals), world.memory.usable_tokens), refusals)
+    return SimResult(
+        world.front.seen(ledger.served()), counters(ledger, len(refusals), world.memory.usable_tokens), refusals
+    )
 
 
 def virtual_workers(

@@ -223,12 +223,14 @@ class RoundWorker(Decoding):
                 self._leave(job)
                 shelves.put(job, held)
         self._moved_s = moved_s = now_s + shelves.duration_s(moves)
+        waits = shelves.waits(moves)
+        if waits:
+            self._ledger.swap_wait_s += moved_s - now_s
         if not moves.overlap:
             shelves.transfer(moves)
-            self._ledger.swap_wait_s += moved_s - now_s
         if moves.resume:
             self._resume(moves.resume)
-        return now_s if moves.overlap else moved_s
+        return moved_s if waits else now_s
 
     def _transferred(self, moves: Moves, done_s: float) -> None:
         """Transfers beside a round are done."""

@@ -58,6 +58,10 @@ class Shelves:
         out_s = sum([self.law.out_s(self.device[job]) for job in moves.swap_out])
         return out_s + sum([self.law.in_s(self._host[job]) for job in moves.swap_in])
 
+    def waits(self, moves: Moves) -> bool:
+        """Whether a round's compute waits for its transfers."""
+        return not (moves.overlap and self.law is not None and self.law.overlaps)
+
     def arriving(self, moves: Moves) -> int:
         """Tokens that what is swapped in will hold on the device."""
         return sum([self._host[job] for job in moves.swap_in])
