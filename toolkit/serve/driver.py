@@ -50,7 +50,8 @@ class Driver:
         scheduler: in its first state; a `Recorder` for a log that replays.
         workers: as many as the scheduler has.
         stats: what is counted.
-        on_end: called with each request that has ended, whatever became of it.
+        on_end: called with each request that has ended, whatever became of it, and when `now_s` was 0, on
+            `time.monotonic`'s clock.
     """
 
     def __init__(
@@ -59,7 +60,7 @@ class Driver:
         workers: Workers,
         stats: Stats,
         *,
-        on_end: Callable[[Live], None] | None = None,
+        on_end: Callable[[Live, float], None] | None = None,
     ) -> None:
         if workers.size != len(scheduler.workers):
             raise ValueError(f"{workers.size} workers, and the scheduler has {len(scheduler.workers)}")
@@ -176,7 +177,7 @@ class Driver:
             self._empty.set()
         self.stats.count_end(status, live.arrival_s, live.first_token_s, live.last_token_s, live.output.tokens)
         if self._on_end:
-            self._on_end(live)
+            self._on_end(live, self._start_s)
 
     def _tick_later(self) -> None:
         """One tick for all that happens in this turn of the loop."""

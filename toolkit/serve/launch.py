@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,9 +17,10 @@ from toolkit.sched.types import Request
 from toolkit.serve.api import make_app
 from toolkit.serve.assemble import make_scheduler, make_stats
 from toolkit.serve.driver import Driver
-from toolkit.serve.logs import LineLog
+from toolkit.serve.logs import EventLog, RequestLog
 from toolkit.serve.server import Ending, check_exposure, listen, serve, url
 from toolkit.serve.settings import Settings
+from toolkit.traces.log import TraceLog
 from toolkit.workers.processes import ProcessWorkers
 
 FLUSH_EVERY_S = 1.0
@@ -48,24 +49,25 @@ def launch(order: Launch, on_ready: Callable[[str], None]) -> None:
     with ExitStack() as stack:
         listener = stack.enter_context(listen(order.host, order.port))
         tokenizer = load_tokenizer(order.plan.recipe.model)
-        logs = [stack.enter_context(LineLog(path)) if path else None for path in (order.event_log, order.request_log)]
+        events = stack.enter_context(EventLog(order.event_log)) if order.event_log else None
+        requests = stack.enter_context(TraceLog(order.request_log)) if order.request_log else None
         warm_up(order.plan)
-        driver = _driver(order.plan, *logs)
+        driver = _driver(order.plan, events, requests)
         app = make_app(driver, tokenizer, order.settings)
         gc.collect()
         gc.freeze()  # what was imported stays: no collection should stall all streams to walk over it
         serving = serve(driver, app, listener, order.ending, lambda: on_ready(url(listener)))
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(_with_flushes(serving, [log for log in logs if log]))
+            runner.run(_with_flushes(serving, events))
 
 
-def _driver(plan: Plan, event_log: LineLog | None, request_log: LineLog | None) -> Driver:
+def _driver(plan: Plan, events: EventLog | None, requests: TraceLog | None) -> Driver:
     recipe = plan.recipe
     return Driver(
-        make_scheduler(plan, event_log.event if event_log else None),
+        make_scheduler(plan, events.add if events else None),
         ProcessWorkers(recipe.model, recipe.engine, recipe.hardware, plan.workers, flush_s=recipe.engine.flush_s),
         make_stats(plan),
-        on_end=request_log.request if request_log else None,
+        on_end=RequestLog(requests).add if requests else None,
     )
 
 
@@ -76,14 +78,13 @@ def warm_up(plan: Plan) -> None:
     scheduler.tick(0.0)
 
 
-async def _with_flushes(serving: Awaitable[None], logs: Sequence[LineLog]) -> None:
-    """A log is then never far behind, should the process be killed; and no line costs a system call."""
+async def _with_flushes(serving: Awaitable[None], events: EventLog | None) -> None:
+    """The log is then never far behind, should the process be killed; and no line costs a system call."""
 
     async def flush() -> None:
-        while True:
+        while events:
             await asyncio.sleep(FLUSH_EVERY_S)
-            for log in logs:
-                log.flush()
+            events.flush()
 
     flushing = asyncio.create_task(flush())
     try:

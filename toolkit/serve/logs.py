@@ -10,20 +10,25 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-import msgspec
-
 from toolkit.errors import InputError
 from toolkit.sched.eventlog import Event, to_line
 from toolkit.serve.live import Live
+from toolkit.traces.log import TraceLog
 from toolkit.traces.write import Line, to_ms
 
+PENDING_BYTES = 1 << 16
 
-class LineLog:
-    """A file that gets whole lines. Buffered: `flush` is the owner's business, and a killed process loses the rest."""
+
+class EventLog:
+    """The scheduler's calls, in a new file. `flush` is the owner's business: a killed process loses what came since.
+
+    What is written is whole lines, so the file of a killed one replays up to its end.
+    """
 
     def __init__(self, path: Path) -> None:
+        self._pending = bytearray()
         try:
-            self._file = path.open("wb")
+            self._file = path.open("wb", buffering=0)
         except OSError as error:
             raise InputError(f"{path}: cannot be written: {error.strerror}") from None
 
@@ -33,24 +38,34 @@ class LineLog:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.flush()
         self._file.close()
 
+    def add(self, event: Event) -> None:
+        self._pending += to_line(event)
+        if len(self._pending) >= PENDING_BYTES:
+            self.flush()
+
     def flush(self) -> None:
-        self._file.flush()
-
-    def event(self, event: Event) -> None:
-        """A call of the scheduler."""
-        self._file.write(to_line(event))
-
-    def request(self, live: Live) -> None:
-        """A request that has ended."""
-        self._file.write(msgspec.json.encode(trace_line(live)) + b"\n")
+        self._file.write(self._pending)
+        self._pending.clear()
 
 
-def trace_line(live: Live) -> Line:
+class RequestLog:
+    """Each request that has ended, as a line of a trace."""
+
+    def __init__(self, log: TraceLog) -> None:
+        self._log = log
+
+    def add(self, live: Live, start_s: float) -> None:
+        """`start_s`: when the driver's clock began, on `time.monotonic`'s."""
+        self._log.add(trace_line(live, self._log.timestamp(start_s + live.arrival_s)))
+
+
+def trace_line(live: Live, timestamp: float) -> Line:
     """What a trace says of a request that has ended."""
     return Line(
-        timestamp=to_ms(live.arrival_s),
+        timestamp=timestamp,
         input_length=len(live.ask.prompt),
         output_length=live.output.tokens,
         max_tokens=live.ask.max_new_tokens,

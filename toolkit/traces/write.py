@@ -14,7 +14,7 @@ from toolkit.traces.types import Trace
 class Line(msgspec.Struct, frozen=True, omit_defaults=True):
     """One line. The keys past `output_length` are left out where there is nothing to say."""
 
-    timestamp: float  # ms since the first request
+    timestamp: float  # ms since the first request; in a log that grows, since 1970
     input_length: int
     output_length: int
     max_tokens: int = 0  # the limit that the client set; 0: none

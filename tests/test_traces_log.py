@@ -1,0 +1,107 @@
+"""The trace that grows: whole lines, bounded files, and what earlier processes wrote stays."""
+
+import errno
+import itertools
+import logging
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from toolkit.errors import InputError
+from toolkit.traces.log import TraceLog
+from toolkit.traces.read import read_trace
+from toolkit.traces.write import Line
+
+ENDLESS = """
+import itertools, sys
+from pathlib import Path
+from toolkit.traces.log import TraceLog
+from toolkit.traces.write import Line
+log = TraceLog(Path(sys.argv[1]), 20_000)
+for index in itertools.count(1):
+    log.add(Line(index, index, 1))
+    if index == 2000:
+        print("running", flush=True)
+"""
+
+
+def line(index: int = 1, **more) -> Line:
+    return Line(float(index), index, 2 * index, **more)
+
+
+def test_lines_are_in_the_file_at_once(tmp_path: Path):
+    with TraceLog(tmp_path / "log") as log:
+        log.add(line(1, max_tokens=9, ttft_ms=1.5, e2e_ms=2, status="ok"))
+        written = (tmp_path / "log").read_text()
+    expected = (
+        '"timestamp":1.0,"input_length":1,"output_length":2,"max_tokens":9,"ttft_ms":1.5,"e2e_ms":2,"status":"ok"'
+    )
+    assert written == "{" + expected + "}\n"
+
+
+def test_a_later_process_goes_on_where_an_earlier_one_ended(tmp_path: Path):
+    for index in (1, 2):
+        with TraceLog(tmp_path / "log") as log:
+            log.add(Line(log.timestamp(index), 5, 6))
+    trace, report = read_trace(tmp_path / "log")
+    assert report.kept == 2
+    assert trace.arrival_s.tolist() == pytest.approx([0, 1], abs=0.5)  # both were opened at about the same time
+
+
+def test_a_torn_last_line_costs_no_other(tmp_path: Path):
+    (tmp_path / "log").write_text('{"timestamp":1,"input_length":1,"output_length":1}\n{"timestamp":2,"inp')
+    with TraceLog(tmp_path / "log") as log:
+        log.add(line(3))
+    _, report = read_trace(tmp_path / "log")
+    assert (report.kept, dict(report.dropped)) == (2, {"unparsable": 1})
+
+
+def test_two_files_of_bounded_size_hold_the_last_requests(tmp_path: Path):
+    with TraceLog(tmp_path / "log", max_bytes=1000) as log:
+        for index in range(1, 101):
+            log.add(line(index))
+    files = [tmp_path / "log.1", tmp_path / "log"]
+    assert sorted(tmp_path.iterdir()) == sorted(files)
+    assert all(file.stat().st_size <= 1000 for file in files)
+    kept = [length for file in files for length in read_trace(file)[0].prompt_tokens.tolist()]
+    assert kept == list(range(101 - len(kept), 101))
+
+
+def test_a_killed_process_leaves_whole_lines(tmp_path: Path):
+    command = [sys.executable, "-c", ENDLESS, str(tmp_path / "log")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"running\n"
+        process.send_signal(signal.SIGKILL)
+    lengths = []
+    for file in (tmp_path / "log.1", tmp_path / "log"):
+        if file.exists() and file.stat().st_size:  # it may have died between the two
+            trace, report = read_trace(file)
+            assert report.dropped == {}
+            lengths += trace.prompt_tokens.tolist()
+    assert lengths[-1] >= 2000
+    assert all(after == before + 1 for before, after in itertools.pairwise(lengths))
+
+
+def test_what_is_no_trace_is_left_alone(tmp_path: Path):
+    (tmp_path / "recipe.yaml").write_text("name: mine\n")
+    with pytest.raises(InputError, match=r"recipe\.yaml: is there already, and is no trace"):
+        TraceLog(tmp_path / "recipe.yaml")
+    with pytest.raises(InputError, match="cannot be written"):
+        TraceLog(tmp_path / "nowhere" / "log")
+    assert (tmp_path / "recipe.yaml").read_text() == "name: mine\n"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
+def test_a_full_disk_costs_lines_and_is_said_once(caplog: pytest.LogCaptureFixture):
+    with caplog.at_level(logging.WARNING), TraceLog(Path("/dev/full")) as log:
+        for index in range(3):
+            log.add(line(index + 1))
+    assert (log.lines, log.lost) == (0, 3)
+    assert [record.getMessage() for record in caplog.records] == [
+        f"full: cannot be written: {os.strerror(errno.ENOSPC)}; requests are served and not logged"
+    ]
