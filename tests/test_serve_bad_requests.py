@@ -167,7 +167,6 @@ def test_chats_that_cannot_be(body: dict, param: str, message: str):
     [
         ("GET", "/", 404),
         ("GET", "/docs", 404),
-        ("GET", "/openapi.json", 404),
         ("GET", "/v1/models/", 404),
         ("POST", "/v1/embeddings", 404),
         ("GET", COMPLETIONS, 405),

@@ -29,7 +29,7 @@ ONLY_IN = {
     "scipy": "estimators/",
     "numba": "sched/kernels.py",
     "fastapi": "serve/", "starlette": "serve/", "uvicorn": "serve/", "prometheus_client": ("serve/", "endpoints/"),
-    "httpx": "endpoints/", "httptools": "endpoints/",
+    "httpx": "endpoints/", "httptools": ("endpoints/", "serve/"),
     "yaml": "files/",
     "typer": "cli/",
     "matplotlib": "cli/figure.py",

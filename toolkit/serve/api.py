@@ -21,6 +21,7 @@ from toolkit.serve.gate import Gate
 from toolkit.serve.generation import Generation, unknown_model
 from toolkit.serve.health import gauges, is_ready, problem
 from toolkit.serve.metrics import Exposition
+from toolkit.serve.openapi import document
 from toolkit.serve.schemas import (
     ChatForm,
     CompletionForm,
@@ -52,6 +53,7 @@ def make_app(driver: Driver, tokenizer: Tokenizer, settings: Settings) -> ASGIAp
         ("/ready", routes.ready, ["GET", "HEAD"]),
         ("/metrics", routes.metrics, ["GET"]),
         ("/version", routes.version, ["GET"]),
+        ("/openapi.json", routes.openapi, ["GET"]),
     ):
         app.add_api_route(path, endpoint, methods=methods, response_model=None)
     open_paths = ["/health", "/ready", *(["/metrics"] if settings.open_metrics else [])]
@@ -66,6 +68,7 @@ class Routes:
         self._tokenizer = tokenizer
         self._settings = settings
         self._generation = Generation(driver, tokenizer, settings)
+        self._document = document(settings)
         self._created = int(time.time())
         self._registry = CollectorRegistry()
         self._registry.register(
@@ -120,6 +123,10 @@ class Routes:
 
     async def version(self) -> Response:
         return _json({"version": toolkit.__version__})
+
+    async def openapi(self) -> Response:
+        """What may be asked here, with this server's limits."""
+        return _json(self._document)
 
     async def _form(self, request: Request, form: type[FormT]) -> FormT:
         settings = self._settings

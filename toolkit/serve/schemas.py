@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError, WithJsonSchema
+from pydantic.json_schema import JsonSchemaValue
 
 from toolkit.serve.body import Json
 from toolkit.serve.errors import ApiError, from_validation
@@ -20,7 +21,7 @@ MAX_STOP_CHARS = 256
 
 Prompt = str | list[int]
 
-# Parameter to the values with which it asks for nothing.
+# Parameter to the values with which it asks for nothing. Those of chats and of completions differ in one.
 REFUSED: dict[str, tuple[object, ...]] = {
     "audio": (None,),
     "bad_words": (None, []),
@@ -45,6 +46,33 @@ REFUSED: dict[str, tuple[object, ...]] = {
     "top_logprobs": (None, 0),
     "use_beam_search": (None, False),
 }
+
+
+def asking_for_nothing(*, chat: bool) -> dict[str, tuple[object, ...]]:
+    """`REFUSED`, and what the one endpoint in question adds to it."""
+    return REFUSED | {"logprobs": (None, False) if chat else (None,)}
+
+
+def _some(items: JsonSchemaValue, most: int | None = None) -> JsonSchemaValue:
+    limit = {} if most is None else {"maxItems": most}
+    return {"type": "array", "items": items, "minItems": 1, **limit}
+
+
+_TEXT: JsonSchemaValue = {"type": "string", "minLength": 1}
+_TOKEN: JsonSchemaValue = {"type": "integer", "minimum": 0}
+_STOP: JsonSchemaValue = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARS}
+_PART: JsonSchemaValue = {
+    "type": "object",
+    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+    "required": ["type", "text"],
+}
+PROMPT_SCHEMA: JsonSchemaValue = {
+    "anyOf": [_TEXT, _some(_TEXT, MAX_PROMPTS), _some(_TOKEN), _some(_some(_TOKEN), MAX_PROMPTS)]
+}
+STOP_SCHEMA: JsonSchemaValue = {
+    "anyOf": [_STOP, {"type": "array", "items": _STOP, "maxItems": MAX_STOPS}, {"type": "null"}]
+}
+CONTENT_SCHEMA: JsonSchemaValue = {"anyOf": [{"type": "string"}, {"type": "array", "items": _PART}]}
 
 
 def _is_tokens(value: object) -> bool:
@@ -112,7 +140,7 @@ class GenerationForm(Form):
     repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
     seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] | None = None
     n: Annotated[int, Field(ge=1, le=16)] | None = None
-    stop: Annotated[list[str], PlainValidator(_stops)] = Field(default_factory=list)
+    stop: Annotated[list[str], PlainValidator(_stops), WithJsonSchema(STOP_SCHEMA)] = Field(default_factory=list)
     stop_token_ids: Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=64)] | None = None
     ignore_eos: bool | None = None
     min_tokens: Annotated[int, Field(ge=0)] | None = None
@@ -129,12 +157,12 @@ class GenerationForm(Form):
 class CompletionForm(GenerationForm):
     """POST /v1/completions."""
 
-    prompt: Annotated[list[Prompt], PlainValidator(_prompts)]
+    prompt: Annotated[list[Prompt], PlainValidator(_prompts), WithJsonSchema(PROMPT_SCHEMA)]
 
 
 class Message(Form):
     role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[str, PlainValidator(_content)]
+    content: Annotated[str, PlainValidator(_content), WithJsonSchema(CONTENT_SCHEMA)]
 
 
 class ChatForm(GenerationForm):
@@ -174,9 +202,12 @@ def validate(form: type[FormT], data: Json) -> FormT:
 
 def refuse_unsupported(data: Json, *, chat: bool) -> None:
     """`ApiError` for a parameter that would change the answer and cannot be honoured."""
-    for name in data.keys() & REFUSED.keys():
-        if data[name] not in REFUSED[name]:
+    harmless = asking_for_nothing(chat=chat)
+    for name in data.keys() & harmless.keys():
+        if not any(_same(data[name], value) for value in harmless[name]):
             raise ApiError(f"'{name}' is not supported here", param=name, code="unsupported_parameter")
-    if data.get("logprobs") not in ((None, False) if chat else (None,)):
-        text = "'logprobs' is not supported here: this server does not keep them"
-        raise ApiError(text, param="logprobs", code="unsupported_parameter")
+
+
+def _same(one: object, other: object) -> bool:
+    """Equal as JSON: in Python true is 1."""
+    return one == other and isinstance(one, bool) == isinstance(other, bool)

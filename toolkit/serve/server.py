@@ -19,6 +19,7 @@ from starlette.types import ASGIApp
 
 from toolkit.errors import InputError
 from toolkit.serve.driver import Driver
+from toolkit.serve.http import BoundedProtocol
 
 BACKLOG = 2048
 KEEP_ALIVE_S = 60  # longer than clients' connection pools keep theirs, so that they do not meet a closed one
@@ -95,7 +96,7 @@ async def serve(
     signals = Signals()
     config = uvicorn.Config(
         app,
-        http="httptools",
+        http=BoundedProtocol,
         ws="none",
         lifespan="off",
         log_config=None,
