@@ -18,7 +18,8 @@ from toolkit.estimators.laws import SegmentedLaw
 from toolkit.estimators.memory_fit import fit_memory
 from toolkit.estimators.overhead import fit_overhead
 from toolkit.estimators.rounds_fit import FittedRounds, fit_rounds
-from toolkit.files.fit import Candidate, Fit, LatencyFit, MemoryFit, OverheadFit, Range
+from toolkit.estimators.steps_fit import fit_steps
+from toolkit.files.fit import Candidate, Fit, LatencyFit, MemoryFit, OverheadFit, Range, StepsFit
 from toolkit.files.io import Head
 from toolkit.files.profile import DecodePoint, PrefillPoint, Profile
 
@@ -50,6 +51,7 @@ class FittedProfile:
     overhead: OverheadFit
     memory: MemoryFit
     rounds: FittedRounds | None = None
+    steps: StepsFit | None = None
 
 
 def fit_file(profile: Profile, fitted: FittedProfile, made_from: Head) -> Fit:
@@ -66,6 +68,7 @@ def fit_file(profile: Profile, fitted: FittedProfile, made_from: Head) -> Fit:
         memory=fitted.memory,
         rounds=rounds.rounds if rounds else None,
         swap=rounds.swap if rounds else None,
+        steps=fitted.steps,
     )
 
 
@@ -83,6 +86,7 @@ def fit_profile(profile: Profile, seed: int = 0) -> FittedProfile:
         fit_overhead(profile.slices, law, seed),
         fit_memory(profile.memory, profile.engine),
         fit_rounds(profile, law, seed),
+        fit_steps(profile.steps, seed),
     )
 
 

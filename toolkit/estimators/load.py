@@ -46,7 +46,7 @@ def laws_from_fit(fit: Fit) -> Laws:
     in_rounds = replace(engine, padded=joining is not None)
     rounds: LatencyLaw = latency
     round_memory = memory
-    if fit.engine.engine == "openai":  # a server that batches continuously, whatever the slices it was timed with
+    if fit.engine.is_server:  # a server that batches continuously, whatever the slices it was timed with
         rounds = replace(latency, law=in_rounds)
     elif fit.rounds:
         rounds = law_of_rounds(in_rounds, fit.rounds)

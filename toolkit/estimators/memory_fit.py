@@ -46,7 +46,7 @@ def fit_memory(probes: Sequence[MemoryPoint], engine: EngineFacts) -> MemoryFit:
     without probes, where one contradicts itself, or where not even one row ever ran. A server is not probed: its
     capacity is what it says.
     """
-    if engine.engine == "openai":
+    if engine.is_server:
         return MemoryFit(
             form="zeta",
             capacity_tokens=engine.capacity_tokens,

@@ -124,6 +124,38 @@ class RoundsFit(Strict):
     )
 
 
+class StepRange(Strict):
+    """Where the law of passes was measured."""
+
+    rows_max: int
+    tokens_max: int = Field(description="new tokens in a pass")
+    cached_max: float = Field(description="of all rows that decode, summed")
+
+
+class StepsFit(Strict):
+    """A paged engine's forward pass (`toolkit.estimators.steps.StepLaw`), its cache, and its front."""
+
+    base_s: float
+    row_s: float
+    prefill_s: float
+    cached_s: float
+    attended_s: float
+    token_s: list[float]
+    knots: list[int]
+    host_s: float
+    host_row_s: float
+    error: HeldOutError = Field(description="of forward passes")
+    candidates: list[Candidate] = Field(description="the knots that were tried")
+    valid: StepRange
+    front_s: float = Field(
+        description="what a client waits for a first token beside passes: HTTP, text, there and back"
+    )
+    front_row_s: float = Field(description="what each row that runs adds to that")
+    block_tokens: int
+    blocks: int = Field(description="of KV cache, that requests can have")
+    async_scheduling: bool
+
+
 class Fit(Envelope):
     """fit.json, whole."""
 
@@ -140,3 +172,4 @@ class Fit(Envelope):
     memory: MemoryFit
     rounds: RoundsFit | None = Field(default=None, description="none: no rounds were measured, batches tell of them")
     swap: SwapFit | None = Field(default=None, description="none: caches cannot be swapped, what leaves is recomputed")
+    steps: StepsFit | None = Field(default=None, description="none: the engine's passes were not seen one by one")

@@ -81,10 +81,46 @@ class RoundsProfile(Strict):
     host_bytes: int = Field(description="host memory for caches, per worker; 0: caches are not swapped")
 
 
+class StepPoint(Strict):
+    """Forward passes of one composition; of decodes alone, passes that follow one another, by their mean.
+
+    Shape as in `toolkit.estimators.steps.StepShape`.
+    """
+
+    decodes: int
+    decode_cached: float
+    prefills: int
+    prefill_tokens: int
+    prefill_attended: float
+    seconds: list[float] = Field(description="from the pass's schedule to its tokens")
+    host_s: list[float] = Field(description="from there to the next pass's schedule, where there was work for one")
+
+
+class FrontPoint(Strict):
+    """What a client waits for its first token beside forward passes; with several rows, for its last one alone."""
+
+    rows: int = Field(description="requests at once; 1: there and back, more: back alone")
+    prompt_tokens: int
+    seconds: float
+
+
+class StepsProfile(Strict):
+    """What was measured of a paged engine pass by pass."""
+
+    block_tokens: int
+    blocks: int = Field(description="that requests can have")
+    max_num_batched_tokens: int = Field(description="while this was measured")
+    async_scheduling: bool
+    points: list[StepPoint]
+    front: list[FrontPoint]
+
+
 class FailedPoint(Strict):
     """A point that could not be measured, and why."""
 
-    kind: Literal["prefill", "decode", "slice", "memory", "rounds", "join", "leave", "grow", "swap_out", "swap_in"]
+    kind: Literal[
+        "prefill", "decode", "mix", "slice", "memory", "rounds", "join", "leave", "grow", "swap_out", "swap_in"
+    ]
     batch_size: int
     length: int
     reason: str
@@ -118,6 +154,11 @@ class EngineFacts(Strict):
         "none: what rows hold adds up, as in a paged cache",
     )
 
+    @property
+    def is_server(self) -> bool:
+        """Whether it queues what does not fit: it has no memory edge, and batches as it likes."""
+        return self.engine in ("openai", "vllm")
+
 
 class Profile(Envelope):
     """profile.json, whole."""
@@ -135,3 +176,4 @@ class Profile(Envelope):
     memory: list[MemoryPoint]
     failed: list[FailedPoint] = Field(default_factory=list)
     rounds: RoundsProfile | None = Field(default=None, description="none: the engine does not keep its rows")
+    steps: StepsProfile | None = Field(default=None, description="none: the engine's passes were not seen one by one")

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Literal, Protocol, cast
+from typing import Literal, Protocol, cast, runtime_checkable
 
 from toolkit.engines.protocol import Engine, OutOfMemory, Round, RoundEngine, Row, SamplingParams
-from toolkit.files.profile import EngineFacts
+from toolkit.files.profile import EngineFacts, FrontPoint, StepPoint, StepsProfile
 from toolkit.profiling.grid import GridPoint, Shape
 
 Clock = Literal["cpu", "wall"]
@@ -51,6 +51,20 @@ class RoundBench(Bench, Protocol):
         ...
 
 
+@runtime_checkable
+class PassBench(Protocol):
+    """A bench whose engine tells of its passes."""
+
+    def take_passes(self) -> tuple[list[StepPoint], list[FrontPoint]]:
+        """Those since the last call."""
+        ...
+
+    @property
+    def steps(self) -> StepsProfile:
+        """What is known of the passes' limits, without points."""
+        ...
+
+
 class LocalBench:
     """An engine in this process. `now_s` says when a visit has taken long enough."""
 
@@ -79,6 +93,7 @@ class LocalBench:
             return self._engine.time_prefill(rows, length, clock)
         if point.kind == "decode":
             return self._engine.time_decode(rows, length, clock)
+        assert point.kind != "mix"
         return self._round_engine.time_part(point.kind, rows, length, point.others, clock)
 
     @property

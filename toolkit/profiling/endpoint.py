@@ -41,8 +41,8 @@ class Endpoint:
     Raises `InputError`, naming the URL, where nobody answers, the key is refused, or the model is not served.
     """
 
-    def __init__(self, recipe: Recipe) -> None:
-        url = recipe.engine.url
+    def __init__(self, recipe: Recipe, url: str | None = None) -> None:
+        url = url or recipe.engine.url
         assert url is not None, "the recipe was checked"
         self.target: Target = find_target(url, recipe.engine.served_model, os.environ.get(KEY_VARIABLE, ""))
         self.dialect: Dialect = learn(self.target)
@@ -55,32 +55,41 @@ class Endpoint:
         self._vocab_size = vocab_size
 
     async def together(self, prompts: Sequence[int], max_tokens: int) -> list[Sample]:
-        """Send a request for each prompt length at once, and wait for all.
+        """Send a request for each prompt length at once, and wait for all. Raises as `at_times` does."""
+        start_s = time.perf_counter()
+        return await self.at_times([Sample(0.0, length, max_tokens) for length in prompts], start_s)
+
+    async def at_times(self, samples: list[Sample], start_s: float) -> list[Sample]:
+        """Send each when its time has come, seconds after `start_s` of the performance counter, and wait for all.
 
         Raises `Unmeasurable` with the first failure, or where an output has another length than it was asked for.
         """
+        dialect, model = self.dialect, self.target.model
         requests = [
             self._connection.request(
-                self.dialect.request(
-                    self.target.model, self.dialect.prompt(self._rng, length, self._vocab_size), max_tokens
+                dialect.request(
+                    model, dialect.prompt(self._rng, sample.prompt_tokens, self._vocab_size), sample.wanted_tokens
                 )
             )
-            for length in prompts
+            for sample in samples
         ]
-        samples = [Sample(0.0, length, max_tokens) for length in prompts]
-        start_s = time.perf_counter()
 
         def clock() -> float:
             return time.perf_counter() - start_s
 
-        pairs = zip(requests, samples, strict=True)
-        await asyncio.gather(*[self._connection.send(*pair, clock, PATIENCE_S) for pair in pairs])
+        async def send(request: bytes, sample: Sample) -> None:
+            if sample.scheduled_s:
+                await asyncio.sleep(sample.scheduled_s - clock())
+            await self._connection.send(request, sample, clock, PATIENCE_S)
+
+        await asyncio.gather(*[send(*pair) for pair in zip(requests, samples, strict=True)])
         for sample in samples:
             if sample.failure:
                 raise Unmeasurable(sample.failure)
-            if sample.output_tokens != max_tokens:
-                why = "" if self.dialect.ignore_eos else ": the server does not take ignore_eos"
-                raise Unmeasurable(f"{sample.output_tokens} tokens came where {max_tokens} were asked for{why}")
+            if sample.output_tokens != sample.wanted_tokens:
+                why = "" if dialect.ignore_eos else ": the server does not take ignore_eos"
+                asked = f"{sample.wanted_tokens} were asked for{why}"
+                raise Unmeasurable(f"{sample.output_tokens} tokens came where {asked}")
         return samples
 
 

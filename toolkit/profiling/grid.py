@@ -11,7 +11,7 @@ from typing import Literal
 from toolkit.files.profile import EngineFacts, FailedPoint
 from toolkit.files.recipe import ProfileSpec
 
-Kind = Literal["prefill", "decode", "join", "leave", "grow", "swap_out", "swap_in"]
+Kind = Literal["prefill", "decode", "mix", "join", "leave", "grow", "swap_out", "swap_in"]
 
 
 @dataclass(slots=True, frozen=True, order=True)
@@ -63,6 +63,22 @@ def _too_large(point: GridPoint, facts: EngineFacts) -> str:
     return ""
 
 
+PROMPTS = 4  # of a mix
+
+
+def mix_points(spec: ProfileSpec, facts: EngineFacts) -> list[GridPoint]:
+    """Prompts of each length that come in while N others decode: what a paged engine makes most of its passes of."""
+    return [
+        GridPoint("mix", batch_size, length, PROMPTS)
+        for length in sorted(set(spec.input_lengths))
+        for batch_size in sorted(set(spec.batch_sizes))
+        if length < facts.max_model_len
+        and batch_size + PROMPTS <= (facts.max_rows or batch_size + PROMPTS)
+        and PROMPTS * (length + 1) + 2 * batch_size * MIX_STEPS <= facts.capacity_tokens
+    ]
+
+
+MIX_STEPS = 24  # prompt and output tokens of those who decode in a mix
 JOINING = (1, 4, 16)  # rows at once
 OTHERS = (3, 15, 31)  # rows that run beside them
 PARTS: tuple[tuple[Kind, tuple[int, ...], tuple[int, ...], float], ...] = (  # rows, others, memory in batches

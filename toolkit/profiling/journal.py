@@ -13,11 +13,19 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, TypeVar
 
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 
 from toolkit.errors import InputError
 from toolkit.files.envelope import Environment, Strict
-from toolkit.files.profile import EngineFacts, FailedPoint, MemoryPoint, RoundSequence, SlicePoint
+from toolkit.files.profile import (
+    EngineFacts,
+    FailedPoint,
+    FrontPoint,
+    MemoryPoint,
+    RoundSequence,
+    SlicePoint,
+    StepPoint,
+)
 
 
 class Conditions(Strict):
@@ -42,9 +50,11 @@ class Conditions(Strict):
 
 
 class Visit(Strict):
-    """Samples of a grid point, in seconds."""
+    """Samples of a grid point, in seconds; and of an engine that tells, the passes that made them."""
 
     seconds: list[float]
+    steps: list[StepPoint] = Field(default=[])
+    front: list[FrontPoint] = Field(default=[])
 
 
 ResultT = TypeVar("ResultT")

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from toolkit.files.profile import DecodePoint, FailedPoint, PartPoint, PrefillPoint
 from toolkit.files.recipe import ProfileSpec
-from toolkit.profiling.bench import Bench, Unmeasurable
+from toolkit.profiling.bench import Bench, PassBench, Unmeasurable
 from toolkit.profiling.grid import CHEAP_VISITS, GridPoint, in_rounds
 from toolkit.profiling.journal import Journal, Result, Visit
 
@@ -51,7 +51,8 @@ def measure(
                 )
                 journal.put(failure_key(point), failure)
             else:
-                journal.put(visit_key(point, number), Visit(seconds=seconds))
+                steps, front = bench.take_passes() if isinstance(bench, PassBench) else ([], [])
+                journal.put(visit_key(point, number), Visit(seconds=seconds, steps=steps, front=front))
         advance(str(point))
 
 
@@ -82,7 +83,7 @@ def round_parts(points: Sequence[GridPoint], spec: ProfileSpec, results: dict[st
     return [
         PartPoint(part=point.kind, rows=point.batch_size, length=point.length, others=point.others, seconds=seconds)
         for point, seconds in _measured(points, spec, results)
-        if point.kind != "prefill" and point.kind != "decode"
+        if point.kind not in ("prefill", "decode", "mix")
     ]
 
 

@@ -46,7 +46,7 @@ def probe_shapes(spec: ProfileSpec, facts: EngineFacts) -> list[tuple[int, int]]
 
     The two ends tell what a row's prompt takes from what its output takes. A server is not probed: it queues.
     """
-    if facts.engine == "openai":
+    if facts.is_server:
         return []
     lengths = [length for length in sorted(set(spec.memory_lengths)) if length < facts.max_model_len]
     return [

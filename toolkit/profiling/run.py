@@ -18,11 +18,12 @@ from toolkit.files.profile import (
     MemoryPoint,
     Profile,
     SlicePoint,
+    StepsProfile,
 )
 from toolkit.files.recipe import Recipe
-from toolkit.profiling.bench import Bench, RoundBench, Unmeasurable
-from toolkit.profiling.grid import Shape, grid, slice_shapes
-from toolkit.profiling.journal import Conditions, Journal, Result, of_kind
+from toolkit.profiling.bench import Bench, PassBench, RoundBench, Unmeasurable
+from toolkit.profiling.grid import Shape, grid, mix_points, slice_shapes
+from toolkit.profiling.journal import Conditions, Journal, Result, Visit, of_kind
 from toolkit.profiling.measure import grid_points, measure, visits_left
 from toolkit.profiling.memory import TIME_LIMIT_S, probe_memory, probe_shapes, safe_tokens
 from toolkit.profiling.plan import Plan, Work, estimate_s, skip_reasons
@@ -90,6 +91,7 @@ def profile(
             watch.planned(session.plan(bench, load_s))
             session.probe_memory(bench)
             session.probe_admission(bench)
+            session.keep_limits(bench)
             session.measure(bench)
             bench.stop()  # its memory is the workers' now
             session.run_slices(make_workers or bench.workers)
@@ -102,6 +104,10 @@ def _bench(recipe: Recipe) -> AbstractContextManager[ProfileBench]:
         from toolkit.profiling.endpoint import endpoint_bench
 
         return endpoint_bench(recipe)
+    if recipe.engine.name == "vllm":
+        from toolkit.profiling.vllm_bench import vllm_bench
+
+        return vllm_bench(recipe)
     return engine_process(recipe)
 
 
@@ -134,7 +140,9 @@ class _Session:
         self._watch = watch
         self._points, self._skipped = grid(self._spec, facts)
         self._rounds = RoundsStage(recipe, facts, journal) if facts.engine in REBATCHING else None
-        parts = self._rounds.points if self._rounds else []
+        self._steps: StepsProfile | None = None
+        self._mixes = mix_points(self._spec, facts) if facts.engine == "vllm" else []
+        parts = self._rounds.points if self._rounds else self._mixes
         self._work = Work(
             visits=visits_left([*self._points, *parts], self._spec, journal),
             memory=[each for each in probe_shapes(self._spec, facts) if _memory_key(*each) not in journal.results],
@@ -189,6 +197,11 @@ class _Session:
         with busy_neighbours(self._recipe, others, list(shapes.values())):
             measure(self._work.visits, bench, self._spec, self._journal, self._watch.advanced)
 
+    def keep_limits(self, bench: Bench) -> None:
+        """Of an engine that tells of its passes: what bounds them."""
+        if isinstance(bench, PassBench):
+            self._steps = bench.steps
+
     def run_slices(self, make_workers: MakeWorkers) -> None:
         def record(number: int, result: SlicePoint | FailedPoint) -> None:
             self._journal.put(_slice_key(number), result)
@@ -222,7 +235,16 @@ class _Session:
             memory=_batch_probes(results),
             failed=[*self._skipped, *of_kind(FailedPoint, results.values())],
             rounds=self._rounds.result() if self._rounds else None,
+            steps=_with_points(self._steps, results) if self._steps else None,
         )
+
+
+def _with_points(limits: StepsProfile, results: Mapping[str, Result]) -> StepsProfile:
+    """All passes that were seen while the grid was measured."""
+    visits = of_kind(Visit, results.values())
+    points = [point for visit in visits for point in visit.steps]
+    front = [point for visit in visits for point in visit.front]
+    return limits.model_copy(update={"points": points, "front": front})
 
 
 def _batch_probes(results: Mapping[str, Result]) -> list[MemoryPoint]:

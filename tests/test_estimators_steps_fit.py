@@ -1,0 +1,92 @@
+"""The law of passes from measured ones: its coefficients come back, outliers count little, errors are held out."""
+
+import numpy as np
+import pytest
+
+from toolkit.errors import InputError
+from toolkit.estimators.steps import StepLaw, StepShape
+from toolkit.estimators.steps_fit import fit_steps, law_of_steps, shape_of
+from toolkit.files.profile import FrontPoint, StepPoint, StepsProfile
+
+LAW = StepLaw(5e-3, 1e-4, 2e-4, 3e-7, 4e-8, (2e-5, 1e-4), (0, 128), host_s=2e-4, host_row_s=1e-5)
+
+
+def shapes(count: int, rng: np.random.Generator) -> list[StepShape]:
+    """Decodes alone, chunks alone, and both."""
+    found = []
+    for k in range(count):
+        decodes = 0 if k % 3 == 1 else int(rng.integers(1, 64))
+        chunks = [] if k % 3 == 0 else [int(n) for n in rng.integers(8, 400, rng.integers(1, 4))]
+        attended = sum(n * (int(rng.integers(0, 300)) + n / 2) for n in chunks)
+        cached = decodes * int(rng.integers(8, 400))
+        found.append(StepShape(decodes, cached, len(chunks), sum(chunks), attended))
+    return found
+
+
+def measured(count: int = 300, noise: float = 0.0, outliers: float = 0.0) -> StepsProfile:
+    rng = np.random.default_rng(0)
+    points = []
+    for shape in shapes(count, rng):
+        factor = np.exp(noise * rng.standard_normal()) * (5.0 if rng.random() < outliers else 1.0)
+        points.append(
+            StepPoint(
+                decodes=shape.decodes,
+                decode_cached=shape.decode_cached,
+                prefills=shape.prefills,
+                prefill_tokens=shape.prefill_tokens,
+                prefill_attended=shape.prefill_attended,
+                seconds=[LAW.forward_s(shape) * factor],
+                host_s=[LAW.after_s(shape.rows)],
+            )
+        )
+    front = [FrontPoint(rows=rows, prompt_tokens=8, seconds=0.002 * (rows == 1) + 1e-4 * rows) for rows in (1, 4, 16)]
+    return StepsProfile(
+        block_tokens=32, blocks=127, max_num_batched_tokens=2048, async_scheduling=False, points=points, front=front
+    )
+
+
+def test_the_law_comes_back_from_its_own_passes():
+    fit = fit_steps(measured(), 0)
+    assert fit is not None
+    found = law_of_steps(fit)
+    assert fit.knots == [0, 128]
+    for shape in shapes(30, np.random.default_rng(1)):
+        assert found.step_s(shape) == pytest.approx(LAW.step_s(shape), rel=0.01)
+    assert fit.error.worst_percent < 1.0
+    assert (fit.front_s, fit.front_row_s) == (pytest.approx(0.0021), pytest.approx(1e-4, rel=0.1))
+    assert (fit.blocks, fit.block_tokens) == (127, 32)
+
+
+def test_disturbed_passes_count_little():
+    fit = fit_steps(measured(noise=0.05, outliers=0.05), 0)
+    assert fit is not None
+    found = law_of_steps(fit)
+    errors = [found.forward_s(s) / LAW.forward_s(s) - 1 for s in shapes(60, np.random.default_rng(2))]
+    assert abs(float(np.mean(errors))) < 0.06  # 5 % of the passes count half as much again: the mean is 2.5 % more
+    assert max(map(abs, errors)) < 0.15
+
+
+def test_errors_are_those_of_passes_that_the_fit_did_not_see():
+    assert fit_steps(measured(noise=0.1), 0).error.median_percent == pytest.approx(6.7, abs=2.0)
+
+
+def test_engines_whose_passes_nobody_saw_have_none():
+    assert fit_steps(None, 0) is None
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda points: points[:5], "5 passes were measured, at least 40 are needed"),
+        (lambda points: [one for one in points if not one.prefills], "are both needed"),
+        (lambda points: [*points, points[0].model_copy(update={"seconds": [0.0]})], "a pass took no time"),
+    ],
+)
+def test_what_is_lacking_is_named(change, message):
+    found = measured()
+    with pytest.raises(InputError, match=message):
+        fit_steps(found.model_copy(update={"points": change(found.points)}), 0)
+
+
+def test_every_point_is_a_shape():
+    assert shape_of(measured(1).points[0]).rows > 0

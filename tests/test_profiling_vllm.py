@@ -1,0 +1,125 @@
+"""vLLM profiled by the log of its passes: with a fake of its server, whose passes take what a law says."""
+
+from pathlib import Path
+
+import fake_vllm_server
+import pytest
+import samples
+
+from toolkit.errors import EngineError
+from toolkit.estimators.fitting import fit_profile
+from toolkit.estimators.steps import StepShape
+from toolkit.estimators.steps_fit import law_of_steps
+from toolkit.profiling.passes import points, shape_of, timed
+from toolkit.profiling.run import profile
+from toolkit.sched.iterations import Pass, Row
+
+
+def recipe_for(python: str, source: str = "toy", **settings: object):
+    grid = {
+        "batch_sizes": [1, 2, 4],
+        "input_lengths": [8, 32, 64],
+        "cached_lengths": [16, 32, 64],
+        "memory_lengths": [16],
+        "repeats": 1,
+        "slices": 6,
+        "slice_tokens": [4],
+    }
+    return samples.recipe(
+        engine={"name": "vllm", "vllm": {"python": python}},
+        model={"source": source, "config": {}, "max_model_len": 128},
+        workers=1,
+        profile=grid | settings,
+        policy={"name": "aggressive"},
+    )
+
+
+class Watch:
+    def planned(self, plan):
+        self.plan = plan
+
+    def advanced(self, text):
+        pass
+
+
+def profiled(recipe, folder: Path):
+    source = folder / "recipe.yaml"
+    source.write_text(recipe.model_dump_json(exclude_defaults=True))
+    return profile(recipe, source, folder / "profile.json", Watch())
+
+
+def test_vllm_is_profiled_and_fitted_pass_by_pass(tmp_path: Path):
+    found = profiled(recipe_for(fake_vllm_server.install(tmp_path)), tmp_path)
+    assert (found.engine.engine, found.engine.capacity_tokens, found.engine.max_rows) == ("vllm", 4096, 256)
+    assert len(found.prefill) == len(found.decode) == 9
+    assert found.steps is not None
+    assert {bool(point.prefills) for point in found.steps.points} == {False, True}
+    assert any(point.prefills and point.decodes for point in found.steps.points)
+    fitted = fit_profile(found)
+    assert fitted.steps is not None
+    assert (fitted.steps.blocks, fitted.steps.block_tokens) == (256, 16)
+    assert law_of_steps(fitted.steps).forward_s(StepShape(4, 400, 1, 64, 64 * 32)) > 0.0
+
+
+def test_an_interrupted_profile_keeps_its_passes(tmp_path: Path):
+    class Stops(Watch):
+        left = 12
+
+        def advanced(self, text):
+            self.left -= 1
+            if not self.left:
+                raise KeyboardInterrupt
+
+    recipe = recipe_for(fake_vllm_server.install(tmp_path))
+    source = tmp_path / "recipe.yaml"
+    source.write_text(recipe.model_dump_json(exclude_defaults=True))
+    with pytest.raises(KeyboardInterrupt):
+        profile(recipe, source, tmp_path / "profile.json", Stops())
+    watch = Watch()
+    found = profile(recipe, source, tmp_path / "profile.json", watch)
+    assert watch.plan.resumed >= 11
+    assert len(found.decode) == 9
+
+
+def test_a_point_that_fails_is_marked_and_the_profile_goes_on(tmp_path: Path):
+    found = profiled(recipe_for(fake_vllm_server.install(tmp_path), "breaks", batch_sizes=[1, 2, 3]), tmp_path)
+    assert {(point.kind, point.batch_size) for point in found.failed} >= {("prefill", 3), ("decode", 3)}
+    assert "HTTP 500: the fake breaks" in {point.reason for point in found.failed}
+    assert {point.batch_size for point in found.decode} == {1, 2}
+
+
+def test_a_server_that_cannot_load_says_why(tmp_path: Path):
+    with pytest.raises(EngineError, match="the fake dies"):
+        profiled(recipe_for(fake_vllm_server.install(tmp_path), "dies"), tmp_path)
+
+
+def one(start_s: float, end_s: float, rows: list[Row], **other: object) -> Pass:
+    rest = {"preempted": [], "ended": [], "waiting": 0, "free_blocks": 9} | other
+    return Pass(step=1, start_s=start_s, end_s=end_s, rows=rows, **rest)
+
+
+def test_a_pass_is_told_by_its_sums():
+    shape = shape_of(one(0.0, 1.0, [Row("a", 20, 1, 16), Row("b", 31, 1, 16), Row("c", 8, 4, 16), Row("d", 0, 16, 16)]))
+    assert shape == StepShape(2, 51, 2, 20, 4 * (8 + 2) + 16 * 8)
+
+
+def test_gaps_count_while_there_is_work_and_passes_ahead_begin_when_the_last_has_ended():
+    a, b = [Row("a", 20, 1, 16)], [Row("b", 20, 1, 16)]
+    found = timed(
+        [
+            one(0.0, 1.0, a),
+            one(1.25, 2.0, a, ended=["a"]),  # nobody is left
+            one(5.0, 6.0, b),
+            one(5.5, 7.0, b),  # asked for while the last one was under way
+        ]
+    )
+    assert [each.host_s for each in found] == [0.25, None, 0.0, None]
+    assert [each.seconds for each in found] == [1.0, 0.75, 1.0, 1.0]
+
+
+def test_stretches_of_decodes_are_one_point_and_chunks_are_one_each():
+    decodes = [one(k, k + 0.5, [Row("a", 20 + k, 1, 16)]) for k in range(4)]
+    chunks = [one(k, k + 0.5, [Row("b", 0, 8, 30), Row("a", 24, 1, 16)]) for k in (4, 5)]
+    found = points(timed([*decodes, *chunks]))
+    assert [(point.decodes, point.prefills, len(point.seconds)) for point in found] == [(1, 0, 4), (1, 1, 1), (1, 1, 1)]
+    assert found[0].decode_cached == 21.5
