@@ -331,9 +331,9 @@ def test_the_command_records_and_ends_in_order(tmp_path: Path):
             assert process.stdout is not None
             url = json.loads(process.stdout.readline())["url"]
             for stream in (True, False):
-                assert httpx.post(f"{url}/v1/completions", json=body(stream=stream), timeout=60).status_code == 200
+                assert httpx.post(f"{url}/v1/completions", json=body(stream=stream), timeout=240).status_code == 200
             process.terminate()
-            _, said = process.communicate(timeout=60)
+            _, said = process.communicate(timeout=240)
     assert process.returncode == 0
     assert said == f"requests: 2 ok; see them with: llmctl trace inspect {out}\n"
     assert [row["output_length"] for row in rows(out)] == [3, 5]
