@@ -9,10 +9,10 @@ from toolkit.deploy.flags import check_servable_elsewhere, chunk, foreign, queue
 from toolkit.deploy.order import Order, Rendered, Told, told
 from toolkit.deploy.reckon import drain_s
 from toolkit.deploy.templating import fill
+from toolkit.endpoints.vllm_versions import TRIED
 from toolkit.errors import InputError
 from toolkit.files.recipe import Recipe
 from toolkit.inside.setup import refuse_inside
-from toolkit.inside.versions import TRIED
 from toolkit.sched.policies import make_policy
 
 SCHEDULER = "toolkit.inside.vllm_scheduler.LlmctlScheduler"
