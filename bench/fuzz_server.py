@@ -86,7 +86,7 @@ def torn(tally: Tally, count: int, seed: int) -> None:
     async def one(port: int, data: bytes) -> None:
         received = await fuzzing.converse(port, data, patience_s=0.2)
         status = next(fuzzing.answers(received), (0,))[0] if received.startswith(b"HTTP/") else 0
-        tally.count("bytes", status, fuzzing.raw_complaint(received), data)
+        tally.count("bytes", status, fuzzing.raw_complaint(data, received), data)
 
     async def all_of_them(port: int) -> None:
         sent = [raw for raw, _ in fuzzing.RAW.values()]

@@ -29,7 +29,7 @@ SENT = ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize")
 
 def complaint(status: int, kind: str, body: bytes) -> str:
     """What is wrong with an answer, or ''."""
-    if status < 400 or (status in (405, 503) and not body):  # HEAD
+    if status < 400:
         return ""
     if status >= 500 and status != 503:
         return f"status {status}"
@@ -235,10 +235,12 @@ def answers(received: bytes) -> Iterator[tuple[int, str, bytes]]:
         raise ValueError(f"no HTTP: {received[:200]!r}")
 
 
-def raw_complaint(received: bytes) -> str:
+def raw_complaint(asked: bytes, received: bytes) -> str:
     """What is wrong with all that a connection gave, or ''."""
     try:
-        return next(filter(None, (complaint(*answer) for answer in answers(received))), "")
+        of_head = b"HEAD " in asked  # whose answers say what they would have held
+        said = [answer for answer in answers(received) if answer[2] or not of_head]
+        return next(filter(None, (complaint(*answer) for answer in said)), "")
     except (ValueError, msgspec.DecodeError) as error:
         return str(error)
 

@@ -32,6 +32,7 @@ from toolkit.sched.scheduler import Scheduler
 from toolkit.sched.types import Worker
 from toolkit.serve.api import make_app
 from toolkit.serve.driver import Driver
+from toolkit.serve.forecast import UNLIMITED, Limits
 from toolkit.serve.settings import Settings
 from toolkit.serve.stats import Stats
 from toolkit.workers.protocol import BatchDone, BatchProgress, OnEvent, Times, WorkerLost, WorkerReady
@@ -80,6 +81,7 @@ class HandWorkers:
         self.running: dict[int, tuple[int, list[Row], int]] = {}
         self.rows: list[list[Row]] = []  # of every batch that was started
         self.unwanted: list[str] = []
+        self.killed: list[int] = []
         self.stopped = False
 
     async def start(self, on_event: OnEvent) -> None:
@@ -95,6 +97,9 @@ class HandWorkers:
     def cancel(self, worker: int, batch_id: int, request_ids: Sequence[str]) -> None:
         assert self.running[worker][0] == batch_id
         self.unwanted += request_ids
+
+    def kill(self, worker: int) -> None:
+        self.killed.append(worker)
 
     async def stop(self) -> None:
         self.stopped = True
@@ -148,18 +153,25 @@ class ToyWorkers(HandWorkers):
         asyncio.get_running_loop().call_soon(self._go_on, worker, at + stride)
 
 
-def make_driver(workers: HandWorkers, *, policy: str = "slice", capacity: int = 4096, **parameters) -> Driver:
+def make_driver(
+    workers: HandWorkers,
+    *,
+    policy: str = "slice",
+    capacity: int = 4096,
+    limits: Limits = UNLIMITED,
+    **parameters,
+) -> Driver:
     memory = ZetaMemory(capacity)
     planned = [Worker(index, LAW, memory) for index in range(workers.size)]
     parameters = parameters or {"slice_tokens": 8}
-    return Driver(Scheduler(make_policy(policy, parameters), planned), workers, Stats())
+    return Driver(Scheduler(make_policy(policy, parameters), planned), workers, Stats(), limits=limits)
 
 
 @asynccontextmanager
-async def client(workers: HandWorkers | None = None, *, capacity: int = 4096, **settings):
+async def client(workers: HandWorkers | None = None, *, capacity: int = 4096, limits: Limits = UNLIMITED, **settings):
     """An HTTP client of a server in this process; `.driver` and `.workers` on it."""
     workers = workers or ToyWorkers()
-    driver = make_driver(workers, capacity=capacity)
+    driver = make_driver(workers, capacity=capacity, limits=limits)
     await driver.start()
     app = make_app(driver, ByteTokenizer(), replace(SETTINGS, **settings))
     transport = httpx.ASGITransport(app)

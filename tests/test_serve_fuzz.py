@@ -59,7 +59,7 @@ def port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
 def test_bytes_that_are_no_request_get_an_error_or_nothing(port: int, name: str) -> None:
     data, statuses = fuzzing.RAW[name]
     received = asyncio.run(fuzzing.converse(port, data, patience_s=0.1 if 0 in statuses else 60.0))
-    assert fuzzing.raw_complaint(received) == ""
+    assert fuzzing.raw_complaint(data, received) == ""
     first = next(fuzzing.answers(received), (0,))
     assert first[0] in statuses, received[:300]
 
@@ -69,7 +69,7 @@ def test_torn_requests_get_an_error_or_nothing(port: int) -> None:
 
     async def one(data: bytes) -> None:
         received = await fuzzing.converse(port, data, patience_s=0.1)
-        assert fuzzing.raw_complaint(received) == "", data
+        assert fuzzing.raw_complaint(data, received) == "", data
 
     async def all_of_them() -> None:
         await asyncio.gather(*[one(fuzzing.torn(rng)) for _ in range(200)])

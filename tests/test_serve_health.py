@@ -7,7 +7,7 @@ from pathlib import Path
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
-from serving import HandWorkers, client, make_driver, turns
+from serving import HandWorkers, client, make_driver, text, turns
 
 from toolkit.serve.health import is_ready, problem
 from toolkit.serve.stats import Histogram
@@ -60,6 +60,53 @@ def test_a_worker_that_is_silent_for_too_long_is_unhealthy_until_it_speaks():
         assert "worker 0 has been silent for 3" in response.json()["status"]
         http.workers.progress()
         assert (await http.get("/health")).status_code == 200
+        http.workers.finish()
+        await asking
+
+    ask(test, workers=HandWorkers())
+
+
+def test_a_worker_that_hangs_while_another_works_is_no_illness():
+    async def test(http: httpx.AsyncClient) -> None:
+        asking = asyncio.create_task(http.post("/v1/completions", json={"prompt": "a", "max_tokens": 8}))
+        await turns(60)
+        (flight,) = http.driver.flights.values()
+        flight.sign_s -= 3600
+        assert (await http.get("/health")).status_code == 200
+        http.workers.finish(flight.batch.worker)
+        await asking
+
+    ask(test, workers=HandWorkers(2))
+
+
+def test_a_worker_that_hangs_is_killed_and_its_request_goes_on():
+    async def test(http: httpx.AsyncClient) -> None:
+        asking = asyncio.create_task(http.post("/v1/completions", json={"prompt": "a", "max_tokens": 8}))
+        await turns(60)
+        http.driver._check_progress()
+        assert http.workers.killed == []
+        (flight,) = http.driver.flights.values()
+        flight.sign_s -= 10 * flight.batch.estimated_s + 31
+        http.driver._check_progress()
+        assert http.workers.killed == [0]
+        http.workers.crash(steps=3)
+        http.workers.recover()
+        await turns()
+        http.workers.finish()
+        assert (await asking).json()["choices"][0]["text"] == text("a", 8)
+
+    ask(test, workers=HandWorkers())
+
+
+def test_time_in_which_the_server_itself_stood_still_is_not_the_workers():
+    async def test(http: httpx.AsyncClient) -> None:
+        asking = asyncio.create_task(http.post("/v1/completions", json={"prompt": "a", "max_tokens": 8}))
+        await turns(60)
+        (flight,) = http.driver.flights.values()
+        flight.sign_s -= 3600
+        http.driver._checked_s -= 3600
+        http.driver._check_progress()
+        assert http.workers.killed == []
         http.workers.finish()
         await asking
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -43,6 +43,13 @@ EndAfterOption = Annotated[
     bool,
     typer.Option("--allow-end-after", help="Let requests say where they end (llmctl_end_after), for replays."),
 ]
+AdmissionOption = Annotated[
+    Literal["targets", "queue"] | None,
+    typer.Option(
+        "--admission",
+        help="Refuse who would miss the targets, or only who finds serve.max_waiting others; the recipe's by default.",
+    ),
+]
 VllmOption = Annotated[bool, typer.Option("--vllm-metrics", help="Offer the metrics under vLLM's names, too.")]
 OpenMetricsOption = Annotated[bool, typer.Option("--open-metrics", help="Let /metrics be read without the key.")]
 TimeoutOption = Annotated[
@@ -68,6 +75,7 @@ def command(
     workers: WorkersOption = None,
     event_log: EventLogOption = None,
     request_log: RequestLogOption = None,
+    admission: AdmissionOption = None,
     allow_end_after: EndAfterOption = False,
     vllm_metrics: VllmOption = False,
     open_metrics: OpenMetricsOption = False,
@@ -83,7 +91,7 @@ def command(
     """
     import os
 
-    from toolkit.serve.assemble import make_settings
+    from toolkit.serve.assemble import make_limits, make_settings
     from toolkit.serve.launch import Launch, launch
     from toolkit.serve.server import Ending
 
@@ -103,6 +111,7 @@ def command(
         host or chosen.recipe.serve.host,
         chosen.recipe.serve.port if port is None else port,
         insecure,
+        make_limits(chosen, admission, replays=allow_end_after),
         event_log,
         request_log,
         Ending(shutdown_notice, shutdown_timeout),

@@ -200,6 +200,14 @@ class ServeSpec(Strict):
     served_model_name: str | None = None
     max_new_tokens: Positive = Field(default=256, description="of requests that name none, and the upper bound")
     max_waiting: Positive = Field(default=4096, description="requests waiting before new ones get 503")
+    hang_s: Annotated[float, Field(gt=0)] = Field(
+        default=30.0,
+        description="a worker that reports nothing for this long and 10 times its batch's estimate is killed",
+    )
+    admission: Literal["targets", "queue"] = Field(
+        default="targets",
+        description="'targets': new requests get 503 while they would miss the recipe's targets for TTFT or E2E, too",
+    )
 
 
 class Recipe(Strict):

@@ -38,6 +38,9 @@ class EndpointWorkers:
         """Rounds are the server's own affair."""
         raise ValueError("a server runs no rounds for others")
 
+    def kill(self, worker: int) -> None:
+        """A server is not ours to kill."""
+
     def interrupt(self, worker: int, batch_id: int) -> None:
         """Nothing can be interrupted."""
 

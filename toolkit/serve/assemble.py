@@ -11,6 +11,7 @@ from toolkit.sched.eventlog import Event, Header, Recorder
 from toolkit.sched.policies import ELSEWHERE, make_policy, refuse_unservable
 from toolkit.sched.scheduler import Scheduler
 from toolkit.sched.types import Worker
+from toolkit.serve.forecast import UNLIMITED, Limits
 from toolkit.serve.settings import Settings
 from toolkit.serve.stats import Stats
 
@@ -53,6 +54,15 @@ def model_name(plan: Plan) -> str:
     """What clients call the model, where nobody said otherwise."""
     recipe = plan.recipe
     return recipe.serve.served_model_name or (recipe.name if recipe.model.source == "random" else recipe.model.source)
+
+
+def make_limits(plan: Plan, admission: str | None, *, replays: bool) -> Limits:
+    """What admission holds the forecast against: the recipe's targets where it says so, unless traces are replayed.
+
+    `admission` is the recipe's where it is None; a server for `replays` turns nobody away by a forecast unless asked.
+    """
+    admission = admission or ("queue" if replays else plan.recipe.serve.admission)
+    return Limits.of(plan.recipe.sla) if admission == "targets" else UNLIMITED
 
 
 def make_settings(plan: Plan, *, model: str = "", api_key: str = "", **others: bool) -> Settings:

@@ -18,7 +18,9 @@ from toolkit.engines.protocol import FinishReason
 from toolkit.files.profile import EngineFacts
 from toolkit.sched.scheduler import Scheduler
 from toolkit.sched.types import Batch, BatchResult, Request, RoundResult
+from toolkit.serve.forecast import UNLIMITED, Forecast, Limits
 from toolkit.serve.live import Ask, Flight, Live, Status
+from toolkit.serve.liveness import CHECK_EVERY_S, Patience, silent
 from toolkit.serve.reply import Delta, Reply
 from toolkit.serve.stats import Stats
 from toolkit.serve.text import TextOutput
@@ -36,6 +38,7 @@ from toolkit.workers.protocol import (
 SHUTTING_DOWN = "the server is shutting down"
 State = Literal["loading", "ready", "draining", "stopped"]
 
+PATIENCE = Patience()
 TIMER_SLACK_S = 0.001  # event loops may fire this early, and a tick before its time decides nothing
 
 
@@ -52,6 +55,8 @@ class Driver:
         stats: what is counted.
         on_end: called with each request that has ended, whatever became of it, and when `now_s` was 0, on
             `time.monotonic`'s clock.
+        limits: what requests are promised, which admission looks at.
+        patience: how long a worker may say nothing before it is killed, and started again.
     """
 
     def __init__(
@@ -61,11 +66,15 @@ class Driver:
         stats: Stats,
         *,
         on_end: Callable[[Live, float], None] | None = None,
+        limits: Limits = UNLIMITED,
+        patience: Patience = PATIENCE,
     ) -> None:
         if workers.size != len(scheduler.workers):
             raise ValueError(f"{workers.size} workers, and the scheduler has {len(scheduler.workers)}")
         self.scheduler = scheduler
         self.stats = stats
+        self.forecast = Forecast(scheduler, limits)
+        self.patience = patience
         self.state: State = "loading"
         self.leaving = False  # the end was announced: balancers should look elsewhere, though requests are still taken
         self.facts: dict[int, EngineFacts] = {}
@@ -79,6 +88,8 @@ class Driver:
         self._start_s = 0.0
         self._tick_soon: asyncio.Handle | None = None
         self._wake: asyncio.TimerHandle | None = None
+        self._check: asyncio.TimerHandle | None = None
+        self._checked_s = 0.0
 
     @property
     def now_s(self) -> float:
@@ -102,17 +113,14 @@ class Driver:
         """Requests that no worker runs now: new ones, and ones between two slices."""
         return len(self._lives) - self.running
 
-    @property
-    def backlog_s(self) -> float:
-        """Until the least loaded worker has done what it was given, by the fitted laws; infinity: none is alive."""
-        return min((worker.load_s for worker in self.scheduler.workers if worker.alive), default=math.inf)
-
     async def start(self) -> None:
         """Load the workers. `EngineError` if one cannot."""
         self._start_s = time.monotonic()
         self._empty.set()
         await self._workers.start(self._on_event)
         self.state = "ready"
+        self._checked_s = self.now_s
+        self._check_progress()
 
     async def drain(self, timeout_s: float) -> int:
         """Take nothing new, and wait until all requests have ended; those that have not in time fail. How many did."""
@@ -131,7 +139,7 @@ class Driver:
         self.state = "stopped"
         for live in list(self._lives.values()):
             self._give_up(live, SHUTTING_DOWN)
-        for handle in (self._tick_soon, self._wake):
+        for handle in (self._tick_soon, self._wake, self._check):
             if handle:
                 handle.cancel()
         await self._workers.stop()
@@ -141,11 +149,13 @@ class Driver:
         if self.state != "ready":
             raise ValueError(f"submitted while the driver is {self.state}")
         now_s = self.now_s
+        told = self.forecast.raw(now_s)
         request = Request(ask.request_id, now_s, len(ask.prompt), ask.max_new_tokens, ask.priority)
         refusal = self.scheduler.submit(request, now_s)
         if refusal:
             raise RefusedError(refusal.reason)
-        live = Live(ask, output, reply, index, now_s)
+        live = Live(ask, output, reply, index, now_s, told)
+        self.forecast.submitted(len(ask.prompt))
         self._lives[ask.request_id] = live
         self._empty.clear()
         self.stats.prompt_tokens += len(ask.prompt)
@@ -217,10 +227,24 @@ class Driver:
     def _launch(self, batches: Sequence[Batch], now_s: float) -> None:
         for batch in batches:
             self.stats.count_start(batch)
+            self.forecast.started(batch)
         for live in self._under_way.launch(batches, now_s):
             if math.isnan(live.started_s):
                 live.started_s = now_s
                 self.stats.queue.observe(now_s - live.arrival_s)
+
+    def _check_progress(self) -> None:
+        """Workers that hang are killed: what they ran goes on elsewhere. Time in which we stood still ourselves is not
+        theirs: of a machine that was suspended nobody hangs.
+        """
+        late_s = self.now_s - self._checked_s - CHECK_EVERY_S
+        self._checked_s = self.now_s
+        if late_s > CHECK_EVERY_S:
+            for flight in self.flights.values():
+                flight.sign_s += late_s
+        for hung in silent(self.flights, self.patience, self.now_s):
+            self._workers.kill(hung.worker)
+        self._check = asyncio.get_running_loop().call_later(CHECK_EVERY_S, self._check_progress)
 
     def _on_event(self, event: WorkerEvent) -> None:
         with self._loud():
@@ -294,6 +318,7 @@ class Driver:
         if shown.tokens:
             if math.isnan(live.first_token_s):
                 live.first_token_s = now_s
+                self.forecast.first_token(live.told, now_s - live.arrival_s)
             self.stats.count_tokens(shown.tokens, live.arrival_s, live.last_token_s, now_s)
             live.last_token_s = now_s
         stopped = bool(shown.finish) and (not finish or live.output.tokens < len(live.tokens))
@@ -302,6 +327,7 @@ class Driver:
             self._under_way.unwanted(live)
         if shown.finish:
             self._end(live, shown.finish)
+            self.forecast.ended(live.told, now_s - live.arrival_s, live.output.tokens)
         live.reply.put(Delta(live.index, shown.text, shown.tokens, shown.finish))
         return stopped
 

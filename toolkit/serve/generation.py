@@ -94,11 +94,18 @@ class Generation:
             raise ApiError(text, param="llmctl_end_after")
         self._check_ready()
         choices = prompts * (form.n or 1)
+        told = driver.forecast.now(driver.now_s)
         if driver.waiting + choices > settings.max_waiting:
             text = f"{driver.waiting} requests wait; with {choices} more it would exceed {settings.max_waiting}"
-            raise ApiError(
-                text, status=503, code="overloaded", headers={"Retry-After": _whole_seconds(driver.backlog_s)}
-            )
+            raise self._overloaded(text, told.ttft_s)
+        excess_s = driver.forecast.limits.excess_s(told)
+        if excess_s:
+            text = f"too many wait: the first token would come in {told.ttft_s:.1f} s, the last in {told.e2e_s:.1f} s"
+            raise self._overloaded(text, excess_s)
+
+    def _overloaded(self, text: str, wait_s: float) -> ApiError:
+        self._driver.stats.refused += 1
+        return ApiError(text, status=503, code="overloaded", headers={"Retry-After": _whole_seconds(wait_s)})
 
     def _check_ready(self) -> None:
         if self._driver.state != "ready":
@@ -209,8 +216,8 @@ def unknown_model(name: str | None) -> ApiError:
     return ApiError(text, status=404, param="model", code="model_not_found")
 
 
-def _whole_seconds(backlog_s: float) -> str:
-    return str(math.ceil(min(max(backlog_s, 1.0), MAX_RETRY_AFTER_S)))
+def _whole_seconds(wait_s: float) -> str:
+    return str(math.ceil(min(max(wait_s, 1.0), MAX_RETRY_AFTER_S)))
 
 
 def _another_seed(sampling: SamplingParams, choice: int) -> SamplingParams:

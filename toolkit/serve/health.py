@@ -5,28 +5,21 @@ from __future__ import annotations
 from toolkit.sched.footprint import footprint
 from toolkit.serve.driver import Driver
 from toolkit.serve.live import Flight
+from toolkit.serve.liveness import silent
 from toolkit.serve.metrics import Gauges
-
-PATIENCE = 10.0  # a batch may take this many times its estimate
-GRACE_S = 30.0  # and this long on top
 
 
 def problem(driver: Driver) -> str:
-    """Why the server is not healthy, or ''. Loading and draining are healthy."""
+    """Why the server is not healthy, or ''. Loading and draining are healthy, and so is one of whom some work."""
     if driver.bug:
         return "the scheduler stopped at a bug"
     if driver.state in ("loading", "stopped"):
         return ""
-    if not any(worker.alive for worker in driver.scheduler.workers):
+    alive = [worker.index for worker in driver.scheduler.workers if worker.alive]
+    if not alive:
         return "no worker is alive"
-    now_s = driver.now_s
-    for worker, flight in driver.flights.items():
-        silent_s = now_s - flight.sign_s
-        if silent_s > PATIENCE * flight.batch.estimated_s + GRACE_S:
-            return (
-                f"worker {worker} has been silent for {silent_s:.0f} s in a batch of {flight.batch.estimated_s:.2f} s"
-            )
-    return ""
+    hung = {one.worker: one for one in silent(driver.flights, driver.patience, driver.now_s)}
+    return str(hung[alive[0]]) if hung.keys() >= set(alive) else ""
 
 
 def is_ready(driver: Driver) -> bool:
@@ -47,6 +40,7 @@ def gauges(driver: Driver) -> Gauges:
         capacity,
         sum(worker.alive for worker in workers),
         [worker.load_s for worker in workers],
+        driver.forecast.now(driver.now_s).ttft_s,
     )
 
 

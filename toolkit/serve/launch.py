@@ -17,6 +17,8 @@ from toolkit.sched.types import Request
 from toolkit.serve.api import make_app
 from toolkit.serve.assemble import make_scheduler, make_stats
 from toolkit.serve.driver import Driver
+from toolkit.serve.forecast import UNLIMITED, Limits
+from toolkit.serve.liveness import Patience
 from toolkit.serve.logs import EventLog, RequestLog
 from toolkit.serve.server import Ending, check_exposure, listen, serve, url
 from toolkit.serve.settings import Settings
@@ -35,6 +37,7 @@ class Launch:
     host: str
     port: int
     insecure: bool = False
+    limits: Limits = UNLIMITED
     event_log: Path | None = None
     request_log: Path | None = None
     ending: Ending = field(default_factory=Ending)
@@ -52,7 +55,7 @@ def launch(order: Launch, on_ready: Callable[[str], None]) -> None:
         events = stack.enter_context(EventLog(order.event_log)) if order.event_log else None
         requests = stack.enter_context(TraceLog(order.request_log)) if order.request_log else None
         warm_up(order.plan)
-        driver = _driver(order.plan, events, requests)
+        driver = _driver(order.plan, order.limits, events, requests)
         app = make_app(driver, tokenizer, order.settings)
         gc.collect()
         gc.freeze()  # what was imported stays: no collection should stall all streams to walk over it
@@ -61,13 +64,15 @@ def launch(order: Launch, on_ready: Callable[[str], None]) -> None:
             runner.run(_with_flushes(serving, events))
 
 
-def _driver(plan: Plan, events: EventLog | None, requests: TraceLog | None) -> Driver:
+def _driver(plan: Plan, limits: Limits, events: EventLog | None, requests: TraceLog | None) -> Driver:
     recipe = plan.recipe
     return Driver(
         make_scheduler(plan, events.add if events else None),
         ProcessWorkers(recipe.model, recipe.engine, recipe.hardware, plan.workers, flush_s=recipe.engine.flush_s),
         make_stats(plan),
         on_end=RequestLog(requests).add if requests else None,
+        limits=limits,
+        patience=Patience(grace_s=recipe.serve.hang_s),
     )
 
 

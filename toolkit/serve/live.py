@@ -9,6 +9,7 @@ from typing import Literal
 
 from toolkit.engines.protocol import FinishReason, Row, SamplingParams, StepOutput
 from toolkit.sched.types import Batch
+from toolkit.serve.forecast import NOTHING, Told
 from toolkit.serve.reply import Reply
 from toolkit.serve.text import TextOutput
 
@@ -36,6 +37,7 @@ class Live:
     reply: Reply
     index: int
     arrival_s: float
+    told: Told = NOTHING  # what the forecast said of one like it
     tokens: list[int] = field(default_factory=list)  # generated so far
     started_s: float = math.nan
     first_token_s: float = math.nan

@@ -27,6 +27,7 @@ class Gauges(NamedTuple):
     kv_tokens: int
     workers_alive: int
     worker_load_s: Sequence[float]
+    predicted_ttft_s: float
 
 
 class Exposition:
@@ -55,6 +56,9 @@ class Exposition:
         yield _gauge("llmctl_kv_cache_tokens", "Tokens that the workers' KV caches hold.", labels, now.kv_tokens)
         yield _gauge("llmctl_workers_alive", "Workers that can take batches.", labels, now.workers_alive)
         yield _worker_loads(now.worker_load_s, labels)
+        yield _gauge(
+            "llmctl_predicted_ttft_seconds", "First token of a request that came now.", labels, now.predicted_ttft_s
+        )
         yield from self._histograms(labels, _OWN_HISTOGRAMS)
         yield _counter("llmctl_prompt_tokens", "Prompt tokens accepted.", labels, stats.prompt_tokens)
         yield _counter("llmctl_generation_tokens", "Tokens generated.", labels, stats.generation_tokens)
@@ -71,6 +75,7 @@ class Exposition:
         yield _counter(
             "llmctl_preemptions", "Rows that were evicted, paused or swapped out.", labels, stats.preemptions
         )
+        yield _counter("llmctl_refused", "Requests that got 503 for overload.", labels, stats.refused)
         yield _counter("llmctl_worker_restarts", "Workers lost and started again.", labels, stats.worker_restarts)
         yield _counter("llmctl_engine_seconds", "Time inside workers' engines, of all workers.", labels, stats.engine_s)
         yield _counter("llmctl_engine_steps", "Steps that batches ran for.", labels, stats.engine_steps)

@@ -80,6 +80,7 @@ class Stats:
     oom_events: int = 0
     preemptions: int = 0
     worker_restarts: int = 0
+    refused: int = 0  # for overload
     deciding: Histogram = field(default_factory=lambda: Histogram(COST_BUCKETS))  # of the scheduler's calls
     hop: Histogram = field(default_factory=lambda: Histogram(COST_BUCKETS))  # of batches that follow one at once
     engine_s: float = 0.0

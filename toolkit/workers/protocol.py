@@ -111,6 +111,10 @@ class Workers(Protocol):
         """These rows of a slice are not wanted any more; it may stop early when none is."""
         ...
 
+    def kill(self, worker: int) -> None:
+        """End one that hangs, at once; `WorkerLost` follows, and it is started again."""
+        ...
+
     async def stop(self) -> None:
         """End all workers."""
         ...

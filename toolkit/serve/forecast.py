@@ -1,0 +1,186 @@
+"""What a newcomer would wait for, by the fitted laws: the backlog that overload is refused by.
+
+A slice-level worker serves all who wait in turn, so a newcomer's first token comes after one turn: what the workers
+were given, and the batches that the pool makes. A continuous worker serves who is there to the end, so he waits until
+enough of those before him have left. Lengths to come are the mean of those that were; what a law does not know (the
+front's delay, other programs) is learnt from what earlier requests were told and got. It only reads the scheduler.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from toolkit.sched.scheduler import Scheduler
+from toolkit.sched.types import Batch, Worker
+
+MARGIN = 0.9  # of a target
+MEMORY = 0.98  # how much the past weighs against one more request in a mean
+LOOKS_BACK = 256  # requests
+UNLUCKY = 0.97  # of which quantile the forecast is
+FLOOR_S = 0.05  # below which a ratio of times says nothing
+FACTORS = (0.25, 4.0)  # what is learnt stays within these
+TELLING = 0.125  # of a limit: who was told less says nothing of those for whom it matters
+
+
+class Told(NamedTuple):
+    """Seconds from arrival to the first token, and to the last, for a request of mean lengths; how many for others."""
+
+    ttft_s: float
+    e2e_s: float
+    others_s: float  # of `e2e_s`: what it would not take if nobody else were there
+
+
+NOTHING = Told(0.0, 0.0, 0.0)
+
+
+class Limits(NamedTuple):
+    """The latency targets that a server refuses by; infinity: none."""
+
+    ttft_s: float = math.inf
+    e2e_s: float = math.inf
+
+    @classmethod
+    def of(cls, sla: Mapping[str, float]) -> Limits:
+        """The strictest of a recipe's targets."""
+
+        def least(metric: str) -> float:
+            return min((limit for key, limit in sla.items() if key.startswith(f"{metric}_")), default=math.inf)
+
+        return cls(least("ttft"), least("e2e"))
+
+    def excess_s(self, told: Told) -> float:
+        """How long until a newcomer would keep them, if nobody else came; 0: he would now, or nobody is in his way."""
+        late_s = max(told.ttft_s - MARGIN * self.ttft_s, told.e2e_s - MARGIN * self.e2e_s)
+        return max(min(late_s, told.others_s), 0.0)
+
+
+UNLIMITED = Limits()
+
+
+@dataclass(slots=True)
+class Mean:
+    """An average that forgets. Before anything came it is `value`."""
+
+    value: float
+    weight: float = 0.0
+
+    def add(self, value: float) -> None:
+        self.weight = MEMORY * self.weight + 1.0
+        self.value += (value - self.value) / self.weight
+
+
+class Factor:
+    """By how much the unlucky among the last requests waited longer than they had been told."""
+
+    def __init__(self, limit_s: float) -> None:
+        self._telling_s = TELLING * limit_s
+        self._ratios: deque[float] = deque(maxlen=LOOKS_BACK)
+        self._added = 0
+        self.value = 1.0
+
+    def add(self, told_s: float, came_s: float) -> None:
+        if told_s < self._telling_s:
+            return
+        self._ratios.append((came_s + FLOOR_S) / (told_s + FLOOR_S))
+        self._added += 1
+        if self._added % 8 == 0:
+            low, high = FACTORS
+            self.value = min(max(float(np.quantile(self._ratios, UNLUCKY)), low), high)
+
+
+class Forecast:
+    """One server's. The driver tells it what starts, comes and ends.
+
+    Args:
+        scheduler: whose backlog it looks at.
+        limits: what it is held against.
+        typical_tokens: an output's length while none has ended.
+    """
+
+    def __init__(self, scheduler: Scheduler, limits: Limits = UNLIMITED, typical_tokens: int = 128) -> None:
+        self.limits = limits
+        self._scheduler = scheduler
+        self._continuous = scheduler.policy.continuous
+        self._prompt = Mean(typical_tokens)
+        self._output = Mean(typical_tokens)
+        self._steps = typical_tokens  # of the last slice
+        self._first, self._last = Factor(limits.ttft_s), Factor(limits.e2e_s)
+
+    def raw(self, now_s: float) -> Told:
+        """By the laws alone."""
+        workers = [worker for worker in self._scheduler.workers if worker.alive] or self._scheduler.workers
+        return (self._rounds if self._continuous else self._slices)(workers, now_s)
+
+    def now(self, now_s: float) -> Told:
+        """With what was learnt, for all but the unlucky."""
+        ttft_s, e2e_s, others_s = self.raw(now_s)
+        last = self._last.value
+        return Told(ttft_s * self._first.value, e2e_s * last, others_s * last)
+
+    def submitted(self, prompt_tokens: int) -> None:
+        self._prompt.add(prompt_tokens)
+
+    def started(self, batch: Batch) -> None:
+        if not batch.keep_cache:
+            self._steps = max(batch.steps, 1)
+
+    def first_token(self, told: Told, after_s: float) -> None:
+        self._first.add(told.ttft_s, after_s)
+
+    def ended(self, told: Told, after_s: float, tokens: int) -> None:
+        """A request ended well."""
+        self._last.add(told.e2e_s, after_s)
+        self._output.add(tokens)
+
+    def _slices(self, workers: Sequence[Worker], now_s: float) -> Told:
+        given_s = sum(_left_s(worker, now_s) for worker in workers)
+        queued = sum(batch.size for worker in workers for batch in worker.queue)
+        pooled = max(self._scheduler.waiting_jobs - queued, 0) + 1
+        law, length, steps = workers[0].latency, int(self._prompt.value + self._output.value / 2), self._steps
+        rows = min(_fitting(workers[0], length, steps), math.ceil(pooled / len(workers)))
+        prefill_s = law.prefill_s(rows, length)
+        batch_s = prefill_s + law.decode_s(rows, length, steps)
+        turn_s = max((given_s + batch_s * math.ceil(pooled / rows)) / len(workers), batch_s)
+        slices = math.ceil(self._output.value / steps)
+        alone_s = slices * (law.prefill_s(1, length) + law.decode_s(1, length, steps))
+        return Told(turn_s - batch_s + prefill_s, slices * turn_s, slices * turn_s - alone_s)
+
+    def _rounds(self, workers: Sequence[Worker], now_s: float) -> Told:
+        ahead, prompt, output = self._scheduler.waiting_jobs, self._prompt.value, self._output.value
+        law, length = workers[0].latency, int(prompt + output / 2)
+        prefill_s = law.prefill_s(1, prompt)
+
+        def stay_s(rows: int) -> float:
+            """How long a row is there that decodes beside others, of whom each is prefilled once meanwhile."""
+            return output * law.decode_s(rows, length, 1) + rows * prefill_s
+
+        places = [_places(worker, prompt + output) for worker in workers]
+        free = sum(places) - sum(len(worker.residents) for worker in workers)
+        rate_rps = sum(rows / stay_s(rows) for rows in places)
+        entering = math.ceil((min(ahead, max(free, 0)) + 1) / len(workers))
+        wait_s = max(ahead + 1 - free, 0) / rate_rps
+        met = min(max(len(worker.residents) for worker in workers) + entering, max(places))
+        e2e_s = wait_s + stay_s(met)
+        return Told(wait_s + entering * prefill_s, e2e_s, e2e_s - stay_s(1))
+
+
+def _left_s(worker: Worker, now_s: float) -> float:
+    """Of what it was given (SCLS Eq. 11), without what its batch has done."""
+    running = worker.running
+    done_s = min(now_s - running.started_s, running.estimated_s) if running else 0.0
+    return max(worker.load_s - done_s, 0.0)
+
+
+def _fitting(worker: Worker, length: float, steps: int) -> int:
+    return max(int(worker.memory.max_batch(np.array([int(length)]), steps, 0.0)[0]), 1)
+
+
+def _places(worker: Worker, tokens: float) -> int:
+    """Rows that a continuous worker has at most, if each grows to so many tokens."""
+    return max(len(worker.residents), min(int(worker.capacity_tokens // tokens), worker.slots), 1)
