@@ -77,7 +77,7 @@ def test_the_strictest_targets_count():
 
 def test_a_refusal_comes_before_any_tokenizing_and_says_when_to_come_again(monkeypatch: pytest.MonkeyPatch):
     async def run() -> None:
-        async with client(HandWorkers(1), limits=Limits(ttft_s=0.2)) as http:
+        async with client(HandWorkers(1), limits=Limits(ttft_s=0.05)) as http:
             body = {"prompt": ["hello"] * 16, "max_tokens": 100, "n": 2}
             asking = asyncio.create_task(http.post("/v1/completions", json=body))
             await turns(60)
