@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from toolkit.cli import main
-from toolkit.sched.policies import POLICIES
+from toolkit.sched.policies import KNOWN
 from toolkit.sched.policies.parameters import defaults, knobs
 
 ROOT = Path(__file__).parent.parent
@@ -17,7 +17,7 @@ SECTIONS = {
     name: section
     for section in re.split(r"^## ", POLICY_PAGE, flags=re.MULTILINE)
     for name in re.findall(r"\A`([a-z-]+)`", section)
-    if name in POLICIES
+    if name in KNOWN
 }
 ROW = re.compile(r"^\| `([a-z_]+)` \| ([^|]*)\| ([^|]*)\|", re.MULTILINE)
 
@@ -47,16 +47,16 @@ def test_every_option_that_a_page_shows_exists(page: Path) -> None:
     assert [(command, option) for command, option in shown if option not in known[command]] == []
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", KNOWN)
 def test_every_parameter_of_a_policy_is_documented(policy: str) -> None:
-    missing = [name for name in knobs(POLICIES[policy]) if f"`{name}`" not in POLICY_PAGE]
+    missing = [name for name in knobs(KNOWN[policy]) if f"`{name}`" not in POLICY_PAGE]
     assert f"`{policy}`" in POLICY_PAGE
     assert missing == []
 
 
 @pytest.mark.parametrize("policy", SECTIONS)
 def test_documented_defaults_and_search_ranges_are_those_of_the_code(policy: str) -> None:
-    of_code, limits = defaults(POLICIES[policy]), knobs(POLICIES[policy])
+    of_code, limits = defaults(KNOWN[policy]), knobs(KNOWN[policy])
     for name, default, searched in ROW.findall(SECTIONS[policy]):
         value, search = of_code[name], limits[name].search
         if default.strip():

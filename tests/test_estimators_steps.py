@@ -68,7 +68,9 @@ def test_a_stretch_is_the_sum_of_its_steps(shape, values, steps):
     assert law.stretch_s(shape, steps) == pytest.approx(sum(each), rel=1e-9)
 
 
-@given(shape=shapes, values=coefficients, seconds=st.floats(-1, 1e4), limit=st.integers(0, 10_000))
+@given(
+    shape=shapes, values=coefficients, seconds=st.floats(-1, 1e4) | st.just(float("inf")), limit=st.integers(0, 10_000)
+)
 def test_steps_before_is_the_first_count_that_lasts_so_long(shape, values, seconds, limit):
     law = StepLaw.of(values, (0, 128))
     k = law.steps_before(shape, seconds, limit)

@@ -8,8 +8,7 @@ import samples
 
 from toolkit.errors import EngineError
 from toolkit.estimators.fitting import fit_profile
-from toolkit.estimators.steps import StepShape
-from toolkit.estimators.steps_fit import law_of_steps
+from toolkit.estimators.steps import StepShape, law_of_steps
 from toolkit.profiling.passes import points, shape_of, timed
 from toolkit.profiling.run import profile
 from toolkit.sched.iterations import Pass, Row

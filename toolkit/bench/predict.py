@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from toolkit.estimators.laws import WithOverhead
 from toolkit.files.plan import Plan
-from toolkit.sched.policies import make_policy
+from toolkit.sched.policies import make_any
 from toolkit.sim.api import SimResult, simulate, world_from_fit
 from toolkit.sim.front import NO_DELAY, FrontDelay
 from toolkit.traces.types import Trace
@@ -44,7 +44,7 @@ def predicted(plan: Plan, trace: Trace, conditions: Conditions = AS_FITTED) -> S
         seed=recipe.tune.seed,
         flush_s=recipe.engine.flush_s,
     )
-    policy = make_policy(plan.policy.name, plan.policy.parameters)
+    policy = make_any(plan.policy.name, plan.policy.parameters)
     world = world.under(policy)
     slowed = WithOverhead(world.latency, 0.0, conditions.slowdown)
     world = replace(world, latency=slowed, believed=world.latency, finished=conditions.finished, front=conditions.front)

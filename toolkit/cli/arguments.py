@@ -31,11 +31,11 @@ def open_recipe(path: Path) -> Recipe:
     """A recipe, its policy checked against the registry. `InputError` naming what is right."""
     from toolkit.errors import InputError
     from toolkit.files.io import load_recipe
-    from toolkit.sched.policies import make_policy
+    from toolkit.sched.policies import make_any
 
     recipe = load_recipe(path)
     try:
-        make_policy(recipe.policy.name, recipe.policy.parameters)
+        make_any(recipe.policy.name, recipe.policy.parameters)
     except InputError as error:
         raise InputError(f"{path.name}: policy: {error.message}", error.hint) from None
     return recipe

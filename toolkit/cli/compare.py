@@ -60,16 +60,19 @@ def command(
     from toolkit.cli.figure import draw, require_matplotlib
     from toolkit.cli.output import emit, note, progress
     from toolkit.files.io import check_writable
+    from toolkit.sched.policies import KNOWN
     from toolkit.sim.comparison import compare, usual_policies
     from toolkit.sim.worlds import assign_settings, check_capacity, make_world, policy_for
 
     if png:
         require_matplotlib()
         check_writable(png)
-    names = usual_policies() if policies is None else list(dict.fromkeys(_words("--policies", policies)))
-    of_world, of_policy = assign_settings(names, parse_settings(settings))
+    given = None if policies is None else list(dict.fromkeys(_words("--policies", policies)))
+    assign_settings(given or list(KNOWN), parse_settings(settings))  # what is wrong in it is said before files are read
     targets, rates = parse_sla(sla), _rates(rate)
     stage = open_stage(trace, fit, max_new_tokens, fit_lengths)
+    names = usual_policies(stage.fit) if given is None else given
+    of_world, of_policy = assign_settings(names, parse_settings(settings))
     contenders = [policy_for(stage.fit, name, of_policy[name]) for name in names]
     world = make_world(stage.fit, of_world, workers=workers or 0, max_new_tokens=max_new_tokens or 0, seed=seed)
     check_capacity(of_world, world, stage.trace)
@@ -152,10 +155,13 @@ def _remark(runs: Sequence[Run], world: World, sla: Mapping[str, float]) -> None
         lines = [run.problem] if run.problem else [*refusal_notes(run.refusals), *unfinished_notes(run.metrics)]
         for line in lines:
             note(f"{_name(run, runs)}: {line}")
-    beyond = {_name(run, runs): run.metrics.get("extrapolated_batches_percent", 0.0) for run in runs}
-    shares = ", ".join(f"{name} {number(share)} %" for name, share in beyond.items() if share)
-    if shares:
-        note(f"warning: batches outside what the fit measured ({world.valid}) are extrapolated: {shares}")
+    beyond: dict[str, list[str]] = {}
+    for run in runs:
+        share = run.metrics.get("extrapolated_batches_percent", 0.0)
+        if share:
+            beyond.setdefault(str(world.range_of(run.policy)), []).append(f"{_name(run, runs)} {number(share)} %")
+    for valid, shares in beyond.items():
+        note(f"warning: batches outside what the fit measured ({valid}) are extrapolated: {', '.join(shares)}")
     for name in {run.policy: run for run in runs if not run.servable}:
         note(f"{name}: needs the future; cannot be served")
 

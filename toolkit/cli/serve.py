@@ -177,9 +177,9 @@ def _change(plan: Plan, policy: str | None, settings: list[str] | None, workers:
 
 def _policy(plan: Plan, name: str | None, changes: dict[str, bool | int | float | str]) -> PlannedPolicy:
     from toolkit.files.plan import PlannedPolicy
-    from toolkit.sched.policies import make_policy
+    from toolkit.sched.policies import make_any
     from toolkit.sched.policies.parameters import parameters
 
     same = name is None or name == plan.policy.name
-    chosen = make_policy(plan.policy.name if same else str(name), (plan.policy.parameters if same else {}) | changes)
+    chosen = make_any(plan.policy.name if same else str(name), (plan.policy.parameters if same else {}) | changes)
     return PlannedPolicy(name=chosen.name, parameters=parameters(chosen))

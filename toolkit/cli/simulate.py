@@ -54,6 +54,6 @@ def command(
         note(f"trace: {line}")
     result = simulate(requests, chosen, world)
     metrics = result.metrics(targets)
-    for line in [*refusal_notes(result.refusals), *world_notes(world, metrics)]:
+    for line in [*refusal_notes(result.refusals), *world_notes(world, policy, metrics)]:
         note(line)
     emit(as_json, metrics, lambda: table(["metric", "value"], list(metrics.items()), title=f"policy '{policy}'"))

@@ -64,13 +64,13 @@ def refusal_notes(refusals: Sequence[Refusal]) -> list[str]:
     return [f"{who} rejected; for example number {int(first.request_id) + 1}: {first.reason}"]
 
 
-def world_notes(world: World, metrics: Mapping[str, float]) -> list[str]:
-    """What a reader must know before believing the figures of one simulation."""
+def world_notes(world: World, policy: str, metrics: Mapping[str, float]) -> list[str]:
+    """What a reader must know before believing the figures of one simulation, of the policy of this name."""
     from toolkit.sim.validity import extrapolation_warning
 
-    lines = []
-    if world.valid is not None:
-        warning = extrapolation_warning(metrics["extrapolated_batches_percent"], world.valid)
+    lines, valid = [], world.range_of(policy)
+    if valid is not None:
+        warning = extrapolation_warning(metrics["extrapolated_batches_percent"], valid)
         lines += [f"warning: {warning}"] if warning else []
     return [*lines, *unfinished_notes(metrics)]
 

@@ -13,12 +13,12 @@ from toolkit.deploy.explain import Choice, explain
 from toolkit.errors import InputError
 from toolkit.files.fit import Fit
 from toolkit.files.io import head
-from toolkit.files.plan import Plan, PlannedPolicy, PlannedWorkload
+from toolkit.files.plan import Plan, PlannedPolicy
 from toolkit.files.recipe import Recipe
 from toolkit.files.tuning import Outcome, Tuning
-from toolkit.sched.policies import POLICIES, make_policy, refuse_unservable
+from toolkit.sched.policies import KNOWN, make_any, refuse_unservable
 from toolkit.sched.policies.parameters import Value, defaults, parameters
-from toolkit.sched.protocols import Policy
+from toolkit.sched.protocols import AnyPolicy
 
 
 def make_plan(
@@ -39,7 +39,7 @@ def make_plan(
         choice = Choice(given.name, given.parameters, "asked for by name", frozenset(), {}, "")
     else:
         choice = _from_recipe(recipe) if tuning is None else _from_tuning(tuning)
-    chosen = make_policy(choice.policy, choice.parameters)
+    chosen = make_any(choice.policy, choice.parameters)
     _check_servable(chosen, recipe, tuning if given is None else None)
     policy = PlannedPolicy(name=choice.policy, parameters=parameters(chosen))
     return Plan(
@@ -50,20 +50,10 @@ def make_plan(
         policy=policy,
         predicted=choice.predicted,
         explained=explain(recipe, fit, policy, choice),
-        workload=_workload(tuning) if choice.predicted else None,
     )
 
 
-def _workload(tuning: Tuning | None) -> PlannedWorkload | None:
-    """What the tuning's predictions are about; None where it does not say."""
-    trace = tuning.inputs.get("trace") if tuning else None
-    if tuning is None or trace is None:
-        return None
-    needed = tuning.sizing.workers if tuning.sizing else None
-    return PlannedWorkload(trace=trace.name, request_rate_rps=tuning.request_rate_rps, workers_needed=needed)
-
-
-def _check_servable(policy: Policy, recipe: Recipe, tuning: Tuning | None) -> None:
+def _check_servable(policy: AnyPolicy, recipe: Recipe, tuning: Tuning | None) -> None:
     """`InputError` where the engine cannot run `policy`; its hint is the best of the tuning's policies that it can."""
     try:
         refuse_unservable(policy, recipe.engine.name)
@@ -72,7 +62,7 @@ def _check_servable(policy: Policy, recipe: Recipe, tuning: Tuning | None) -> No
         if not served:
             raise
         best = max(served, key=lambda one: (one.feasible, one.held_out.metrics["goodput_rps"])).held_out
-        known = defaults(POLICIES[best.policy])
+        known = defaults(KNOWN[best.policy])
         changed = [f"--set {name}={_setting(value)}" for name, value in best.parameters.items() if value != known[name]]
         remedy = " ".join([f"--policy {best.policy}", *changed])
         raise InputError(error.message, f"the best of the tuning that it runs: {remedy}") from None
@@ -93,9 +83,10 @@ def _check_same(recipe: Recipe, fit: Fit, tuning: Tuning | None) -> None:
         kv_bytes = fit.engine.kv_bytes_per_token
         pairs.append(("fit", "engine.kv_bytes_per_token", kv_bytes, recipe.model.kv_bytes_per_token))
     if tuning is not None:
-        pairs.append(("tuning", "recipe_name", tuning.recipe_name, recipe.name))
-        if tuning.sizing is None:  # else its workers are those of all servers together
-            pairs.append(("tuning", "workers", tuning.workers, recipe.workers))
+        pairs += [
+            ("tuning", "recipe_name", tuning.recipe_name, recipe.name),
+            ("tuning", "workers", tuning.workers, recipe.workers),
+        ]
     for file, key, found, wanted in pairs:
         if found != wanted:
             remedy = "profile and fit it again" if file == "fit" else "tune it again"
@@ -116,8 +107,6 @@ def _from_tuning(tuning: Tuning) -> Choice:
         gain = "goodput from none" if tuning.gain_percent is None else f"{tuning.gain_percent:+.1f} % goodput"
         source = f"{_trial(tuning, outcome)} of {trials}: {gain}, held out"
     windows = f"simulated with the fit on {len(tuning.held_out_windows)} held-out windows of the trace"
-    if tuning.sizing:
-        windows += f", with {tuning.workers} workers in all"
     return Choice(outcome.policy, outcome.parameters, source, _searched(tuning), dict(outcome.metrics), windows)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from toolkit.sched.policies import make_policy
+from toolkit.sched.policies import make_any
 from toolkit.sched.policies.parameters import Value, parameters
 
 POLICY = "vllm"
@@ -18,7 +18,7 @@ def flags_of(policy: str, given: Mapping[str, Value], *, prefix_caching: bool | 
     """
     if policy != POLICY:
         return [] if prefix_caching is None else [_switch("enable-prefix-caching", prefix_caching)]
-    found = parameters(make_policy(policy, given))
+    found = parameters(make_any(policy, given))
     if prefix_caching is not None:
         found["prefix_caching"] = prefix_caching
     words: list[str] = []

@@ -16,9 +16,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from toolkit.errors import InputError
+from toolkit.files.fit import StepsFit
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +69,7 @@ class StepLaw:
     knots: tuple[int, ...] = (0,)
     host_s: float = 0.0
     host_row_s: float = 0.0
+    _slopes: tuple[tuple[float, int, float], ...] = field(init=False, repr=False, compare=False, default=())
 
     def __post_init__(self) -> None:
         if (
@@ -82,6 +84,8 @@ class StepLaw:
         bad = [value for value in (*self.coefficients, self.host_s, self.host_row_s) if not 0.0 <= value < math.inf]
         if bad:
             raise InputError(f"steps: a coefficient is {bad[0]}; all must be finite and >= 0")
+        ends = (*self.knots[1:], math.inf)
+        object.__setattr__(self, "_slopes", tuple(zip(self.token_s, self.knots, ends, strict=True)))
 
     @classmethod
     def of(
@@ -98,7 +102,15 @@ class StepLaw:
 
     def forward_s(self, shape: StepShape) -> float:
         """Seconds of the forward pass alone, from its schedule to its tokens."""
-        return sum(c * x for c, x in zip(self.coefficients, features(shape, self.knots), strict=True))
+        decodes, prefills = shape.decodes, shape.prefills
+        rows, tokens = decodes + prefills, decodes + shape.prefill_tokens
+        seconds = self.base_s + self.row_s * rows + self.prefill_s * prefills
+        seconds += self.cached_s * shape.decode_cached + self.attended_s * shape.prefill_attended
+        for slope, start, end in self._slopes:
+            if tokens <= start:
+                break
+            seconds += slope * ((end if tokens > end else tokens) - start)
+        return seconds
 
     def after_s(self, rows: int) -> float:
         """Seconds from the end of a pass of so many rows to the beginning of the next, where there is work."""
@@ -113,23 +125,43 @@ class StepLaw:
 
         The sum of step_s over decode_cached + i * decodes, i = 0..steps - 1. Chunks, if any, stay what they are.
         """
-        return steps * (self.step_s(shape) + self.cached_s * shape.decodes * (steps - 1) * 0.5)
+        return steps * (self.step_s(shape) + self.cached_s * shape.decodes * 0.5 * (steps - 1))
+
+    def times(self, factor: float) -> StepLaw:
+        """The law of an engine that takes so many times as long."""
+        scaled = [factor * value for value in self.coefficients]
+        return StepLaw.of(scaled, self.knots, factor * self.host_s, factor * self.host_row_s)
 
     def steps_before(self, shape: StepShape, seconds: float, limit: int) -> int:
         """How many passes of such a stretch begin before `seconds` have passed since it began; `limit` at most.
 
         That is the least k with stretch_s(shape, k) >= seconds: what arrives then is seen after k passes.
         """
-        if seconds <= 0.0:
-            return 0
-        first_s, growth_s = self.step_s(shape), self.cached_s * shape.decodes
-        guess = _root(growth_s / 2, first_s - growth_s / 2, seconds)
+        if not 0.0 < seconds < math.inf:
+            return limit if seconds > 0.0 else 0
+        first_s, half_s = self.step_s(shape), self.cached_s * shape.decodes * 0.5
+        guess = _root(half_s, first_s - half_s, seconds)
         k = limit if guess >= limit else int(guess)
-        while k > 0 and self.stretch_s(shape, k - 1) >= seconds:
+        while k > 0 and (k - 1) * (first_s + half_s * (k - 2)) >= seconds:
             k -= 1
-        while k < limit and self.stretch_s(shape, k) < seconds:
+        while k < limit and k * (first_s + half_s * (k - 1)) < seconds:
             k += 1
         return k
+
+
+def law_of_steps(fit: StepsFit) -> StepLaw:
+    """The fitted law."""
+    return StepLaw(
+        fit.base_s,
+        fit.row_s,
+        fit.prefill_s,
+        fit.cached_s,
+        fit.attended_s,
+        tuple(fit.token_s),
+        tuple(fit.knots),
+        fit.host_s,
+        fit.host_row_s,
+    )
 
 
 def features(shape: StepShape, knots: Sequence[int] = (0,)) -> tuple[float, ...]:

@@ -74,21 +74,6 @@ def fit_steps(measured: StepsProfile | None, seed: int) -> StepsFit | None:
     )
 
 
-def law_of_steps(fit: StepsFit) -> StepLaw:
-    """The fitted law."""
-    return StepLaw(
-        fit.base_s,
-        fit.row_s,
-        fit.prefill_s,
-        fit.cached_s,
-        fit.attended_s,
-        tuple(fit.token_s),
-        tuple(fit.knots),
-        fit.host_s,
-        fit.host_row_s,
-    )
-
-
 def shape_of(point: StepPoint) -> StepShape:
     """The composition of a measured pass."""
     return StepShape(

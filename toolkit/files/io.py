@@ -36,7 +36,6 @@ __all__ = [
     "check_writable",
     "digest",
     "environment",
-    "file_text",
     "head",
     "load_recipe",
     "read_file",
@@ -77,13 +76,9 @@ def read_file(model: type[EnvelopeT], path: AnyPath, inputs: Mapping[str, AnyPat
 
 
 def write_file(model: BaseModel, path: AnyPath) -> None:
-    """Write a model as JSON, atomically."""
-    write_text(path, file_text(model))
-
-
-def file_text(model: BaseModel) -> str:
-    """A model as it is written. Fields keep the model's order: the same model gives the same text."""
-    return json.dumps(model.model_dump(mode="json"), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+    """Write a model as JSON, atomically. Fields keep the model's order: the same model gives the same bytes."""
+    text = json.dumps(model.model_dump(mode="json"), indent=2, ensure_ascii=False, allow_nan=False)
+    write_text(path, text + "\n")
 
 
 def write_text(path: AnyPath, text: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import ClassVar, Protocol, runtime_checkable
+from typing import ClassVar, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -114,6 +114,21 @@ class Policy(Protocol):
     def plan(self, view: View, now_s: float) -> Decision:
         """What to run next. Called at every tick; an empty `Decision` means: nothing yet."""
         ...
+
+
+@runtime_checkable
+class BuiltIn(Protocol):
+    """A policy that an engine has built in: a frozen object whose fields are its parameters, as flags of that engine.
+
+    It is named, compared and tuned as ours are, and simulated by a model of that engine; our scheduler cannot run it.
+    """
+
+    name: ClassVar[str]
+    continuous: ClassVar[bool]
+    engine: ClassVar[str]  # the recipe's `engine.name` that it is built into
+
+
+AnyPolicy: TypeAlias = Policy | BuiltIn
 
 
 @runtime_checkable

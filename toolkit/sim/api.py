@@ -7,17 +7,20 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+from toolkit.errors import InputError
 from toolkit.estimators.edge import MemoryEdge, uniform_draw
 from toolkit.estimators.load import laws_from_fit
 from toolkit.files.fit import Fit
 from toolkit.metrics import Served, sla_ratios, summarize
-from toolkit.sched.protocols import LatencyLaw, MemoryLaw, Oracle, Policy, SwapLaw
+from toolkit.sched.policies.vllm import VllmPolicy
+from toolkit.sched.protocols import AnyPolicy, BuiltIn, LatencyLaw, MemoryLaw, Oracle, Policy, SwapLaw
 from toolkit.sched.scheduler import Scheduler
 from toolkit.sched.types import NO_LIMIT, Joining, Refusal, Request, Worker
 from toolkit.sim.continuous import RoundWorker
 from toolkit.sim.front import NO_DELAY, FrontDelay
 from toolkit.sim.ledger import Ledger, RunsOut
 from toolkit.sim.loop import VirtualWorker, run
+from toolkit.sim.paged_engine import PagedEngine, PassRange, serve
 from toolkit.sim.slab import SlabWorker
 from toolkit.sim.token_gaps import TokenGaps
 from toolkit.sim.validity import CountingRoundWorker, CountingSimWorker, CountingSlabWorker, Validity
@@ -74,13 +77,27 @@ class World:
     rounds: RoundLaws | None = None
     finished: tuple[int, ...] = ()
     front: FrontDelay = NO_DELAY
+    paged: PagedEngine | None = None
 
-    def under(self, policy: Policy) -> World:
+    def under(self, policy: AnyPolicy) -> World:
         """The same world with the laws of what `policy` runs: batches or rounds."""
         laws = self.rounds if policy.continuous else None
         if laws is None:
             return self
         return replace(self, latency=laws.latency, memory=laws.memory, believed=laws.believed, rounds=None)
+
+    def engine(self) -> PagedEngine:
+        """The engine whose own scheduler is simulated. `InputError` where there is none."""
+        if self.paged is None:
+            raise InputError(
+                "policy 'vllm' needs the law of vLLM's forward passes, which is not in this fit",
+                "set engine.name to vllm, then: llmctl profile RECIPE; llmctl fit PROFILE",
+            )
+        return self.paged
+
+    def range_of(self, policy: str) -> Validity | PassRange | None:
+        """Where the laws were measured that hold under the policy of this name."""
+        return self.valid if self.paged is None or policy != VllmPolicy.name else self.paged.valid
 
     def worker(self, index: int) -> Worker:
         """A worker as the scheduler knows it."""
@@ -117,6 +134,7 @@ def world_from_fit(fit: Fit, *, workers: int, max_new_tokens: int, seed: int = 0
         rounds=None if laws.rounds is laws.latency else RoundLaws(laws.rounds, laws.round_memory),
         joining=laws.joining,
         slots=laws.slots,
+        paged=PagedEngine.of(fit.steps, fit.memory.capacity_tokens) if fit.steps else None,
     )
 
 
@@ -165,21 +183,35 @@ def requests_of(trace: Trace, max_new_tokens: int, *, limits_hold: bool = True) 
     return requests, outputs
 
 
-def simulate(trace: Trace, policy: Policy, world: World) -> SimResult:
-    """Serve `trace` under `policy`: deterministic, in time proportional to the number of decisions."""
-    world = world.under(policy)
+def simulate(trace: Trace, policy: AnyPolicy, world: World) -> SimResult:
+    """Serve `trace` under `policy`: deterministic, in time proportional to the number of decisions.
+
+    `InputError` where the policy is built into an engine that `world` has no laws of.
+    """
     requests, outputs = requests_of(trace, world.max_new_tokens, limits_hold=world.limits_hold)
-    if isinstance(policy, Oracle):
-        policy = policy.told({request.request_id: k for request, k in zip(requests, outputs, strict=True)})
     ledger = Ledger(trace.arrival_s.tolist(), outputs, world.workers)
     if world.token_gaps:
         ledger.token_gaps = TokenGaps()
+    if isinstance(policy, VllmPolicy):
+        engine = world.engine()
+        refusals, capacity_tokens = serve(requests, policy, engine, ledger, drain=world.drain), engine.capacity_tokens
+        rows = ledger.row_steps / max(ledger.decoding_steps, 1)
+        front = engine.front(rows) if world.front == NO_DELAY else world.front
+    else:
+        assert not isinstance(policy, BuiltIn)
+        refusals, capacity_tokens = _run(requests, policy, world.under(policy), ledger), world.memory.usable_tokens
+        front = world.front
+    return SimResult(front.seen(ledger.served()), counters(ledger, len(refusals), capacity_tokens), refusals)
+
+
+def _run(requests: Sequence[Request], policy: Policy, world: World, ledger: Ledger) -> list[Refusal]:
+    """Serve under a policy of our scheduler's."""
+    if isinstance(policy, Oracle):
+        outputs = zip(requests, ledger.output_tokens, strict=True)
+        policy = policy.told({request.request_id: tokens for request, tokens in outputs})
     workers = [world.worker(k) for k in range(world.workers)]
     scheduler = Scheduler(policy, workers, seed=world.seed, finished=world.finished)
-    refusals = run(scheduler, requests, virtual_workers(policy, world, ledger, requests), drain=world.drain)
-    return SimResult(
-        world.front.seen(ledger.served()), counters(ledger, len(refusals), world.memory.usable_tokens), refusals
-    )
+    return run(scheduler, requests, virtual_workers(policy, world, ledger, requests), drain=world.drain)
 
 
 def virtual_workers(

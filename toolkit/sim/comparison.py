@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from toolkit.files.fit import Fit
 from toolkit.metrics import Floats, latencies
-from toolkit.sched.policies import ORACLES, POLICIES
+from toolkit.sched.policies import BUILT_IN, ORACLES, POLICIES
 from toolkit.sched.policies.parameters import Value, parameters
-from toolkit.sched.protocols import Policy
+from toolkit.sched.protocols import AnyPolicy
 from toolkit.sched.types import Refusal
 from toolkit.sim.api import World, simulate
 from toolkit.sim.loop import SimulationStalledError
@@ -36,13 +37,14 @@ class Run:
         return self.policy not in ORACLES
 
 
-def usual_policies() -> list[str]:
-    """Those that are no oracles."""
-    return [name for name in POLICIES if name not in ORACLES]
+def usual_policies(fit: Fit | None) -> list[str]:
+    """Those that are no oracles, and what is built into the fit's engine, where the fit has its laws."""
+    built_in = [name for name, policy in BUILT_IN.items() if fit and fit.steps and fit.engine.engine == policy.engine]
+    return [*built_in, *(name for name in POLICIES if name not in ORACLES)]
 
 
 def compare(
-    trace: Trace, policies: Sequence[Policy], world: World, rates: Sequence[float], sla: Mapping[str, float]
+    trace: Trace, policies: Sequence[AnyPolicy], world: World, rates: Sequence[float], sla: Mapping[str, float]
 ) -> Iterator[Run]:
     """Each policy at each of `rates` (none: the trace's own), all on the same requests and draws.
 
@@ -53,7 +55,7 @@ def compare(
             yield _run(scaled, policy, world, sla)
 
 
-def _run(trace: Trace, policy: Policy, world: World, sla: Mapping[str, float]) -> Run:
+def _run(trace: Trace, policy: AnyPolicy, world: World, sla: Mapping[str, float]) -> Run:
     given, rate = parameters(policy), mean_rate(trace)
     try:
         result = simulate(trace, policy, world)

@@ -92,8 +92,8 @@ class CountingSlabWorker(CountingRoundWorker, SlabWorker):
         return len(self._resident) if batch.jobs and self._shapes else len(batch.jobs)
 
 
-def extrapolation_warning(percent: float, valid: Validity) -> str:
-    """One line about `extrapolated_batches_percent`; empty where there is nothing to warn of."""
+def extrapolation_warning(percent: float, valid: object) -> str:
+    """One line about `extrapolated_batches_percent`, with the range that was measured; empty where there is none."""
     if not percent:
         return ""
     return f"{percent:.3g} % of the batches are outside what the fit measured, so extrapolated: {valid}"

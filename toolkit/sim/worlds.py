@@ -17,9 +17,9 @@ from toolkit.errors import InputError, nearest
 from toolkit.estimators.laws import unit_step
 from toolkit.estimators.memory import ZetaMemory
 from toolkit.files.fit import Fit
-from toolkit.sched.policies import make_policy
+from toolkit.sched.policies import make_any
 from toolkit.sched.policies.parameters import Value, check, choice, knob, knobs
-from toolkit.sched.protocols import Policy
+from toolkit.sched.protocols import AnyPolicy
 from toolkit.sched.types import Joining
 from toolkit.sim.api import World, world_from_fit
 from toolkit.traces.types import Trace
@@ -63,7 +63,7 @@ def assign_settings(
     `policy.key` is that policy's; `key` the world's, or that of every policy which has it. `InputError` for a key that
     belongs to nobody.
     """
-    known = {name: knobs(type(make_policy(name, {}))).keys() for name in policies}  # refuses an unknown policy
+    known = {name: knobs(type(make_any(name, {}))).keys() for name in policies}  # refuses an unknown policy
     own = {f.name for f in fields(WorldSettings)}
     of_world: dict[str, Value] = {}
     of_policy: dict[str, dict[str, Value]] = {name: {} for name in policies}
@@ -146,6 +146,6 @@ def check_capacity(given: Mapping[str, Value], world: World, trace: Trace) -> No
         )
 
 
-def policy_for(fit: Fit | None, name: str, given: Mapping[str, Value]) -> Policy:
+def policy_for(fit: Fit | None, name: str, given: Mapping[str, Value]) -> AnyPolicy:
     """The policy; in the token-step world with the artifact's parameters where nothing else is `given`."""
-    return make_policy(name, dict(given) if fit else ARTIFACT.get(name, {}) | dict(given))
+    return make_any(name, dict(given) if fit else ARTIFACT.get(name, {}) | dict(given))

@@ -13,7 +13,7 @@ import numpy as np
 
 from toolkit.files.tuning import Outcome, Value
 from toolkit.metrics import Served, meets_sla, sla_ratios
-from toolkit.sched.policies import make_policy
+from toolkit.sched.policies import make_any
 from toolkit.sched.policies.parameters import parameters
 from toolkit.sim.api import World, simulate
 from toolkit.traces.types import Trace
@@ -106,7 +106,7 @@ class Task:
 
     def simulate(self, window: int) -> Seen:
         """One window of the bench."""
-        candidate = make_policy(self.policy, self.parameters)
+        candidate = make_any(self.policy, self.parameters)
         result = simulate(self.bench.windows[window], candidate, self.bench.world)
         return Seen(result.served, result.metrics(self.bench.sla))
 
@@ -115,7 +115,7 @@ class Task:
         sla, first = self.bench.sla, seen[0].metrics
         metrics = {key: fmean(one.metrics[key] for one in seen) for key in first if all(key in o.metrics for o in seen)}
         metrics[ATTAINMENT_LOWER] = lower_bound_percent([meets_sla(one.served, sla) for one in seen])
-        whole = parameters(make_policy(self.policy, self.parameters))
+        whole = parameters(make_any(self.policy, self.parameters))
         outcome = Outcome(policy=self.policy, parameters=whole, metrics=metrics)
         return Evaluation(outcome, sla_ratios(_joined([one.served for one in seen]), sla))
 

@@ -11,7 +11,7 @@ import optuna
 
 from toolkit.errors import InputError, nearest
 from toolkit.files.recipe import PolicySpec
-from toolkit.sched.policies import ORACLES, POLICIES, make_policy, refuse_oracle
+from toolkit.sched.policies import KNOWN, ORACLES, POLICIES, make_any, refuse_oracle
 from toolkit.sched.policies.parameters import Knob, Value, defaults, knobs, parameters
 
 Distribution: TypeAlias = (
@@ -34,7 +34,7 @@ class PolicySpace:
 
     def first(self) -> dict[str, Value]:
         """The searched parameters at the start."""
-        whole = parameters(make_policy(self.policy, self.start))
+        whole = parameters(make_any(self.policy, self.start))
         return {name: self._upper_end(name) or whole[name] for name in self.distributions}
 
     def meant(self, name: str, drawn: Value) -> Value:
@@ -46,7 +46,7 @@ class PolicySpace:
         distribution = self.distributions[name]
         if not isinstance(distribution, optuna.distributions.IntDistribution) or not distribution.log:
             return 0
-        start = self.start.get(name, defaults(POLICIES[self.policy])[name])
+        start = self.start.get(name, defaults(KNOWN[self.policy])[name])
         return 0 if start else int(distribution.high)
 
 
@@ -60,11 +60,11 @@ def make_spaces(own: PolicySpec, policies: Sequence[str], narrowed: Narrowed, wo
     names = list(dict.fromkeys([own.name, *_named(policies)]))
     for name in names:
         refuse_oracle(name)
-    by_policy: dict[str, dict[str, Sequence[Value]]] = {name: {} for name in POLICIES}
+    by_policy: dict[str, dict[str, Sequence[Value]]] = {name: {} for name in KNOWN}
     for key, values in narrowed.items():
         policy, dot, parameter = key.rpartition(".")
-        if dot and policy not in POLICIES:
-            raise InputError(f"tune.space: {key}: there is no policy '{policy}'", nearest(policy, POLICIES))
+        if dot and policy not in KNOWN:
+            raise InputError(f"tune.space: {key}: there is no policy '{policy}'", nearest(policy, KNOWN))
         by_policy[policy or own.name][parameter] = values
     spaces = {name: search_space(name, {}, given, workers) for name, given in by_policy.items() if name != own.name}
     spaces[own.name] = search_space(own.name, own.parameters, by_policy[own.name], workers)
@@ -74,8 +74,8 @@ def make_spaces(own: PolicySpec, policies: Sequence[str], narrowed: Narrowed, wo
 def _named(policies: Sequence[str]) -> list[str]:
     known = [name for name in POLICIES if name not in ORACLES]
     for name in policies:
-        if name != ALL and name not in POLICIES:
-            raise InputError(f"tune.policies: there is no policy '{name}'", nearest(name, [*known, ALL]))
+        if name != ALL and name not in KNOWN:
+            raise InputError(f"tune.policies: there is no policy '{name}'", nearest(name, [*KNOWN, ALL]))
     return [name for given in policies for name in (known if given == ALL else [given])]
 
 
@@ -87,11 +87,11 @@ def search_space(policy: str, start: Mapping[str, Value], narrowed: Narrowed, wo
     means no bound, is searched as the upper end. With one worker, routers are all the same and are
     not searched. `InputError` for a name that is no parameter, or a range outside the parameter's limits.
     """
-    known = knobs(POLICIES[policy])
+    known = knobs(KNOWN[policy])
     for name in narrowed:
         if name not in known:
             raise InputError(f"tune.space: policy '{policy}' has no parameter '{name}'", nearest(name, known))
-    first = defaults(POLICIES[policy]) | dict(start)
+    first = defaults(KNOWN[policy]) | dict(start)
     found: Distributions = {}
     for name, knob in known.items():
         if knob.choices or isinstance(first[name], bool):

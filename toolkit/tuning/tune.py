@@ -13,7 +13,7 @@ from toolkit.files.profile import Profile
 from toolkit.files.recipe import Recipe
 from toolkit.files.tuning import Outcome, PolicyResult, Tuning
 from toolkit.files.tuning import Window as WindowSpec
-from toolkit.sched.policies import make_policy, refuse_unservable
+from toolkit.sched.policies import make_any, refuse_unservable
 from toolkit.sim.api import World
 from toolkit.traces.windows import Window
 from toolkit.tuning.crew import Runner, collect
@@ -188,7 +188,7 @@ def _result(found: Found, held_out: Evaluation, limits: Limits, engine: str) -> 
 
 def _refusal(policy: str, engine: str) -> str | None:
     try:
-        refuse_unservable(make_policy(policy, {}), engine)
+        refuse_unservable(make_any(policy, {}), engine)
     except InputError as error:
         return error.message
     return None

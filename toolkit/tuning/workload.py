@@ -9,7 +9,7 @@ import numpy as np
 from toolkit.errors import InputError
 from toolkit.files.fit import Fit
 from toolkit.files.recipe import Recipe
-from toolkit.sched.policies import make_policy
+from toolkit.sched.policies import make_any
 from toolkit.sim.api import World, simulate, world_from_fit
 from toolkit.traces.prepare import prepare
 from toolkit.traces.scale import mean_rate, scale_rate
@@ -36,7 +36,7 @@ def capacity_rps(recipe: Recipe, world: World, fitted: Trace) -> float:
     backlog = Trace(
         np.zeros(len(sample)), fitted.prompt_tokens[sample], fitted.output_tokens[sample], fitted.max_tokens[sample]
     )
-    policy = make_policy(recipe.policy.name, recipe.policy.parameters)
+    policy = make_any(recipe.policy.name, recipe.policy.parameters)
     return simulate(backlog, policy, world).metrics({})["throughput_rps"]
 
 

@@ -18,7 +18,8 @@ from toolkit.sched.policies.sequence import SequencePolicy
 from toolkit.sched.policies.slice import SlicePolicy
 from toolkit.sched.policies.slice_continuous import SliceContinuousPolicy
 from toolkit.sched.policies.srpt_oracle import SrptOracle
-from toolkit.sched.protocols import Policy
+from toolkit.sched.policies.vllm import VllmPolicy
+from toolkit.sched.protocols import AnyPolicy, BuiltIn, Policy
 
 POLICIES: dict[str, type[Policy]] = {
     policy.name: policy
@@ -37,17 +38,37 @@ POLICIES: dict[str, type[Policy]] = {
         SrptOracle,
     )
 }
+BUILT_IN: dict[str, type[BuiltIn]] = {VllmPolicy.name: VllmPolicy}  # an engine's own, which our scheduler cannot run
+KNOWN: dict[str, type[AnyPolicy]] = {**POLICIES, **BUILT_IN}
 REBATCHING = ("rebatch", "fake")  # engines that keep their rows between rounds
 ELSEWHERE = "openai"  # the engine that is a server already
 ORACLES = frozenset({PastFutureOracle.name, SrptOracle.name})  # they know the output lengths: for simulations only
 
 
 def make_policy(name: str, parameters: Mapping[str, Value]) -> Policy:
-    """The policy `name` with `parameters` over its defaults; `InputError` for an unknown name, parameter or value."""
+    """The policy `name` of our scheduler, with `parameters` over its defaults.
+
+    `InputError` for an unknown name, parameter or value, and for a policy that is built into an engine.
+    """
+    if name in BUILT_IN:
+        raise InputError(
+            f"policy '{name}' is built into the engine '{BUILT_IN[name].engine}': our scheduler cannot run it",
+            "choose another policy; see docs/policies.md",
+        )
     if name not in POLICIES:
         raise InputError(f"there is no policy '{name}'", nearest(name, POLICIES))
     policy = POLICIES[name]
     return policy(**checked_names(policy, dict(parameters)))
+
+
+def make_any(name: str, parameters: Mapping[str, Value]) -> AnyPolicy:
+    """As `make_policy`, or one that is built into an engine: for whoever simulates it, or sets it there."""
+    if name in BUILT_IN:
+        built_in = BUILT_IN[name]
+        return built_in(**checked_names(built_in, dict(parameters)))
+    if name not in POLICIES:
+        raise InputError(f"there is no policy '{name}'", nearest(name, KNOWN))
+    return make_policy(name, parameters)
 
 
 def refuse_oracle(name: str) -> None:
@@ -59,9 +80,17 @@ def refuse_oracle(name: str) -> None:
         )
 
 
-def refuse_unservable(policy: Policy, engine: str) -> None:
+def refuse_unservable(policy: AnyPolicy, engine: str) -> None:
     """`InputError` if no server can run `policy` on the recipe's `engine.name`."""
     refuse_oracle(policy.name)
+    if policy.name in BUILT_IN:
+        home = BUILT_IN[policy.name].engine
+        if engine != home:
+            raise InputError(
+                f"policy '{policy.name}' is built into the engine '{home}'; the recipe's is '{engine}'",
+                f"set engine.name to {home} and profile it, or choose another policy",
+            )
+        return
     if engine == ELSEWHERE:
         return  # the policy says what that server does
     if policy.continuous and engine not in REBATCHING:

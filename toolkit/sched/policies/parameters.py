@@ -8,7 +8,7 @@ from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
 
 from toolkit.errors import InputError, nearest
-from toolkit.sched.protocols import Policy
+from toolkit.sched.protocols import AnyPolicy
 
 Value = bool | int | float | str
 
@@ -53,28 +53,28 @@ def choice(default: str, choices: Iterable[str], *, doc: str) -> Any:
     return field(default=default, metadata={"knob": Knob(0, 0, None, False, doc, tuple(choices))})
 
 
-def knobs(policy: type[Policy]) -> dict[str, Knob]:
+def knobs(policy: type[AnyPolicy]) -> dict[str, Knob]:
     """The parameters of a policy by name."""
     return {f.name: f.metadata["knob"] for f in fields(policy)}  # type: ignore[arg-type]
 
 
-def defaults(policy: type[Policy]) -> dict[str, Value]:
+def defaults(policy: type[AnyPolicy]) -> dict[str, Value]:
     """The parameters' defaults by name."""
     return {f.name: f.default for f in fields(policy) if f.default is not MISSING}  # type: ignore[arg-type]
 
 
-def parameters(policy: Policy) -> dict[str, Value]:
+def parameters(policy: AnyPolicy) -> dict[str, Value]:
     """The parameters of one policy object."""
     return {f.name: getattr(policy, f.name) for f in fields(policy)}  # type: ignore[arg-type]
 
 
-def validate(policy: Policy) -> None:
+def validate(policy: AnyPolicy) -> None:
     """For `__post_init__`: every parameter has its type and is within its limits, or `InputError`."""
     for f in fields(policy):  # type: ignore[arg-type]
         check(f"policy '{policy.name}'", f.name, type(f.default), getattr(policy, f.name), f.metadata["knob"])
 
 
-def checked_names(policy: type[Policy], given: dict[str, Value]) -> dict[str, Value]:
+def checked_names(policy: type[AnyPolicy], given: dict[str, Value]) -> dict[str, Value]:
     """`given`, or `InputError` for a parameter that the policy does not have."""
     known = knobs(policy)
     for name in given:

@@ -1,1 +1,0 @@
-"""Places to deploy to, a file each: a function from an order to its files, what explains them, and how to start."""

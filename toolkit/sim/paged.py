@@ -1,0 +1,295 @@
+"""vLLM's v1 scheduler (0.32, `v1/core/sched/scheduler.py`) as a machine without time: who computes what in each pass.
+
+Before each forward pass those who run get a token each, and who is not through with his prompt a chunk of it; a block
+is taken where the last one is full. Where none is free the one who came in last loses his blocks and waits again,
+before all others, to be computed anew with what he generated; in such a pass nobody comes in. Else those who wait come
+in, first come first, while there are rows and tokens left in the pass and blocks for all of their input, of which they
+take what this pass needs. One who does not fit holds up those behind him.
+
+What vLLM has besides is left out: priorities (traces have none, and among equal ones its `priority` order is this one),
+a threshold for long prefills (off by default), speculative decoding, several kinds of caches, LoRA, connectors.
+
+Everybody who runs has a part in every pass: the tokens of a pass suffice for that, and only the last who came in can be
+in the middle of a prompt. So all decode in lockstep, their books are sums and a histogram of how full their last blocks
+are, and k passes of decodes alone are one addition.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from heapq import heappop, heappush
+
+from toolkit.estimators.steps import StepShape, chunk_attended
+from toolkit.sched.policies.vllm import VllmPolicy
+from toolkit.sim.paged_blocks import BlockPool
+
+
+class Row:
+    """A request in the machine.
+
+    Attributes:
+        number: which.
+        prompt: tokens to be computed before its next token: its prompt, and what it had generated when it came in last.
+        left: tokens that it will still generate, the truth.
+        computed: tokens in its cache; while it decodes, those less the machine's passes so far.
+        end: at which of the machine's passes it ends; 0: it does not decode.
+        mark: for whoever keeps times by row.
+    """
+
+    __slots__ = ("computed", "end", "left", "mark", "number", "prompt", "stops")
+
+    def __init__(self, number: int, prompt: int, output: int, *, stops: bool = False) -> None:
+        self.number, self.prompt, self.left = number, prompt, output
+        self.stops = stops  # before the limit that was set for it: nobody knows before its last token is there
+        self.computed = self.end = self.mark = 0
+
+
+@dataclass(slots=True)
+class Chunk:
+    """Tokens of an input that a row computes in a pass, behind those it has."""
+
+    row: Row
+    computed: int
+    new: int
+
+    @property
+    def completes(self) -> bool:
+        """Whether the row gets a token in this pass."""
+        return self.computed + self.new == self.row.prompt
+
+
+@dataclass(slots=True)
+class Pass:
+    """What the next forward pass computes, and who lost his blocks for it."""
+
+    shape: StepShape
+    chunks: Sequence[Chunk]
+    preempted: Sequence[Row]
+
+
+class PagedScheduler:
+    """Passes of one engine: `schedule` plans one, `commit` says that it and so many like it were made, `settle` frees.
+
+    Args:
+        flags: vLLM's.
+        blocks, block_tokens: of the cache, without the one that vLLM never gives out.
+        ahead: passes are planned while the one before is under way (`async_scheduling`), so that its tokens are not
+            known: `settle` comes one `schedule` later.
+    """
+
+    def __init__(self, flags: VllmPolicy, blocks: int, block_tokens: int, *, ahead: bool = False) -> None:
+        self._flags, self._unknown = flags, int(ahead)
+        self.pool = BlockPool(blocks, block_tokens, keeps=flags.prefix_caching)
+        self.waiting: deque[Row] = deque()
+        self.running: dict[Row, None] = {}  # in the order in which they came in
+        self._reserve = int(flags.watermark * (blocks + 1))
+        self._block_tokens = block_tokens
+        self._steps = 0  # passes so far
+        self._decoding = 0
+        self._key_sum = 0  # of the decoding rows' `computed`
+        self._fill = [0] * block_tokens  # decoding rows by `computed` modulo a block
+        self._ends: list[tuple[int, int, Row]] = []  # heap of (end, number, row); stale if the row decodes no more
+        self._partial: Row | None = None  # the row whose input is not all computed
+        self._ended: list[Row] = []  # and still hold their blocks
+        self._plan: Pass | None = None
+
+    def add(self, row: Row) -> None:
+        """A request arrives."""
+        self.waiting.append(row)
+
+    @property
+    def decoding(self) -> int:
+        """Rows that decode."""
+        return self._decoding
+
+    @property
+    def decode_cached(self) -> int:
+        """Tokens in the caches of those who decode."""
+        return self._key_sum + self._decoding * self._steps
+
+    def schedule(self) -> Pass:
+        """Plan the next pass, and take its blocks. A pass without rows is none: everybody has ended or waits."""
+        preempted = self._make_room()
+        decodes = self._decoding + self._overtime()
+        budget = self._flags.max_num_batched_tokens - decodes
+        cached = self.decode_cached + sum(row.computed + self._steps for row in self._ended if row.stops)
+        self.pool.take(self._due())
+        chunks: list[Chunk] = []
+        if self._partial is not None:
+            chunks.append(self._continue(self._partial, budget))
+            budget -= chunks[0].new
+        if not preempted:
+            self._admit(budget, chunks)
+        new = [chunk.new for chunk in chunks]
+        attended = sum(chunk_attended(chunk.computed, chunk.new) for chunk in chunks)
+        shape = StepShape(decodes, cached, len(chunks), sum(new), attended)
+        self._plan = Pass(shape, chunks, preempted)
+        return self._plan
+
+    def rows(self) -> list[tuple[int, int, int]]:
+        """The planned pass row by row, as vLLM has it: number, tokens computed before, new tokens. For logs."""
+        assert self._plan is not None
+        chunks = {chunk.row: (chunk.row.number, chunk.computed, chunk.new) for chunk in self._plan.chunks}
+        ended = {row for row in self._ended if not row.stops}
+        return [chunks.get(r) or (r.number, r.computed + self._steps, 1) for r in self.running if r not in ended]
+
+    def ahead(self) -> int:
+        """How many passes, with the planned one, are decodes of the same rows, whatever else arrives; 1 at least.
+
+        None of them ends a row but the last, and none takes a block that is not free.
+        """
+        plan = self._plan
+        assert plan is not None
+        if plan.chunks or plan.preempted or self._ended or not self._decoding:
+            return 1
+        ends = self._ends
+        while ends[0][2].end != ends[0][0]:
+            heappop(ends)
+        most = ends[0][0] - self._steps
+        free, tokens = self.pool.free, self._block_tokens
+        if self._decoding * (most // tokens + 1) <= free:
+            return most
+        for k in range(1, most):
+            free -= self._fill[-(self._steps + k) % tokens]
+            if free < 0:
+                return k
+        return most
+
+    def commit(self, steps: int = 1) -> list[Row]:
+        """The planned pass was made, and with it `steps - 1` more of the same rows; who ended with the last."""
+        plan = self._plan
+        assert plan is not None
+        if steps > 1:
+            self.pool.take(self._crossings(1, steps))
+        self._plan = None
+        for row in self._ended:
+            row.computed -= 0 if row.stops else steps  # in no pass any more, unless nobody knew
+        self._steps += steps
+        ended = self._take_ends()
+        for chunk in plan.chunks:
+            self._computed(chunk, ended)
+        self._ended += ended
+        return ended
+
+    def settle(self, ended: Sequence[Row]) -> None:
+        """These rows' last tokens are known: their blocks are free."""
+        for row in ended:
+            if row in self.running:  # else it lost its blocks since
+                del self.running[row]
+                self._ended.remove(row)
+                held = row.computed + self._steps
+                self.pool.give(row.number, held, held)
+
+    def _make_room(self) -> list[Row]:
+        """Who loses his blocks so that those who are left have theirs for the next pass."""
+        preempted: list[Row] = []
+        while self._due() + self._due_chunk() > self.pool.free:
+            row, _ = self.running.popitem()
+            if row is self._partial:
+                self._partial = None
+                held = known = row.computed
+            else:
+                held = row.computed + self._steps
+                decoded = row.end - self._steps < row.left
+                known = held - (self._unknown if decoded else 0)  # what is under way is not, but of an input
+                if row.end:
+                    self._leave(row)
+                else:
+                    self._ended.remove(row)  # its last token is under way
+            self.pool.give(row.number, held, known)
+            row.computed = 0
+            preempted.append(row)
+            if row.left:
+                self.waiting.appendleft(row)
+        return preempted
+
+    def _overtime(self) -> int:
+        """Rows that have ended and take part in a pass still, since nobody knew."""
+        return sum(row.stops for row in self._ended)
+
+    def _due(self) -> int:
+        """Blocks that those who decode need for the next pass."""
+        tokens, steps = self._block_tokens, self._steps
+        late = sum((row.computed + steps) % tokens == 0 for row in self._ended if row.stops)
+        return self._fill[-steps % tokens] + late
+
+    def _due_chunk(self) -> int:
+        """Blocks that the row in the middle of its input needs besides."""
+        row = self._partial
+        if row is None:
+            return 0
+        budget = self._flags.max_num_batched_tokens - self._decoding - self._overtime()
+        end = min(row.prompt, row.computed + budget)
+        return self.pool.needed(end) - self.pool.needed(row.computed)
+
+    def _continue(self, row: Row, budget: int) -> Chunk:
+        chunk = Chunk(row, row.computed, min(row.prompt - row.computed, budget))
+        self.pool.take(self.pool.needed(row.computed + chunk.new) - self.pool.needed(row.computed))
+        return chunk
+
+    def _admit(self, budget: int, chunks: list[Chunk]) -> None:
+        """Let those in who wait, while there are rows, tokens and blocks."""
+        pool, waiting, running, flags = self.pool, self.waiting, self.running, self._flags
+        while waiting and budget > 0 and len(running) < flags.max_num_seqs:
+            row = waiting[0]
+            reserve = self._reserve if running else 0
+            kept = pool.kept_tokens(row.number)
+            new = row.prompt - kept
+            if pool.needed(row.prompt) + reserve > pool.free or (new > budget and not flags.chunked_prefill):
+                return
+            new = min(new, budget)
+            pool.retake(row.number)
+            pool.take(pool.needed(kept + new) - pool.needed(kept))
+            chunks.append(Chunk(waiting.popleft(), kept, new))
+            running[row] = None
+            budget -= new
+
+    def _computed(self, chunk: Chunk, ended: list[Row]) -> None:
+        """A chunk was; if it was the last, its row has a token and decodes from now on."""
+        row, steps = chunk.row, self._steps
+        row.computed = chunk.computed + chunk.new
+        if not chunk.completes:
+            self._partial = row
+            return
+        if row is self._partial:
+            self._partial = None
+        row.prompt += 1
+        row.left -= 1
+        row.computed -= steps
+        if not row.left:
+            ended.append(row)
+            return
+        row.end = steps + row.left
+        self._decoding += 1
+        self._key_sum += row.computed
+        self._fill[row.computed % self._block_tokens] += 1
+        heappush(self._ends, (row.end, row.number, row))
+
+    def _take_ends(self) -> list[Row]:
+        """Who has generated all of it."""
+        ends, ended = self._ends, []
+        while ends and ends[0][0] <= self._steps:
+            end, _, row = heappop(ends)
+            if row.end == end:
+                self._leave(row)
+                ended.append(row)
+        return ended
+
+    def _leave(self, row: Row) -> None:
+        """It decodes no more; what it generated is part of its input from now on."""
+        generated = row.left - (row.end - self._steps)
+        row.left -= generated
+        row.prompt += generated
+        row.end = 0
+        self._decoding -= 1
+        self._key_sum -= row.computed
+        self._fill[row.computed % self._block_tokens] -= 1
+
+    def _crossings(self, first: int, last: int) -> int:
+        """Blocks that decodes take in the passes from the one `first` after the planned one to before `last`."""
+        tokens, count = self._block_tokens, last - first
+        whole = count // tokens
+        rest = sum(self._fill[-(self._steps + k) % tokens] for k in range(first, first + count % tokens))
+        return whole * self._decoding + rest
