@@ -152,7 +152,7 @@ async def _replay_each(plans: Sequence[Plan], titles: Sequence[str], trace: Trac
 async def _replay(plan: Plan, title: str, trace: Trace, workers: KeptWorkers, limit_s: float) -> Outcome:
     done: list[Live] = []
     stats = make_stats(plan)
-    driver = Driver(make_scheduler(plan), workers, stats, on_end=done.append)
+    driver = Driver(make_scheduler(plan), workers, stats, on_end=lambda live, _: done.append(live))
     await driver.start()
     start_s = driver.now_s
     limit_at_s = time.monotonic() + limit_s

@@ -9,33 +9,43 @@ from toolkit.cli.output import note
 
 if TYPE_CHECKING:
     from toolkit.files.fit import Fit
+    from toolkit.files.validation import Validation
 
 VALIDATION = "validation.json"  # beside the fit that it is about
 
 
 def note_basis(fit: Fit, path: Path) -> None:
     """Say that nothing was measured, where that is so, and how good predictions from `fit`, read from `path`, were."""
+    from toolkit.files.provenance import digest
+
+    note_analytic(fit)
+    found = find_validation(path, digest(path).sha256)
+    if found is not None:
+        note(found.summary())
+
+
+def note_analytic(fit: Fit) -> None:
+    """Say that nothing was measured, where that is so."""
     if fit.engine.analytic:
         note(f"analytic, nothing of this was measured: {fit.engine.analytic}")
-    _note_validation(path)
 
 
-def _note_validation(fit: Path) -> None:
+def find_validation(near: Path, fit_sha256: str) -> Validation | None:
+    """The validation beside the file `near`, where it is about the fit with this digest; else why not is noted."""
     from toolkit.errors import InputError
     from toolkit.files.io import read_file
-    from toolkit.files.provenance import digest
     from toolkit.files.validation import Validation
 
-    beside = fit.with_name(VALIDATION)
+    beside = near.with_name(VALIDATION)
     if not beside.is_file():
-        return
+        return None
     try:
         found = read_file(Validation, beside)
     except InputError as error:
         note(f"{beside.name} is not used: {error.message}")
-        return
+        return None
     about = found.inputs.get("fit")
-    if about is None or about.sha256 != digest(fit).sha256:
+    if about is None or about.sha256 != fit_sha256:
         note(f"{beside.name} is not used: it is about another fit")
-        return
-    note(found.summary())
+        return None
+    return found

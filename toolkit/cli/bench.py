@@ -35,6 +35,10 @@ def command(
             "Only with --plan.",
         ),
     ] = 15.0,
+    max_error: Annotated[
+        float | None,
+        typer.Option(min=0.0, help="Exit code 4 where throughput or a mean latency is off by more percent."),
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="Write the report here, as JSON.")] = None,
     save_requests: Annotated[
         Path | None, typer.Option(help="Write every request's times here, as a canonical trace.")
@@ -139,6 +143,20 @@ def command(
         raise typer.Exit(130)
     if not result.measured["throughput_rps"]:
         raise LlmctlError(f"not one of {result.requests:,} requests was served", "the reasons are above")
+    if max_error is not None:
+        _hold(result, max_error)
+
+
+def _hold(result: BenchReport, max_error: float) -> None:
+    """`TargetMissedError` where the prediction is further off than `max_error` percent."""
+    from toolkit.bench.validate import HELD_TO
+    from toolkit.errors import TargetMissedError
+
+    rows = [(row.metric, row.error_percent) for row in result.compared if row.metric in HELD_TO]
+    wrong = [f"{metric} {error:+.1f} %" for metric, error in rows if error is not None and abs(error) > max_error]
+    if wrong:
+        remedy = "profile and fit again, on the machine as it is now"
+        raise TargetMissedError(f"beyond {max_error:g} %: {', '.join(wrong)}", remedy)
 
 
 def _warm_up(target: Target, trace: Trace, load: Load, expected_s: float) -> Warmup | None:

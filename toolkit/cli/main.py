@@ -49,7 +49,7 @@ COMMANDS = {
     "validate": Entry("Hold a plan's predictions against the server that runs it."),
     "simulate": Entry("Run a trace through the scheduler with fitted laws, no model."),
     "compare": Entry("Several policies on one trace: a table, and plots."),
-    "trace": Entry("Inspect, convert and generate traces."),
+    "trace": Entry("Inspect, convert, generate and record traces."),
     "demo": Entry(
         "The whole way on this machine: profile, fit, tune, serve, bench.",
         "finished stages are kept in the output folder; the same command goes on from there",

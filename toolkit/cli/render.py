@@ -1,13 +1,14 @@
-"""`llmctl render`: the plan that `llmctl serve` starts, from a recipe, its fit and perhaps its tuning."""
+"""`llmctl render`: a plan from a recipe, its fit and perhaps its tuning; the plan as files for where it will run."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from toolkit.cli.arguments import JsonOption, RecipeArgument, SetOption, open_recipe, parse_settings
+from toolkit.cli.arguments import JsonOption, SetOption, open_recipe, parse_settings
 from toolkit.cli.output import emit, note, table
 
 if TYPE_CHECKING:
@@ -16,42 +17,106 @@ if TYPE_CHECKING:
 
 PREDICTED = "predicted "
 HEADLINES = {PREDICTED + name for name in ("goodput_rps", "throughput_rps", "ttft_p99_s", "tpot_mean_s", "e2e_p95_s")}
-FitOption = Annotated[Path, typer.Option("--fit", help="fit.json, from `llmctl fit`.")]
+PLAN = Path("plan.json")
+Source = Annotated[
+    Path, typer.Argument(metavar="RECIPE|PLAN.json", help="A recipe, with --fit; or a plan, with --target.")
+]
+FitOption = Annotated[Path | None, typer.Option("--fit", help="With a recipe: fit.json, from `llmctl fit`.")]
 TuningOption = Annotated[Path | None, typer.Option("--tuning", help="tuning.json; without it, the recipe's policy.")]
 PolicyOption = Annotated[
     str | None, typer.Option("--policy", help="This policy, with --set's parameters, instead of the tuning's.")
 ]
-OutOption = Annotated[Path, typer.Option("--out", help="Where to write the plan.")]
-CheckOption = Annotated[
-    bool, typer.Option("--check", help="Write nothing; compare with the plan at --out, exit 4 if it differs.")
+TargetOption = Annotated[
+    str | None,
+    typer.Option(
+        "--target", metavar="TARGET", help="local, systemd, compose, kubernetes, vllm or sglang; see docs/deploying.md."
+    ),
 ]
+OutOption = Annotated[
+    Path | None,
+    typer.Option("--out", help="Where to write: plan.json; with --target a folder, by default named like it."),
+]
+CheckOption = Annotated[
+    bool, typer.Option("--check", help="Write nothing; compare with what is at --out, exit 4 if it differs.")
+]
+ForceOption = Annotated[
+    bool, typer.Option("--force", help="With --target: write over files that were changed by hand.")
+]
+TraceOption = Annotated[
+    str | None,
+    typer.Option("--trace", help="Lengths for the autoscaling threshold; default: the tuning's trace, if it ships."),
+]
+ImageOption = Annotated[str, typer.Option("--image", help="Container image, pinned by tag or digest.")]
+NamespaceOption = Annotated[str, typer.Option("--namespace", help="Kubernetes namespace.")]
+ReplicasOption = Annotated[int, typer.Option("--replicas", min=0, help="Pods; 0: what the tuning found, or 1.")]
+MaxReplicasOption = Annotated[int, typer.Option("--max-replicas", min=0, help="Most pods; 0: twice the replicas.")]
+PrometheusOption = Annotated[str, typer.Option("--prometheus", help="Prometheus' address in the cluster, for KEDA.")]
+ClaimOption = Annotated[
+    str, typer.Option("--model-claim", help="Volume claim for the models' cache; '': empty at each start.")
+]
+ProgramOption = Annotated[str, typer.Option("--program", help="Path of llmctl on the machine that runs the unit.")]
 
 
 def command(
-    recipe: RecipeArgument,
-    fit: FitOption,
+    source: Source,
+    fit: FitOption = None,
     tuning: TuningOption = None,
     policy: PolicyOption = None,
     settings: SetOption = None,
-    out: OutOption = Path("plan.json"),
+    target: TargetOption = None,
+    out: OutOption = None,
     check: CheckOption = False,
+    force: ForceOption = False,
+    trace: TraceOption = None,
+    image: ImageOption = "",
+    namespace: NamespaceOption = "default",
+    replicas: ReplicasOption = 0,
+    max_replicas: MaxReplicasOption = 0,
+    prometheus: PrometheusOption = "http://prometheus-operated.monitoring.svc:9090",
+    model_claim: ClaimOption = "",
+    program: ProgramOption = "/opt/llmctl/bin/llmctl",
     as_json: JsonOption = False,
 ) -> None:
     """Write the plan that `llmctl serve` starts, and say where every value of it comes from.
 
-    The same files give the same plan, to the byte; --check is for CI.
+    With --target it becomes a folder of files for where the plan will run, explained in EXPLAIN.md, with a bench.sh
+    that checks what it claims. The same files give the same output, to the byte; --check is for CI.
     """
-    plan = _make(recipe, fit, tuning, _given(policy, settings))
+    made = _make(source, fit, tuning, _given(policy, settings))
+    if target is not None:
+        from toolkit.cli.render_target import Request, render_to
+        from toolkit.deploy.order import Options
+
+        folder = out or Path(target)
+        options = Options(
+            image, namespace, replicas, max_replicas, prometheus, model_claim, program, str(folder.absolute())
+        )
+        render_to(Request(made.plan, made.file, made.near, target, folder, options, trace, check, force, as_json))
+        return
+    if made.file is not None:
+        from toolkit.errors import InputError
+
+        raise InputError(f"{source} is a plan already", "say where it will run: --target")
     if check:
-        _compare(plan, out, as_json)
+        _compare(made.plan, out or PLAN, as_json)
         return
     from toolkit.cli.basis import note_basis
     from toolkit.files.io import write_file
 
-    write_file(plan, out)
-    emit(as_json, plan, lambda: _show(plan))
-    note_basis(plan.fit, fit)
+    out = out or PLAN
+    write_file(made.plan, out)
+    emit(as_json, made.plan, lambda: _show(made.plan))
+    note_basis(made.plan.fit, made.near)
     note(f"wrote {out}; start it with: llmctl serve {out}")
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """A plan, the file that it was read from (None: it was made here), and one beside which a validation may lie."""
+
+    plan: Plan
+    file: Path | None
+    near: Path
 
 
 def _given(policy: str | None, settings: list[str] | None) -> PlannedPolicy | None:
@@ -66,16 +131,26 @@ def _given(policy: str | None, settings: list[str] | None) -> PlannedPolicy | No
     return PlannedPolicy(name=policy, parameters=parse_settings(settings))
 
 
-def _make(recipe: Path, fit: Path, tuning: Path | None, given: PlannedPolicy | None) -> Plan:
+def _make(source: Path, fit: Path | None, tuning: Path | None, given: PlannedPolicy | None) -> Made:
     from toolkit.deploy.plan import make_plan
+    from toolkit.errors import InputError
     from toolkit.files.fit import Fit
-    from toolkit.files.io import read_file
+    from toolkit.files.io import read_file, recipe_path
+    from toolkit.files.plan import Plan
     from toolkit.files.tuning import Tuning
 
+    if source.suffix == ".json":
+        if fit or tuning or given:
+            raise InputError("a plan holds its fit, tuning and policy", "give a recipe to make another plan")
+        return Made(read_file(Plan, source), source, source)
+    recipe = recipe_path(source)
+    if fit is None:
+        raise InputError("a recipe alone is no plan", "add --fit fit.json, from `llmctl fit`")
     made_from = {"recipe": recipe, "fit": fit}
     tuned = read_file(Tuning, tuning, inputs=made_from) if tuning else None
     inputs = made_from | ({"tuning": tuning} if tuning else {})
-    return make_plan(open_recipe(recipe), read_file(Fit, fit, inputs={"recipe": recipe}), tuned, inputs, given)
+    plan = make_plan(open_recipe(recipe), read_file(Fit, fit, inputs={"recipe": recipe}), tuned, inputs, given)
+    return Made(plan, None, fit)
 
 
 def _show(plan: Plan) -> None:

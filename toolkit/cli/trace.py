@@ -1,4 +1,4 @@
-"""`llmctl trace`: inspect, convert and generate workloads. Lengths and times only, never text."""
+"""`llmctl trace`: inspect, convert, generate and record workloads. Lengths and times only, never text."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import typer
 
 from toolkit.cli.arguments import JsonOption
 from toolkit.cli.output import emit, note, number, seconds, table
+from toolkit.cli.trace_record import record
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -18,7 +19,8 @@ if TYPE_CHECKING:
 
 BAR_WIDTH = 18
 
-app = typer.Typer(help="Inspect, convert and generate traces.", no_args_is_help=True, add_completion=False)
+app = typer.Typer(help="Inspect, convert, generate and record traces.", no_args_is_help=True, add_completion=False)
+app.command()(record)
 
 TraceArgument = Annotated[
     str, typer.Argument(metavar="TRACE", help="A trace in any known format, or the name of a shipped one.")

@@ -13,7 +13,7 @@ from toolkit.deploy.explain import Choice, explain
 from toolkit.errors import InputError
 from toolkit.files.fit import Fit
 from toolkit.files.io import head
-from toolkit.files.plan import Plan, PlannedPolicy
+from toolkit.files.plan import Plan, PlannedPolicy, PlannedWorkload
 from toolkit.files.recipe import Recipe
 from toolkit.files.tuning import Outcome, Tuning
 from toolkit.sched.policies import KNOWN, make_any, refuse_unservable
@@ -50,7 +50,17 @@ def make_plan(
         policy=policy,
         predicted=choice.predicted,
         explained=explain(recipe, fit, policy, choice),
+        workload=_workload(tuning) if choice.predicted else None,
     )
+
+
+def _workload(tuning: Tuning | None) -> PlannedWorkload | None:
+    """What the tuning's predictions are about; None where it does not say."""
+    trace = tuning.inputs.get("trace") if tuning else None
+    if tuning is None or trace is None:
+        return None
+    needed = tuning.sizing.workers if tuning.sizing else None
+    return PlannedWorkload(trace=trace.name, request_rate_rps=tuning.request_rate_rps, workers_needed=needed)
 
 
 def _check_servable(policy: AnyPolicy, recipe: Recipe, tuning: Tuning | None) -> None:
@@ -83,10 +93,9 @@ def _check_same(recipe: Recipe, fit: Fit, tuning: Tuning | None) -> None:
         kv_bytes = fit.engine.kv_bytes_per_token
         pairs.append(("fit", "engine.kv_bytes_per_token", kv_bytes, recipe.model.kv_bytes_per_token))
     if tuning is not None:
-        pairs += [
-            ("tuning", "recipe_name", tuning.recipe_name, recipe.name),
-            ("tuning", "workers", tuning.workers, recipe.workers),
-        ]
+        pairs.append(("tuning", "recipe_name", tuning.recipe_name, recipe.name))
+        if tuning.sizing is None:  # else its workers are those of all servers together
+            pairs.append(("tuning", "workers", tuning.workers, recipe.workers))
     for file, key, found, wanted in pairs:
         if found != wanted:
             remedy = "profile and fit it again" if file == "fit" else "tune it again"
@@ -107,6 +116,8 @@ def _from_tuning(tuning: Tuning) -> Choice:
         gain = "goodput from none" if tuning.gain_percent is None else f"{tuning.gain_percent:+.1f} % goodput"
         source = f"{_trial(tuning, outcome)} of {trials}: {gain}, held out"
     windows = f"simulated with the fit on {len(tuning.held_out_windows)} held-out windows of the trace"
+    if tuning.sizing:
+        windows += f", with {tuning.workers} workers in all"
     return Choice(outcome.policy, outcome.parameters, source, _searched(tuning), dict(outcome.metrics), windows)
 
 

@@ -36,6 +36,7 @@ __all__ = [
     "check_writable",
     "digest",
     "environment",
+    "file_text",
     "head",
     "load_recipe",
     "read_file",
@@ -76,9 +77,13 @@ def read_file(model: type[EnvelopeT], path: AnyPath, inputs: Mapping[str, AnyPat
 
 
 def write_file(model: BaseModel, path: AnyPath) -> None:
-    """Write a model as JSON, atomically. Fields keep the model's order: the same model gives the same bytes."""
-    text = json.dumps(model.model_dump(mode="json"), indent=2, ensure_ascii=False, allow_nan=False)
-    write_text(path, text + "\n")
+    """Write a model as JSON, atomically."""
+    write_text(path, file_text(model))
+
+
+def file_text(model: BaseModel) -> str:
+    """A model as it is written. Fields keep the model's order: the same model gives the same text."""
+    return json.dumps(model.model_dump(mode="json"), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
 
 
 def write_text(path: AnyPath, text: str) -> None:

@@ -26,6 +26,16 @@ class Explanation(Strict):
     source: str
 
 
+class PlannedWorkload(Strict):
+    """The traffic that the plan was tuned for, and that its predictions are about."""
+
+    trace: str = Field(description="file name of the trace; `inputs` has its sha256")
+    request_rate_rps: float
+    workers_needed: int | None = Field(
+        default=None, description="where the tuning looked for the fewest; of all servers"
+    )
+
+
 class Plan(Envelope):
     """plan.json, whole: self-contained, so that a server needs this one file."""
 
@@ -37,3 +47,4 @@ class Plan(Envelope):
     policy: PlannedPolicy
     predicted: dict[str, float] = Field(description="held-out metrics that the tuner predicts; empty if untuned")
     explained: dict[str, Explanation]
+    workload: PlannedWorkload | None = Field(default=None, description="none: it was not tuned")

@@ -108,6 +108,8 @@ class EngineSpec(Strict):
             raise ValueError("engine.name is 'openai', so engine.url says where the server is")
         if self.name != "openai" and (self.url or self.served_model):
             raise ValueError(f"engine.url and served_model are for engine 'openai'; engine.name is '{self.name}'")
+        if self.url and any(mark in self.url for mark in "@?#"):  # and it is not repeated: it may hold a secret
+            raise ValueError("engine.url is scheme, host, port and path alone; a key is given in LLMCTL_API_KEY")
         return self
 
     @model_validator(mode="after")

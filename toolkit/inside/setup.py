@@ -93,7 +93,7 @@ def read_setup(environ: Mapping[str, str]) -> Setup:
         name, *parameters = words.split() or [PastFuturePolicy.name]
         policy = make_policy(name, from_words(parameters))
         fit = read_file(Fit, fit_path) if fit_path else None
-    _check(policy, timed=fit is not None)
+    refuse_inside(policy, timed=fit is not None)
     latency = laws_from_fit(fit).rounds if fit else Untimed()
     return Setup(policy, latency, Path(log) if log else None)
 
@@ -115,7 +115,8 @@ def warm_up(setup: Setup) -> None:
             scheduler.complete(RoundResult(batch.batch_id, 0, min(batch.steps, 64), tuple(ended)), now_s)
 
 
-def _check(policy: Policy, *, timed: bool) -> None:
+def refuse_inside(policy: Policy, *, timed: bool) -> None:
+    """`InputError` where `policy` cannot run inside such an engine; `timed` says whether there are laws of time."""
     refuse_oracle(policy.name)
     if policy.name in ELSEWHERE:
         raise InputError(

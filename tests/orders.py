@@ -1,0 +1,37 @@
+"""Orders for rendering: a plan on CPUs, one on GPUs whose model comes from the hub. Numbers are made up for tests."""
+
+from pathlib import Path
+
+import samples
+
+from toolkit.deploy.folder import digest
+from toolkit.deploy.order import Options, Order
+from toolkit.deploy.plan import make_plan
+from toolkit.files.fit import Fit
+from toolkit.files.io import file_text, write_file
+from toolkit.files.plan import Plan, PlannedPolicy, PlannedWorkload
+
+SLICE = PlannedPolicy(name="slice", parameters={"slice_tokens": 64})
+GPU = {
+    "model": {"source": "org/model", "max_model_len": 512, "weight_bytes": 16 << 30, "revision": "abc123"},
+    "hardware": {"device": "cuda", "name": "H200", "memory_gib": 139.8},
+    "engine": {"name": "transformers", "gpu_memory_utilization": 0.85},
+    "sla": {"ttft_p99_s": 2.0, "mtpot_p99_s": 0.5, "e2e_p99_s": 90.0},
+}
+
+
+def plan(folder: Path, policy: PlannedPolicy = SLICE, fit: Fit | None = None, **changes: object) -> Plan:
+    """A plan of the samples' recipe with these changes, tuned as far as it can be said without tuning."""
+    recipe, fit = samples.recipe(**changes), fit or samples.fit()
+    paths = {"recipe": folder / "recipe.json", "fit": folder / "fit.json"}
+    write_file(recipe, paths["recipe"])
+    write_file(fit, paths["fit"])
+    workload = PlannedWorkload(trace="chat-small.jsonl", request_rate_rps=3.5)
+    predicted = {"goodput_rps": 3.25, "throughput_rps": 3.5, "e2e_p99_s": 41.5}
+    made = make_plan(recipe, fit, None, paths, policy)
+    return made.model_copy(update={"workload": workload, "predicted": predicted})
+
+
+def order(made: Plan, **options: object) -> Order:
+    text = file_text(made)
+    return Order(made, text, digest(text.encode()), Options(**options))  # type: ignore[arg-type]

@@ -1,0 +1,211 @@
+"""`llmctl render --target`: folders that are written whole, compared, and never over what somebody edited."""
+
+import json
+from pathlib import Path
+
+import orders
+import pytest
+
+from toolkit.cli import main
+from toolkit.deploy.folder import read_manifest
+from toolkit.errors import InputError
+from toolkit.files import io
+from toolkit.files.fit import Fit
+from toolkit.files.io import head, read_file, write_file
+from toolkit.files.plan import Plan
+from toolkit.files.validation import MetricError, Validation
+
+CANARY = "sk-canary-7f3a9c51"
+
+
+@pytest.fixture
+def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Plan:
+    """plan.json in the working directory."""
+    monkeypatch.chdir(tmp_path)
+    made = orders.plan(tmp_path)
+    write_file(made, "plan.json")
+    return made
+
+
+def render(*words: str, source: str = "plan.json") -> int:
+    with pytest.raises(SystemExit) as caught:
+        main.run(["render", source, *words])
+    assert isinstance(caught.value.code, int)
+    return caught.value.code
+
+
+def contents(folder: str) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in sorted(Path(folder).rglob("*")) if path.is_file()}
+
+
+@pytest.mark.usefixtures("plan")
+def test_a_folder_has_the_plan_its_explanation_and_a_way_to_check_it() -> None:
+    assert render("--target", "local", "--out", "here") == 0
+    names = {path.name for path in Path("here").iterdir()}
+    assert names == {"EXPLAIN.md", "alerts.yaml", "bench.sh", "plan.json", "rendered.json", "serve.sh"}
+    assert Path("here/plan.json").read_bytes() == Path("plan.json").read_bytes()
+    assert Path("here/serve.sh").stat().st_mode & 0o100
+    manifest = read_manifest(Path("here"))
+    assert manifest is not None
+    assert (manifest.target, set(manifest.made_from)) == ("local", {"fit", "plan"})
+
+
+@pytest.mark.usefixtures("plan")
+def test_rendering_again_changes_nothing_and_check_agrees(capsys: pytest.CaptureFixture[str]) -> None:
+    render("--target", "kubernetes")
+    before = contents("kubernetes")
+    assert render("--target", "kubernetes") == 0
+    assert contents("kubernetes") == before
+    capsys.readouterr()
+    assert render("--target", "kubernetes", "--check") == 0
+    assert capsys.readouterr().out == "up to date\n"
+
+
+@pytest.mark.usefixtures("plan")
+def test_check_shows_a_diff_and_writes_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    render("--target", "kubernetes")
+    before = contents("kubernetes")
+    capsys.readouterr()
+    assert render("--target", "kubernetes", "--check", "--replicas", "3") == 4
+    out, err = capsys.readouterr()
+    assert "--- core/deployment.yaml (there)\n+++ core/deployment.yaml (rendered)\n" in out
+    assert "-  replicas: 1\n+  replicas: 3\n" in out
+    assert err.startswith("error: kubernetes differs from what would be rendered: EXPLAIN.md, core/deployment.yaml")
+    assert contents("kubernetes") == before
+
+
+@pytest.mark.usefixtures("plan")
+def test_what_was_edited_by_hand_stays(capsys: pytest.CaptureFixture[str]) -> None:
+    render("--target", "compose")
+    edited = Path("compose/compose.yaml")
+    edited.write_text(edited.read_text() + "# mine\n")
+    before = contents("compose")
+    capsys.readouterr()
+    assert render("--target", "compose") == 2
+    error, hint = capsys.readouterr().err.splitlines()
+    assert error == "error: changed by hand since they were rendered: compose/compose.yaml"
+    assert "--force" in hint
+    assert contents("compose") == before
+    assert render("--target", "compose", "--force") == 0
+    assert "# mine" not in edited.read_text()
+
+
+@pytest.mark.usefixtures("plan")
+def test_a_file_that_was_there_before_stays() -> None:
+    Path("compose").mkdir()
+    Path("compose/compose.yaml").write_text("services: {}\n")
+    assert render("--target", "compose") == 2
+    assert Path("compose/compose.yaml").read_text() == "services: {}\n"
+
+
+@pytest.mark.usefixtures("plan")
+def test_what_is_rendered_no_more_is_removed() -> None:
+    render("--target", "kubernetes", "--out", "x")
+    assert render("--target", "local", "--out", "x") == 0
+    left = {path.name for path in Path("x").rglob("*") if path.is_file()}
+    assert left == {"EXPLAIN.md", "alerts.yaml", "bench.sh", "plan.json", "rendered.json", "serve.sh"}
+
+
+@pytest.mark.usefixtures("plan")
+def test_a_link_out_of_the_folder_is_not_followed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "kubernetes").mkdir()
+    (tmp_path / "kubernetes" / "core").symlink_to(tmp_path / "elsewhere")
+    assert render("--target", "kubernetes") == 2
+    assert "a link leads out of kubernetes" in capsys.readouterr().err
+    assert not list((tmp_path / "elsewhere").iterdir())
+
+
+@pytest.mark.parametrize("name", ["../x", "/etc/x", "a/b/c", "a b", ".hidden", "x" * 65, "a\nb", ""])
+def test_names_that_leave_the_folder_are_refused(name: str, tmp_path: Path) -> None:
+    from toolkit.deploy.names import inside
+
+    with pytest.raises(InputError, match="not the name of a rendered file"):
+        inside(tmp_path, name)
+
+
+@pytest.mark.parametrize("name", ["../../etc/passwd", "serve.sh.j2", "Serve", ""])
+def test_templates_have_plain_names(name: str) -> None:
+    from toolkit.deploy.templating import fill
+
+    with pytest.raises(InputError, match="not the name of a template"):
+        fill(name)
+
+
+def test_a_plan_that_is_given_is_taken_as_it_is(plan: Plan) -> None:
+    render("--target", "local")
+    other = plan.model_copy(update={"environment": plan.environment.model_copy(update={"processor": "another"})})
+    write_file(other, "plan.json")
+    assert render("--target", "local", "--check") == 4
+
+
+def test_the_validation_beside_the_plan_is_in_the_explanation(plan: Plan) -> None:
+    error = MetricError(metric="throughput_rps", measured=3.0, predicted=3.3, error_percent=10.0, worst_percent=-31.5)
+    found = Validation(
+        **head({"plan": "plan.json"}), model="m", policy="slice", notes=[], windows=[], metrics=[error], requests=[]
+    )
+    write_file(found, "validation.json")
+    assert render("--target", "local") == 0
+    explained = Path("local/EXPLAIN.md").read_text()
+    assert "| throughput_rps | 3.5 | +10.0 % |" in explained
+    assert "Validated on 0 windows" in explained
+    assert "MAX_ERROR:-32" in Path("local/bench.sh").read_text()
+
+
+@pytest.mark.usefixtures("plan")
+def test_a_plan_needs_a_target_and_a_recipe_a_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    assert render() == 2
+    assert render(source="tiny-llama-cpu") == 2
+    errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error")]
+    assert errors == ["error: plan.json is a plan already", "error: a recipe alone is no plan"]
+
+
+@pytest.mark.parametrize("target", ["local", "systemd", "compose", "kubernetes"])
+def test_a_secret_in_the_environment_is_in_no_output(
+    plan: Plan, target: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("LLMCTL_API_KEY", "HF_TOKEN", "VLLM_API_KEY"):
+        monkeypatch.setenv(name, CANARY)
+    assert render("--target", target, "--json") == 0
+    out, err = capsys.readouterr()
+    assert CANARY not in out + err
+    assert not any(CANARY.encode() in content for content in contents(target).values())
+
+
+@pytest.mark.parametrize(
+    ("where", "value"),
+    [
+        (("recipe", "serve", "api_key"), CANARY),
+        (("recipe", "engine", "url"), f"http://user:{CANARY}@host:8000"),
+        (("api_key",), CANARY),
+        (("inputs", "fit", "sha256"), f"{CANARY}\n"),
+    ],
+)
+def test_a_secret_in_a_plan_is_refused_and_not_repeated(
+    plan: Plan, where: tuple[str, ...], value: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = json.loads(Path("plan.json").read_text())
+    inner = data
+    for key in where[:-1]:
+        inner = inner[key]
+    inner[where[-1]] = value
+    if where[-1] == "url":
+        inner["name"], data["recipe"]["workers"] = "openai", 1
+    Path("plan.json").write_text(json.dumps(data))
+    assert render("--target", "local") == 2
+    out, err = capsys.readouterr()
+    assert CANARY not in out + err
+    assert not Path("local").exists()
+
+
+def test_from_a_recipe_the_plan_is_made_too_and_on_another_machine_is_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    orders.plan(tmp_path)
+    Path("recipe.yaml").write_text((tmp_path / "recipe.json").read_text())
+    write_file(read_file(Fit, "fit.json").model_copy(update=dict(head({"recipe": "recipe.yaml"}))), "fit.json")
+    assert render("--fit", "fit.json", "--target", "local", source="recipe.yaml") == 0
+    assert read_file(Plan, "local/plan.json").recipe.name == "test"
+    monkeypatch.setattr(io, "_processor", lambda: "another machine's")
+    assert render("--fit", "fit.json", "--target", "local", "--check", source="recipe.yaml") == 0

@@ -1,0 +1,317 @@
+"""Rendered files: held against the validators of those who read them, and against names that try to break out."""
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import orders
+import pytest
+import samples
+import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from pydantic import BaseModel
+
+from toolkit.deploy.kinds.kubernetes import Deployment, Kustomization
+from toolkit.deploy.kinds.operators import PodMonitor, PrometheusRule, RulesFile, ScaledObject
+from toolkit.deploy.order import Order
+from toolkit.deploy.render import TARGETS, render_target
+from toolkit.errors import InputError
+from toolkit.files.plan import Plan, PlannedPolicy
+
+OWN_MODELS: dict[str, type[BaseModel]] = {  # kinds of operators: Kubernetes ships no schema of these
+    "Kustomization": Kustomization,
+    "PodMonitor": PodMonitor,
+    "PrometheusRule": PrometheusRule,
+    "ScaledObject": ScaledObject,
+}
+HUB_ONLY = ("vllm", "sglang")
+
+
+@pytest.fixture(scope="module")
+def cpu(tmp_path_factory: pytest.TempPathFactory) -> Plan:
+    return orders.plan(tmp_path_factory.mktemp("cpu"))
+
+
+@pytest.fixture(scope="module")
+def gpu(tmp_path_factory: pytest.TempPathFactory) -> Plan:
+    fit = samples.fit()
+    fit = fit.model_copy(update={"engine": fit.engine.model_copy(update={"device": "NVIDIA H200"})})
+    return orders.plan(tmp_path_factory.mktemp("gpu"), fit=fit, **orders.GPU)
+
+
+@pytest.fixture(params=["cpu", "gpu"])
+def order(request: pytest.FixtureRequest) -> Order:
+    return orders.order(request.getfixturevalue(request.param), folder="/srv/llmctl", program=sys.executable)
+
+
+def yaml_files(files: dict[str, str]) -> dict[str, Any]:
+    return {name: yaml.safe_load(text) for name, text in files.items() if name.endswith(".yaml")}
+
+
+def check_object(data: dict[str, Any]) -> None:
+    """What `kubernetes-validate --strict` checks; a kind that it does not know must be one of ours."""
+    try:
+        kubernetes_validate.validate(data, "1.37", strict=True)
+    except kubernetes_validate.SchemaNotFoundError:
+        OWN_MODELS[data["kind"]].model_validate(data)
+
+
+def test_kubernetes_takes_every_object(order: Order) -> None:
+    objects = yaml_files(render_target("kubernetes", order))
+    for data in objects.values():
+        check_object(data)
+    kinds = {data["kind"] for data in objects.values()}
+    assert kinds >= {"Deployment", "Service", "PodDisruptionBudget", "NetworkPolicy", *OWN_MODELS}
+
+
+@pytest.mark.parametrize("change", [{"spec": {"surprise": 1}}, {"spec": {"replicas": "one"}}])
+def test_the_check_of_objects_refuses_what_is_wrong(order: Order, change: dict[str, Any]) -> None:
+    data = yaml_files(render_target("kubernetes", order))["core/deployment.yaml"]
+    data["spec"] |= change["spec"]
+    with pytest.raises(kubernetes_validate.ValidationError):
+        check_object(data)
+
+
+def test_our_models_read_what_they_wrote(order: Order) -> None:
+    data = yaml_files(render_target("kubernetes", order))["core/deployment.yaml"]
+    assert Deployment.model_validate(data).model_dump(by_alias=True, exclude_none=True) == data
+
+
+@pytest.mark.skipif(not shutil.which("kubectl"), reason="needs kubectl: https://kubernetes.io/docs/tasks/tools")
+def test_kustomize_builds_both_and_hashes_the_plan(order: Order, tmp_path: Path) -> None:
+    for name, text in render_target("kubernetes", order).items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    for folder, replicas in ((tmp_path / "core", 1), (tmp_path, None)):
+        built = subprocess.run(["kubectl", "kustomize", folder], capture_output=True, text=True, check=True)
+        objects = {one["kind"]: one for one in yaml.safe_load_all(built.stdout)}
+        plan = objects["ConfigMap"]["metadata"]["name"]
+        assert objects["ConfigMap"]["data"]["plan.json"] == order.text
+        volumes = objects["Deployment"]["spec"]["template"]["spec"]["volumes"]
+        assert volumes[0]["configMap"]["name"] == plan != f"{order.name}-plan"
+        assert objects["Deployment"]["spec"].get("replicas") == replicas, "under an autoscaler it says no number"
+
+
+def test_a_pod_has_what_it_needs_and_no_more(gpu: Plan) -> None:
+    spec = yaml_files(render_target("kubernetes", orders.order(gpu)))["core/deployment.yaml"]["spec"]
+    pod, container = spec["template"]["spec"], spec["template"]["spec"]["containers"][0]
+    assert container["resources"]["limits"] == {"nvidia.com/gpu": "2"}
+    assert container["securityContext"] == {
+        "allowPrivilegeEscalation": False,
+        "readOnlyRootFilesystem": True,
+        "capabilities": {"drop": ["ALL"]},
+    }
+    assert (pod["securityContext"]["runAsNonRoot"], pod["automountServiceAccountToken"]) == (True, False)
+    timeout = int(container["args"][container["args"].index("--shutdown-timeout") + 1])
+    assert timeout == 90, "the target on end-to-end latency"
+    assert pod["terminationGracePeriodSeconds"] > timeout + 5
+    keys = {one["name"]: one["valueFrom"]["secretKeyRef"] for one in container["env"] if "valueFrom" in one}
+    assert keys["LLMCTL_API_KEY"] == {"name": "llmctl-test", "key": "api-key"}
+    assert spec["strategy"]["rollingUpdate"] == {"maxSurge": 0, "maxUnavailable": 1}
+    (wanted,) = pod["affinity"]["nodeAffinity"]["preferredDuringSchedulingIgnoredDuringExecution"]
+    assert wanted["preference"]["matchExpressions"][0]["values"] == ["NVIDIA-H200"]
+
+
+def test_compose_is_as_its_specification_says(order: Order, tmp_path: Path) -> None:
+    (tmp_path / "compose.yaml").write_text(render_target("compose", order)["compose.yaml"])
+    check = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.compose-spec"]
+    done = subprocess.run([*check, tmp_path / "compose.yaml"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+
+
+def test_compose_reserves_gpus_and_stays_on_loopback(gpu: Plan) -> None:
+    service = yaml_files(render_target("compose", orders.order(gpu)))["compose.yaml"]["services"]["llmctl"]
+    (device,) = service["deploy"]["resources"]["reservations"]["devices"]
+    assert device == {"driver": "nvidia", "count": 2, "capabilities": ["gpu"]}
+    assert service["ports"] == ["127.0.0.1:8000:8000"]
+    assert service["stop_grace_period"] == "110s"
+
+
+@pytest.mark.skipif(not shutil.which("systemd-analyze"), reason="needs systemd-analyze")
+def test_systemd_has_nothing_to_say_about_the_unit(order: Order, tmp_path: Path) -> None:
+    name = f"{order.name}.service"
+    (tmp_path / name).write_text(render_target("systemd", order)[name])
+    done = subprocess.run(["systemd-analyze", "verify", tmp_path / name], capture_output=True, text=True)
+    assert done.stderr == "", "its exit code says nothing"
+
+
+def targets_of(order: Order) -> list[str]:
+    return [name for name in TARGETS if name not in HUB_ONLY or order.plan.recipe.model.source != "random"]
+
+
+def test_bash_reads_every_script(order: Order) -> None:
+    for target in targets_of(order):
+        scripts = {name: text for name, text in render_target(target, order).items() if name.endswith(".sh")}
+        assert "bench.sh" in scripts
+        for text in scripts.values():
+            subprocess.run(["bash", "-n"], input=text, text=True, check=True)
+
+
+def test_the_same_order_gives_the_same_files(order: Order) -> None:
+    for target in targets_of(order):
+        assert render_target(target, order) == render_target(target, order)
+
+
+def test_every_file_carries_the_digests_and_no_tag_moves(order: Order) -> None:
+    for target in targets_of(order):
+        for name, text in render_target(target, order).items():
+            if not name.endswith(".json"):
+                assert order.digest in text, name
+                assert order.plan.inputs["fit"].sha256 in text, name
+            assert ":latest" not in text
+
+
+def test_models_that_llmctl_builds_are_nothing_for_other_engines(cpu: Plan) -> None:
+    for target in HUB_ONLY:
+        with pytest.raises(InputError, match="cannot load the model of 'test'"):
+            render_target(target, orders.order(cpu))
+
+
+def test_alert_rules_are_a_file_elsewhere(order: Order) -> None:
+    rules = RulesFile.model_validate(yaml_files(render_target("local", order))["alerts.yaml"])
+    names = [rule.alert for rule in rules.groups[0].rules]
+    assert names[:3] == ["LlmctlDrift", "LlmctlOutOfMemory", "LlmctlWorkersLost"]
+    assert "LlmctlTargetTtftP99S" in names
+    assert names[-1] == "LlmctlQueue"
+
+
+def test_without_a_ttft_target_nothing_scales(tmp_path: Path) -> None:
+    files = render_target("kubernetes", orders.order(orders.plan(tmp_path, sla={"e2e_p95_s": 8.0})))
+    assert "scaledobject.yaml" not in files
+    assert yaml.safe_load(files["kustomization.yaml"]).get("patches") is None
+    assert "no TTFT target" in files["EXPLAIN.md"]
+
+
+def with_model(plan: Plan, source: str) -> Order:
+    """The plan with another model, and no targets: there is nothing to simulate."""
+    model = plan.recipe.model.model_copy(update={"source": source})
+    recipe = plan.recipe.model_copy(update={"model": model, "sla": {}})
+    return orders.order(plan.model_copy(update={"recipe": recipe}))
+
+
+NASTY = [
+    'x"\n privileged: true #',
+    "x\n---\nkind: Secret",
+    "$(LLMCTL_API_KEY)",
+    "${PATH}`id`$(id)",
+    "a'b\"c\\d",
+    "%i%d$$HOME",
+    "1e3",
+    "no",
+    "\u2028line\x85separators",
+]
+names = st.one_of(st.sampled_from(NASTY), st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=60))
+many = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+@many
+@given(source=names)
+def test_a_models_name_stays_data(gpu: Plan, source: str) -> None:
+    """In YAML it is exactly the string, wherever it stands; nothing else in the file changes with it."""
+    calm, wild = (yaml_files(render_target("kubernetes", with_model(gpu, one))) for one in ("a/b", source))
+    found = wild["core/deployment.yaml"]["spec"]["template"]["metadata"]["annotations"]
+    assert found["llmctl.io/model"] == source
+    assert without(wild, {"annotations"}) == without(calm, {"annotations"}) or source == "random" or source[0] in "/."
+
+
+def without(data: Any, keys: set[str]) -> Any:
+    if isinstance(data, dict):
+        return {key: without(value, keys) for key, value in data.items() if key not in keys}
+    return [without(value, keys) for value in data] if isinstance(data, list) else data
+
+
+@many
+@given(source=names)
+def test_a_models_name_stays_one_word_of_a_command(gpu: Plan, source: str) -> None:
+    """bash itself says what it would run."""
+    source = source.replace("\x00", "")  # no command has one
+    if source in ("", "random") or source.startswith("-"):  # the latter is refused
+        return
+    script = render_target("vllm", with_model(gpu, source))["serve.sh"].replace("exec vllm", 'printf "%s\\0"')
+    done = subprocess.run(["bash", "-s"], input=script.encode(), capture_output=True, check=True)
+    assert done.stdout.split(b"\0")[1].decode() == source
+
+
+def test_compose_interpolates_nothing(gpu: Plan) -> None:
+    service = yaml_files(render_target("compose", with_model(gpu, "/models/${PATH}")))["compose.yaml"]["services"]
+    assert service["llmctl"]["labels"]["llmctl.model"] == "/models/$${PATH}"
+    assert service["llmctl"]["volumes"][-1]["source"] == "/models/$${PATH}"
+
+
+def test_a_unit_takes_no_second_line(gpu: Plan) -> None:
+    with pytest.raises(InputError, match="cannot stand in a unit file"):
+        render_target("systemd", with_model(gpu, "/models\nExecStartPre=/bin/sh"))
+
+
+def test_a_models_name_is_no_option(gpu: Plan) -> None:
+    with pytest.raises(InputError, match="would be an option"):
+        render_target("vllm", with_model(gpu, "--help"))
+
+
+@pytest.mark.parametrize("image", ["llmctl", "llmctl:latest", "x y:1", "x:1\n privileged: true", "../x:1"])
+def test_images_are_pinned(cpu: Plan, image: str) -> None:
+    with pytest.raises(InputError, match="is not"):
+        render_target("kubernetes", orders.order(cpu, image=image))
+
+
+@pytest.mark.parametrize("option", [{"namespace": 'x"\n'}, {"prometheus": 'http://x"\n'}, {"model_claim": "A b"}])
+def test_options_that_are_no_names_are_refused(option: dict[str, str]) -> None:
+    with pytest.raises(InputError, match="not a"):
+        orders.Options(**option)  # type: ignore[arg-type]
+
+
+def test_an_unknown_target_is_named_with_the_nearest(cpu: Plan) -> None:
+    with pytest.raises(InputError) as caught:
+        render_target("kubernets", orders.order(cpu))
+    assert caught.value.hint == "did you mean 'kubernetes'?"
+
+
+def test_vllm_gets_the_fitted_values(gpu: Plan) -> None:
+    policy = PlannedPolicy(name="past-future", parameters={"chunk_tokens": 2048})
+    script = render_target("vllm", orders.order(gpu.model_copy(update={"policy": policy})))["serve.sh"]
+    for line in (
+        "--max-model-len 512",
+        "--gpu-memory-utilization 0.85",
+        "--max-num-seqs 32",
+        "--max-num-batched-tokens 2080",
+        "--data-parallel-size 2",
+        "--revision abc123",
+    ):
+        assert f"  {line} \\\n" in script
+    rate = 512 / (0.002 + 1.1 * (2e-5 * 512 + 1e-4 + 1e-6 * 512 + 4e-3))
+    assert f"  --max-num-queued-tokens {int(2.0 * rate)} \\\n" in script
+    assert "--scheduler-cls" not in script, "not with data parallelism"
+
+
+def test_our_scheduler_goes_into_vllm_where_it_can(tmp_path: Path) -> None:
+    policy = PlannedPolicy(name="past-future", parameters={})
+    fit = samples.fit(workers=1)
+    fit = fit.model_copy(update={"engine": fit.engine.model_copy(update={"engine": "openai"})})
+    server = {"engine": {"name": "openai", "url": "http://127.0.0.1:8000"}, "workers": 1}
+    plan = orders.plan(tmp_path, policy, fit, **(orders.GPU | server))
+    files = render_target("vllm", orders.order(plan))
+    assert "--scheduler-cls toolkit.inside.vllm_scheduler.LlmctlScheduler" in files["serve.sh"]
+    assert 'export LLMCTL_VLLM_PLAN="$here"/plan.json' in files["serve.sh"]
+    assert "a place to start from" not in files["serve.sh"]
+
+
+def test_sglang_gets_the_fitted_values(gpu: Plan) -> None:
+    script = render_target("sglang", orders.order(gpu))["serve.sh"]
+    for flag in ("--mem-fraction-static", "--max-running-requests 32", "--chunked-prefill-size", "--dp-size 2"):
+        assert f"  {flag}" in script
+    assert "--schedule-conservativeness 1.0" in script
+
+
+def test_a_threshold_is_where_first_tokens_come_too_late() -> None:
+    from toolkit.deploy.threshold import most
+
+    assert [most(bound(n)) for n in (0, 1, 7, 8, 100)] == [0, 1, 7, 8, 100]
+
+
+def bound(limit: int) -> Callable[[int], bool]:
+    return lambda count: count <= limit

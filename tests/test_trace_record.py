@@ -1,0 +1,359 @@
+"""`llmctl trace record`: what passes through is untouched, what is written holds lengths and times and nothing else."""
+
+import asyncio
+import itertools
+import json
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+import sse_server
+from hypothesis import given
+from hypothesis import strategies as st
+from sse_server import DONE, chunked, event, tokens_event, usage_event, whole
+from sse_server import sse_server as serving
+
+from toolkit.endpoints.upstream import Upstream
+from toolkit.serve.recorder.proxy import Recorder
+from toolkit.serve.recorder.reading import StreamReader, ask_for_usage, read_request, split
+from toolkit.traces.log import TraceLog
+from toolkit.traces.read import read_trace
+
+SECRET = "sk-canary-7f3a"
+TEXT = "a text that nobody may find again"
+ROLE = event({"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]})
+
+
+def answer(body: dict) -> bytes:
+    """A server that tells the usage where it is asked to."""
+    asked = (body.get("stream_options") or {}).get("include_usage")
+    if not body.get("stream"):
+        usage = {"prompt_tokens": 7, "completion_tokens": 5, "total_tokens": 12}
+        return whole({"choices": [{"index": 0, "text": TEXT}], "usage": usage})
+    usage = [usage_event(3)] if asked else []
+    return chunked(*[tokens_event(TEXT)] * 3, *usage, DONE)
+
+
+@asynccontextmanager
+async def recorder(url: str, out: Path) -> AsyncIterator[tuple[httpx.AsyncClient, Recorder]]:
+    with TraceLog(out) as log:
+        async with Upstream(url, 30.0) as upstream:
+            app = Recorder(upstream, log)
+            async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://proxy") as client:
+                yield client, app
+
+
+def through(out: Path, use: Callable, reply: Callable = answer) -> sse_server.Server:
+    """Run `use(client, recorder)` in front of a server; the server, with what it was sent."""
+
+    async def run(url: str) -> None:
+        async with recorder(url, out) as (client, app):
+            await use(client, app)
+
+    with serving(reply) as server:
+        asyncio.run(run(server.url))
+    return server
+
+
+def rows(out: Path) -> list[dict]:
+    return [json.loads(line) for line in out.read_text().splitlines()]
+
+
+def body(**more) -> dict:
+    return {"model": "tiny", "prompt": TEXT, "max_tokens": 9} | more
+
+
+def test_a_stream_is_counted_by_usage_that_the_client_does_not_see(tmp_path: Path):
+    async def use(client: httpx.AsyncClient, app: Recorder) -> None:
+        got = await client.post(
+            "/v1/completions", json=body(stream=True), headers={"authorization": f"Bearer {SECRET}"}
+        )
+        assert got.content == tokens_event(TEXT) * 3 + DONE
+
+    server = through(tmp_path / "log", use)
+    assert server.bodies == [body(stream=True, stream_options={"include_usage": True})]
+    assert f"authorization: Bearer {SECRET}" in server.heads[0]
+    (row,) = rows(tmp_path / "log")
+    assert (row["input_length"], row["output_length"], row["max_tokens"], row["status"]) == (1, 3, 9, "ok")
+    assert 0 <= row["ttft_ms"] <= row["e2e_ms"]
+    assert row.keys() == {"timestamp", "input_length", "output_length", "max_tokens", "ttft_ms", "e2e_ms", "status"}
+
+
+def test_a_client_that_asks_for_usage_gets_it_and_its_body_is_not_touched(tmp_path: Path):
+    asked = b'{ "stream":true, "prompt":"x","stream_options": {"include_usage":true, "other": 1},"prompt2":1}'
+
+    async def use(client: httpx.AsyncClient, app: Recorder) -> None:
+        got = await client.post("/v1/chat/completions", content=asked)
+        assert got.content == tokens_event(TEXT) * 3 + usage_event(3) + DONE
+
+    server = through(tmp_path / "log", use)
+    assert server.bodies == [json.loads(asked)]
+    assert f"content-length: {len(asked)}\r\n" in server.heads[0]
+    assert [row["output_length"] for row in rows(tmp_path / "log")] == [3]
+
+
+def test_whole_answers_are_counted_row_by_row(tmp_path: Path):
+    async def use(client: httpx.AsyncClient, app: Recorder) -> None:
+        got = await client.post("/v1/completions", json=body(prompt=["a", "b"]))
+        assert got.json()["choices"][0]["text"] == TEXT
+
+    through(tmp_path / "log", use)
+    found = [(row["input_length"], row["output_length"]) for row in rows(tmp_path / "log")]
+    assert found == [(4, 3), (3, 2)]
+    trace, report = read_trace(tmp_path / "log")
+    assert (len(trace), report.dropped) == (2, {})
+
+
+def test_neither_texts_nor_keys_are_in_the_file(tmp_path: Path):
+    async def use(client: httpx.AsyncClient, app: Recorder) -> None:
+        for more in ({"stream": True}, {"stream": False}, {"stream": "?"}, {"user": SECRET}):
+            await client.post("/v1/completions", json=body(**more), headers={"api-key": SECRET})
+
+    through(tmp_path / "log", use)
+    assert rows(tmp_path / "log")
+    assert not any(word in (tmp_path / "log").read_text() for word in (SECRET, "text", "canary", "tiny"))
+
+
+def test_other_routes_pass(tmp_path: Path):
+    async def use(client: httpx.AsyncClient, app: Recorder) -> None:
+        assert (await client.get("/v1/models?x=1")).json() == sse_server.MODELS
+        assert (await client.get("//elsewhere.example/x")).json() == sse_server.MODELS  # the same server's
+        assert (await client.post("/tokenize", content=b'{"prompt": "x"}')).status_code == 200
+
+    through(tmp_path / "log", use)
+    assert rows(tmp_path / "log") == []
+
+
+def test_errors_of_the_server_pass_and_are_said(tmp_path: Path):
+    refusal = {"error": {"message": "slow down", "type": "rate", "param": None, "code": "rate"}}
+
+    async def use(client: httpx.AsyncClient, app: Recorder) -> None:
+        got = await client.post("/v1/completions", json=body(stream=True))
+        assert (got.status_code, got.json()) == (429, refusal)
+
+    through(tmp_path / "log", use, lambda _: whole(refusal, 429))
+    assert [row["status"] for row in rows(tmp_path / "log")] == ["HTTP 429"]
+
+
+def test_a_server_that_does_not_know_stream_options_is_asked_again_without(tmp_path: Path):
+    def reply(asked: dict) -> bytes:
+        return whole({"error": "unknown field"}, 400) if "stream_options" in asked else answer(asked)
+
+    async def use(client: httpx.AsyncClient, app: Recorder) -> None:
+        for _ in range(2):
+            got = await client.post("/v1/completions", json=body(stream=True))
+            assert got.content == tokens_event(TEXT) * 3 + DONE
+
+    server = through(tmp_path / "log", use, reply)
+    assert ["stream_options" in asked for asked in server.bodies] == [True, False, False]
+    assert [row["status"] for row in rows(tmp_path / "log")] == ["uncounted", "uncounted"]
+
+
+def test_a_bad_request_is_refused_by_the_server_in_its_own_words(tmp_path: Path):
+    async def use(client: httpx.AsyncClient, app: Recorder) -> None:
+        got = await client.post("/v1/completions", json=body(stream=True, max_tokens=-1))
+        assert got.status_code == 400
+        assert app._asks_usage, "the server may know stream_options all the same"
+
+    through(tmp_path / "log", use, lambda _: whole({"error": {"message": "max_tokens"}}, 400))
+
+
+def test_nobody_there_is_a_502_that_names_no_address(tmp_path: Path):
+    async def use() -> None:
+        async with recorder("http://127.0.0.1:9", tmp_path / "log") as (client, app):
+            got = await client.post("/v1/completions", json=body())
+            assert got.status_code == 502
+            assert got.json()["error"]["message"] == "the server behind this one cannot be reached"
+            assert app.idle.is_set()
+
+    asyncio.run(use())
+    assert [row["status"] for row in rows(tmp_path / "log")] == ["failed"]
+
+
+def test_a_stream_that_breaks_off_breaks_off_for_the_client_too(tmp_path: Path):
+    cut = chunked(tokens_event(), usage_event(1)).removesuffix(b"0\r\n\r\n")
+    ends: list[bool] = []
+
+    async def use(client: httpx.AsyncClient, app: Recorder) -> None:
+        sent = await ask(app, body(stream=True))
+        ends.append(sent[-1].get("more_body", True))
+
+    through(tmp_path / "log", use, lambda _: cut)
+    assert ends == [True]
+    assert [row["status"] for row in rows(tmp_path / "log")] == ["failed"]
+
+
+async def ask(app: Recorder, content: dict, leaves_after: int = 1 << 30) -> list[dict]:
+    """Call the application as a server does; a client that leaves after so many messages."""
+    gone, sent, bodies = asyncio.Event(), [], [json.dumps(content).encode()]
+
+    async def receive() -> dict:
+        if bodies:
+            return {"type": "http.request", "body": bodies.pop(), "more_body": False}
+        await gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message: dict) -> None:
+        sent.append(message)
+        if len(sent) >= leaves_after:
+            gone.set()
+
+    path = "/v1/completions"
+    scope = {"type": "http", "method": "POST", "path": path, "raw_path": path.encode(), "query_string": b""}
+    await app({**scope, "headers": [(b"content-type", b"application/json")]}, receive, send)
+    return sent
+
+
+def test_a_client_that_leaves_cancels_the_request_behind(tmp_path: Path):
+    """The first token has passed, the server goes on; its connection is closed."""
+    left = asyncio.Event()
+
+    async def slow(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(chunked(tokens_event()).removesuffix(b"0\r\n\r\n"))
+        await writer.drain()
+        while await reader.read(1 << 16):
+            pass
+        left.set()
+        writer.close()
+
+    async def run() -> None:
+        server = await asyncio.start_server(slow, "127.0.0.1", 0)
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        async with server, recorder(url, tmp_path / "log") as (_, app):
+            sent = await asyncio.wait_for(ask(app, body(stream=True), leaves_after=2), 30)
+            assert sent[1]["body"] == tokens_event()
+            await asyncio.wait_for(left.wait(), 30)
+
+    asyncio.run(run())
+    (row,) = rows(tmp_path / "log")
+    assert (row["status"], row["output_length"]) == ("cancelled", 0)
+
+
+def test_events_pass_as_they_come_and_not_at_the_end(tmp_path: Path):
+    held = asyncio.Event()
+
+    async def slow(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(chunked(tokens_event()).removesuffix(b"0\r\n\r\n"))
+        await held.wait()
+        writer.write(chunked(usage_event(1), DONE).partition(b"\r\n\r\n")[2])
+        writer.close()
+
+    async def run() -> None:
+        server = await asyncio.start_server(slow, "127.0.0.1", 0)
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        async with server, recorder(url, tmp_path / "log") as (_, app):
+            asking = asyncio.create_task(ask_until_token(app))
+            assert await asyncio.wait_for(asking, 30) == tokens_event()
+
+    async def ask_until_token(app: Recorder) -> bytes:
+        sent = await ask(app, body(stream=True), leaves_after=2)
+        held.set()
+        return sent[1]["body"]
+
+    asyncio.run(run())
+
+
+def test_a_role_is_no_token():
+    reader = StreamReader(strip=True)
+    assert reader.feed(ROLE) == ROLE
+    assert not reader.spoke
+    reader.feed(event({"choices": [{"index": 0, "delta": {"content": "x"}}]}))
+    assert reader.spoke
+
+
+EVENTS = st.lists(
+    st.sampled_from([tokens_event("x"), tokens_event("ü\n\n"), ROLE, DONE, b": waiting\n\n", b"data: {\r\n\r\n"])
+)
+
+
+@given(before=EVENTS, after=EVENTS, cuts=st.lists(st.integers(0, 400)))
+def test_however_it_is_cut_only_the_usage_is_left_out(before, after, cuts):
+    stream = b"".join([*before, usage_event(3), *after])
+    edges = [0, *sorted(min(cut, len(stream)) for cut in cuts), len(stream)]
+    reader, plain = StreamReader(strip=True), StreamReader(strip=False)
+    pieces = [stream[start:end] for start, end in itertools.pairwise(edges)]
+    passed = b"".join(map(reader.feed, pieces)) + reader.end()
+    assert passed == b"".join([*before, *after])
+    assert b"".join(map(plain.feed, pieces)) + plain.end() == stream
+    assert reader.usage is not None
+    assert reader.usage.completion_tokens == 3
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (b'{"stream":true,"x":1e400}', b'{"stream":true,"x":1e400,"stream_options":{"include_usage":true}}'),
+        (b'{"stream_options":null}', b'{"stream_options":{"include_usage":true}}'),
+        (
+            b'{"stream_options":{"a":[1],"include_usage":false},"b":"\\u00e9"}',
+            b'{"stream_options":{"a":[1],"include_usage":true},"b":"\\u00e9"}',
+        ),
+    ],
+)
+def test_nothing_but_the_option_changes(text, expected):
+    assert ask_for_usage(text) == expected
+
+
+@pytest.mark.parametrize("text", [b"", b"[]", b"{", b'{"stream": 3}', b'{"n": "x"}', b"\xff", b"[" * 100_000])
+def test_what_is_no_request_for_tokens_is_left_to_the_server(text):
+    assert read_request(text) is None
+
+
+@pytest.mark.parametrize(
+    ("prompt", "count"), [("x", 1), ([1, 2, 3], 1), (["a", "b"], 2), ([[1], [2], [3]], 3), ([], 1), (None, 1)]
+)
+def test_rows_of_a_request(prompt, count):
+    asked = read_request(json.dumps({"prompt": prompt, "n": 2}).encode())
+    assert asked is not None
+    assert asked.rows == 2 * count
+
+
+@given(total=st.integers(0, 10**6), count=st.integers(1, 100))
+def test_a_share_for_each_row(total, count):
+    shares = split(total, count)
+    assert (sum(shares), len(shares)) == (total, count)
+    assert max(shares) - min(shares) <= 1
+
+
+def test_the_command_records_and_ends_in_order(tmp_path: Path):
+    out = tmp_path / "log.jsonl"
+    with serving(answer) as server:
+        command = ["trace", "record", "--upstream", server.url, "--listen", "127.0.0.1:0", "--out", str(out), "--json"]
+        with subprocess.Popen(
+            [sys.executable, "-m", "toolkit", *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        ) as process:
+            assert process.stdout is not None
+            url = json.loads(process.stdout.readline())["url"]
+            for stream in (True, False):
+                assert httpx.post(f"{url}/v1/completions", json=body(stream=stream), timeout=240).status_code == 200
+            process.terminate()
+            _, said = process.communicate(timeout=240)
+    assert process.returncode == 0
+    assert said == f"requests: 2 ok; see them with: llmctl trace inspect {out}\n"
+    assert [row["output_length"] for row in rows(out)] == [3, 5]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--upstream", "ftp://x", "--listen", "127.0.0.1:0"], "'ftp://x' is not the URL of a server"),
+        (["--upstream", f"http://user:{SECRET}@x", "--listen", "127.0.0.1:0"], "more than its address and a path"),
+        (["--upstream", "http://127.0.0.1:1", "--listen", "8100"], "--listen '8100' is no address"),
+        (["--upstream", "http://127.0.0.1:1", "--listen", "0.0.0.0:0"], "can be reached from other machines"),
+    ],
+)
+def test_what_cannot_be_recorded_is_one_line(tmp_path: Path, capsys, options, said):
+    from toolkit.cli.main import run
+
+    with pytest.raises(SystemExit) as ended:
+        run(["trace", "record", "--out", str(tmp_path / "log"), *options])
+    assert ended.value.code == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert SECRET not in error

@@ -1,0 +1,104 @@
+"""The numbers that several targets carry: how long an end takes, what a pod needs, how long loading may take.
+
+Each comes with its source. What is reckoned from nothing measured says so.
+"""
+
+from __future__ import annotations
+
+import math
+
+from toolkit.deploy.order import Order, Reckoned
+from toolkit.errors import InputError
+from toolkit.files.recipe import Recipe
+
+GIB, MIB = 1 << 30, 1 << 20
+LEAST_DRAIN_S = 30
+PROPAGATION_S = 5  # until a cluster's proxies have heard that /ready turned 503
+LAST_S = 20  # after the drain: last bytes (5 s), workers that end their step or are killed (10 s), and a little more
+STARTUP_S = 1800
+FRONT_MIB = 768  # of host memory: `serve` itself, and one worker process before it loads a model; see docs/deploying.md
+WORKER_MIB = 1024
+PLAN_LIMIT_BYTES = 900 * 1024  # a ConfigMap and systemd's credentials both hold 1 MiB at most
+
+
+def drain_s(order: Order) -> Reckoned[int]:
+    """Seconds that running requests get after the end was announced: as long as the longest is expected to take."""
+    wanted: dict[str, float] = {
+        f"the target {key}": limit for key, limit in order.plan.recipe.sla.items() if key.startswith("e2e_")
+    }
+    predicted = {key: value for key, value in order.plan.predicted.items() if key in ("e2e_p99_s", "e2e_max_s")}
+    wanted |= {f"the predicted {key}": value for key, value in predicted.items()}
+    name, longest = max(wanted.items(), key=lambda one: one[1], default=("", 0.0))
+    if longest <= LEAST_DRAIN_S:
+        return Reckoned(LEAST_DRAIN_S, "llmctl's default; no target and no prediction asks for more")
+    return Reckoned(math.ceil(longest), f"{name} is {longest:.3g} s, rounded up: what runs may end")
+
+
+def grace_s(drain: Reckoned[int], notice_s: int = 0) -> Reckoned[int]:
+    """Seconds between SIGTERM and SIGKILL: longer than notice and drain."""
+    parts = f"notice {notice_s} + " if notice_s else ""
+    return Reckoned(notice_s + drain.value + LAST_S, f"{parts}drain {drain.value} + {LAST_S} for the last bytes")
+
+
+def startup_s() -> Reckoned[int]:
+    """Seconds that loading may take."""
+    return Reckoned(STARTUP_S, "a bound: how long loading takes was not measured (download, disk, weights)")
+
+
+def gpus(recipe: Recipe) -> Reckoned[int]:
+    """GPUs of one server; 0 where the recipe runs on CPUs."""
+    if recipe.hardware.device == "cpu":
+        return Reckoned(0, "the recipe's hardware.device is cpu")
+    return Reckoned(recipe.workers, f"recipe: {recipe.workers} workers on one GPU each")
+
+
+def cpus(recipe: Recipe) -> Reckoned[int]:
+    """CPU cores that a server asks for: its workers' threads, and one for the front."""
+    threads = recipe.engine.threads or 1
+    source = f"recipe: {recipe.workers} workers x {threads} threads, and one for the front"
+    return Reckoned(recipe.workers * threads + 1, source)
+
+
+def memory_mib(order: Order) -> Reckoned[int]:
+    """Host memory that a server asks for. On a GPU the weights pass through it once."""
+    recipe, fit = order.plan.recipe, order.plan.fit
+    weights = recipe.model.weight_bytes or 0
+    cache = fit.engine.kv_budget_bytes if recipe.hardware.device == "cpu" else 0
+    each = WORKER_MIB + math.ceil((weights + cache) / MIB)
+    parts = [f"{WORKER_MIB} MiB of libraries", f"{math.ceil(weights / MIB):,} MiB of weights"]
+    parts += [f"{math.ceil(cache / MIB):,} MiB of KV cache"] if cache else []
+    source = f"{FRONT_MIB} MiB for the front, and for each of {recipe.workers} workers {' + '.join(parts)}"
+    return Reckoned(FRONT_MIB + recipe.workers * each, source)
+
+
+def replicas(order: Order) -> Reckoned[int]:
+    """Servers beside each other, each with all the plan's workers."""
+    workload, each = order.plan.workload, order.plan.workers
+    if order.options.replicas:
+        return Reckoned(order.options.replicas, "--replicas")
+    if workload is None or workload.workers_needed is None:
+        return Reckoned(1, "nobody asked for more: --replicas, or tune with --workers auto")
+    source = f"tuned: {workload.workers_needed} workers keep all limits, {each} in each replica"
+    return Reckoned(
+        math.ceil(workload.workers_needed / each), f"{source}; one scheduler each, where one for all was simulated"
+    )
+
+
+def from_hub(recipe: Recipe) -> bool:
+    """Whether the model, or its tokenizer, comes from the hub."""
+    source = recipe.model.source
+    return source != "random" and not source.startswith(("/", "."))
+
+
+def gap_target(recipe: Recipe) -> tuple[str, float] | None:
+    """The tightest target on the time between tokens."""
+    gaps = [(key, limit) for key, limit in recipe.sla.items() if key.split("_")[0] in ("tpot", "itl", "mtpot")]
+    return min(gaps, key=lambda one: one[1], default=None)
+
+
+def check_plan_size(text: str, holder: str) -> None:
+    """`InputError` where the plan is too large for what is to hold it."""
+    size = len(text.encode())
+    if size > PLAN_LIMIT_BYTES:
+        limit = f"{holder} {PLAN_LIMIT_BYTES >> 10} KiB of it"
+        raise InputError(f"the plan has {size >> 10} KiB; {limit}", "render the target 'local' and copy the folder")

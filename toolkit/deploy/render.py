@@ -1,0 +1,43 @@
+"""A plan as the files of a target: the target's own, and what every target has: the plan, EXPLAIN.md, bench.sh, alerts.
+
+The same order gives the same files, to the byte.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from toolkit.deploy.alerts import rules
+from toolkit.deploy.claims import bench_script, explanation
+from toolkit.deploy.order import Order, Rendered
+from toolkit.deploy.targets import compose, kubernetes, local, sglang, systemd, vllm
+from toolkit.deploy.threshold import waiting_threshold
+from toolkit.errors import InputError, nearest
+from toolkit.files.yaml_text import dump_yaml
+
+TARGETS: dict[str, Callable[[Order], Rendered]] = {
+    "local": local.render,
+    "systemd": systemd.render,
+    "compose": compose.render,
+    "kubernetes": kubernetes.render,
+    "vllm": vllm.render,
+    "sglang": sglang.render,
+}
+OURS = ("local", "systemd", "compose")  # whose metrics are llmctl's, with no operator to read rules from objects
+EXECUTABLE = ".sh"
+
+
+def render_target(target: str, order: Order) -> dict[str, str]:
+    """All files of `target` by name, in the order in which they are best read. `InputError` for an unknown target,
+    and for a plan that the target cannot hold."""
+    if target not in TARGETS:
+        raise InputError(f"there is no target '{target}'", nearest(target, TARGETS))
+    rendered = TARGETS[target](order)
+    files = dict(sorted(rendered.files.items()))
+    plan_file = next((name for name in files if name.endswith("plan.json")), "plan.json")
+    files[plan_file] = order.text
+    if target in OURS:
+        alerts = rules(order, "", waiting_threshold(order.plan, order.trace))
+        files["alerts.yaml"] = dump_yaml([alerts], order.comment())
+    files["bench.sh"] = bench_script(order, plan_file)
+    return {"EXPLAIN.md": explanation(target, order, rendered)} | files

@@ -1,0 +1,17 @@
+"""This machine, in the foreground: a script that starts what `llmctl serve` runs."""
+
+from __future__ import annotations
+
+from toolkit.deploy.order import Order, Rendered, told
+from toolkit.deploy.reckon import drain_s
+from toolkit.deploy.templating import fill
+
+
+def render(order: Order) -> Rendered:
+    """serve.sh."""
+    drain = drain_s(order)
+    return Rendered(
+        {"serve.sh": fill("serve.sh", comment=order.comment(), flags=[("--shutdown-timeout", drain.value)])},
+        [told("serve.sh --shutdown-timeout", drain, f"{drain.value} s")],
+        "`./serve.sh` starts it, `llmctl status` shows it, Ctrl-C or `llmctl stop` drains and ends it.",
+    )
