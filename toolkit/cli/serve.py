@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -12,6 +13,7 @@ from toolkit.cli.output import emit, note
 
 if TYPE_CHECKING:
     from toolkit.files.plan import Plan, PlannedPolicy
+    from toolkit.serve.server import Ending
 
 Source = Annotated[str | None, typer.Argument(metavar="PLAN.json|RECIPE", help="A plan, or a recipe with --fit.")]
 PlanOption = Annotated[Path | None, typer.Option("--plan", help="plan.json, from `llmctl render`.")]
@@ -58,6 +60,9 @@ TimeoutOption = Annotated[
 NoticeOption = Annotated[
     float, typer.Option("--shutdown-notice", min=0, help="Seconds of /ready 503 before requests are refused.")
 ]
+EngineOption = Annotated[
+    str | None, typer.Option("--engine", help="What the plan must be for; another engine has other laws.")
+]
 InsecureOption = Annotated[bool, typer.Option("--insecure", help="Serve other machines without an API key.")]
 
 
@@ -82,6 +87,7 @@ def command(
     shutdown_timeout: TimeoutOption = 30.0,
     shutdown_notice: NoticeOption = 0.0,
     insecure: InsecureOption = False,
+    engine: EngineOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Start the server of a plan: `llmctl serve plan.json`, or `llmctl serve RECIPE --fit fit.json`.
@@ -97,6 +103,19 @@ def command(
 
     os.environ.pop("LLMCTL_API_KEY", None)  # the workers inherit the environment, and run models' own code
     chosen = _change(_plan(source, plan, fit, tuning), policy, settings, workers)
+    _check_engine(chosen, engine)
+    if chosen.recipe.engine.name == "vllm":
+        not_there = {
+            "--request-log": request_log,
+            "--allow-end-after": allow_end_after,
+            "--vllm-metrics": vllm_metrics,
+            "--open-metrics": open_metrics,
+        }
+        _refuse(not_there)
+        ending = Ending(shutdown_notice, shutdown_timeout)
+        at = host or chosen.recipe.serve.host, chosen.recipe.serve.port if port is None else port
+        _launch_vllm(chosen, served_model_name, at, api_key.strip(), insecure, event_log, ending, as_json)
+        return
     front = make_settings(
         chosen,
         model=served_model_name,
@@ -118,6 +137,46 @@ def command(
     )
     note(f"loading {chosen.workers} workers of {chosen.recipe.name}")
     launch(order, lambda url: _announce(as_json, url, front.model, chosen))
+
+
+def _check_engine(plan: Plan, engine: str | None) -> None:
+    from toolkit.errors import InputError
+
+    planned = plan.recipe.engine.name
+    if engine is not None and engine != planned:
+        raise InputError(
+            f"--engine {engine}: this plan is for engine '{planned}'",
+            f"set engine.name to {engine} in the recipe; then: llmctl profile, fit, tune and render",
+        )
+
+
+def _refuse(options: Mapping[str, object]) -> None:
+    from toolkit.errors import InputError
+
+    given = [name for name, value in options.items() if value]
+    if given:
+        raise InputError(f"{', '.join(given)}: vLLM's own server has nothing like it", "leave it out with engine vllm")
+
+
+def _launch_vllm(
+    plan: Plan,
+    model: str,
+    at: tuple[str, int],
+    api_key: str,
+    insecure: bool,
+    event_log: Path | None,
+    ending: Ending,
+    as_json: bool,
+) -> None:
+    from toolkit.sched.policies import make_policy, refuse_unservable
+    from toolkit.serve.assemble import model_name
+    from toolkit.serve.vllm_launch import VllmLaunch, launch_vllm
+
+    refuse_unservable(make_policy(plan.policy.name, plan.policy.parameters), "vllm")
+    name = model or model_name(plan)
+    order = VllmLaunch(plan, name, *at, api_key, insecure, event_log, ending)
+    note(f"starting vLLM for {plan.recipe.name}")
+    launch_vllm(order, lambda url: _announce(as_json, url, name, plan))
 
 
 def _announce(as_json: bool, url: str, model: str, plan: Plan) -> None:

@@ -42,6 +42,7 @@ BUILT_IN: dict[str, type[BuiltIn]] = {VllmPolicy.name: VllmPolicy}  # an engine'
 KNOWN: dict[str, type[AnyPolicy]] = {**POLICIES, **BUILT_IN}
 REBATCHING = ("rebatch", "fake")  # engines that keep their rows between rounds
 ELSEWHERE = "openai"  # the engine that is a server already
+HOST = "vllm"  # the engine that policies of ours run inside, or its own scheduler
 ORACLES = frozenset({PastFutureOracle.name, SrptOracle.name})  # they know the output lengths: for simulations only
 
 
@@ -93,8 +94,20 @@ def refuse_unservable(policy: AnyPolicy, engine: str) -> None:
         return
     if engine == ELSEWHERE:
         return  # the policy says what that server does
+    if engine == HOST:
+        _refuse_inside(policy)
+        return
     if policy.continuous and engine not in REBATCHING:
         raise InputError(
             f"policy '{policy.name}' needs an engine that re-batches; '{engine}' runs static batches",
             f"set engine.name to {REBATCHING[0]} and profile it, or serve 'slice' or 'sequence'",
+        )
+
+
+def _refuse_inside(policy: Policy) -> None:
+    if not policy.continuous or policy.name == BatonPolicy.name:
+        batches = "one padded slab" if policy.continuous else "static batches"
+        raise InputError(
+            f"policy '{policy.name}' lays its rows out in {batches}, and engine '{HOST}' pages its memory",
+            "choose vLLM's own, 'vllm', or a continuous one; see docs/vllm.md",
         )

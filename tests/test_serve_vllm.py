@@ -1,0 +1,92 @@
+"""`llmctl serve` with engine vllm: vLLM's own server with the plan's flags, supervised to its end."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import fake_vllm_server
+import httpx
+import pytest
+import samples
+
+from toolkit.errors import InputError
+from toolkit.files.io import write_file
+from toolkit.files.plan import Plan, PlannedPolicy
+from toolkit.sched.policies import make_policy, refuse_unservable
+from toolkit.sched.policies.parameters import parameters
+
+
+def plan_for(folder: Path, policy: str = "past-future", source: str = "toy", version: str = "0.32.0+cpu") -> Path:
+    python = fake_vllm_server.install(folder, version)
+    recipe = samples.recipe(
+        engine={"name": "vllm", "vllm": {"python": python}},
+        model={"source": source, "config": {}, "max_model_len": 512},
+        workers=1,
+        policy={"name": policy},
+    )
+    fit = samples.fit(workers=1)
+    chosen = PlannedPolicy(name=policy, parameters=parameters(make_policy(policy, {})))
+    envelope = {"tool_version": "0", "environment": samples.ENVIRONMENT, "inputs": {}}
+    plan = Plan(**envelope, recipe=recipe, fit=fit, workers=1, policy=chosen, predicted={}, explained={})
+    path = folder / "plan.json"
+    write_file(plan, path)
+    return path
+
+
+def start(plan: Path, *words: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "toolkit", "serve", str(plan), "--port", "0", "--json", *words]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ)
+
+
+def test_a_policy_of_ours_runs_inside_from_the_same_plan_until_a_signal(tmp_path: Path):
+    with start(plan_for(tmp_path), "--engine", "vllm", "--shutdown-timeout", "7") as server:
+        assert server.stdout is not None
+        ready = json.loads(server.stdout.readline())
+        words = httpx.get(f"{ready['url']}/flags").json()
+        answer = httpx.post(f"{ready['url']}/v1/completions", json={"prompt": [1], "max_tokens": 3, "stream": False})
+        server.send_signal(signal.SIGTERM)
+        _, said = server.communicate(timeout=60)
+    assert (server.returncode, ready["policy"]) == (0, "past-future")
+    assert answer.json()["usage"]["completion_tokens"] == 3
+    joined = " ".join(words)
+    assert "--scheduler-cls toolkit.inside.vllm_scheduler.LlmctlScheduler --shutdown-timeout 7" in joined
+    assert "INFO: ready" in said
+
+
+def test_a_server_that_dies_is_an_engine_error(tmp_path: Path):
+    with start(plan_for(tmp_path, source="dies")) as server:
+        _, said = server.communicate(timeout=60)
+    assert server.returncode == 3
+    assert "the fake dies" in said
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--engine", "rebatch"], "--engine rebatch: this plan is for engine 'vllm'"),
+        (["--request-log", "x"], "--request-log: vLLM's own server has nothing like it"),
+        (["--host", "0.0.0.0"], "there is no API key"),
+    ],
+)
+def test_what_vllm_cannot_do_is_refused(tmp_path: Path, words: list[str], message: str):
+    with start(plan_for(tmp_path), *words) as server:
+        _, said = server.communicate(timeout=60)
+    assert server.returncode == 2
+    assert message in said
+
+
+def test_a_version_that_was_not_tried_is_refused(tmp_path: Path):
+    with start(plan_for(tmp_path, version="0.33.1")) as server:
+        _, said = server.communicate(timeout=60)
+    assert server.returncode == 2
+    assert "vLLM is 0.33.1; llmctl was tried with vLLM ==0.32.*" in said
+    assert "pip install 'vllm==0.32.*'" in said
+
+
+@pytest.mark.parametrize("policy", ["slice", "sequence", "baton", "srpt-oracle"])
+def test_policies_that_vllm_cannot_host_are_refused(policy: str):
+    with pytest.raises(InputError, match=policy):
+        refuse_unservable(make_policy(policy, {}), "vllm")

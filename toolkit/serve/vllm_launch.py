@@ -1,0 +1,122 @@
+"""From a plan of engine `vllm` to vLLM's own server, as a child of ours, with exactly the plan's flags.
+
+vLLM speaks to clients itself; we start it, say when it is ready, hand signals on and see to its end. A policy of ours
+runs inside it (`toolkit.inside.vllm_scheduler`), from the same plan.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+
+from toolkit.endpoints.vllm_command import VllmCommand
+from toolkit.endpoints.vllm_flags import POLICY, flags_of
+from toolkit.endpoints.vllm_server import VllmServer, vllm_server
+from toolkit.engines.saved_model import saved_model
+from toolkit.files.io import write_file
+from toolkit.files.plan import Plan
+from toolkit.serve.server import Ending, check_exposure, listen
+
+OURS = "toolkit.inside.vllm_scheduler.LlmctlScheduler"
+LOOK_EVERY_S = 0.2
+
+
+class AskedToEnd(Exception):  # noqa: N818  (not an error)
+    """A signal, while the server loads."""
+
+
+@dataclass(slots=True, frozen=True)
+class VllmLaunch:
+    """A server to start: what it serves and where; `event_log` is of a policy of ours."""
+
+    plan: Plan
+    served_model: str
+    host: str
+    port: int
+    api_key: str = ""
+    insecure: bool = False
+    event_log: Path | None = None
+    ending: Ending = field(default_factory=Ending)
+
+
+def launch_vllm(order: VllmLaunch, on_ready: Callable[[str], None]) -> None:
+    """Serve until a signal ends it; `on_ready` gets the URL once it answers.
+
+    `InputError` for an address that cannot be used, or a version of vLLM that was not tried; `EngineError` where vLLM
+    is not there, cannot load, or ends by itself.
+    """
+    check_exposure(order.host, order.api_key, insecure=order.insecure)
+    with listen(order.host, order.port) as probe:  # said before anything slow is done; vLLM takes the port later
+        port = probe.getsockname()[1]
+    with tempfile.TemporaryDirectory(prefix="llmctl-plan-") as folder, _signals() as seen:
+        command = command_of(order, Path(folder))
+        with contextlib.suppress(AskedToEnd), vllm_server(command, order.host, port, quiet=False) as server:
+            seen.loading = False
+            if not seen.count:
+                on_ready(server.url)
+                _serve(server, order.ending, seen)
+
+
+def command_of(order: VllmLaunch, folder: Path) -> VllmCommand:
+    """What is started. A plan for a policy of ours is written into `folder`."""
+    plan, policy = order.plan, order.plan.policy
+    flags = flags_of(policy.name, policy.parameters)
+    variables = {"VLLM_API_KEY": order.api_key} if order.api_key else {}
+    if policy.name != POLICY:
+        path = folder / "plan.json"
+        write_file(plan, path)
+        flags += ["--scheduler-cls", OURS] + (["--no-async-scheduling"] if policy.name == "mlfq" else [])
+        variables["LLMCTL_VLLM_PLAN"] = str(path)
+        if order.event_log is not None:
+            variables["LLMCTL_VLLM_EVENT_LOG"] = str(order.event_log.absolute())
+    flags += ["--shutdown-timeout", str(round(order.ending.timeout_s))]
+    model = saved_model(plan.recipe.model, plan.recipe.hardware)
+    return VllmCommand(plan.recipe, model, order.served_model, flags, variables)
+
+
+class _Seen:
+    """Signals so far. While the server loads, the first ends it; later they are counted."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.loading = True
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        self.count += 1
+        if self.loading and self.count == 1:
+            raise AskedToEnd
+
+
+@contextlib.contextmanager
+def _signals() -> Iterator[_Seen]:
+    seen = _Seen()
+    before = {number: signal.signal(number, seen) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield seen
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _serve(server: VllmServer, ending: Ending, seen: _Seen) -> None:
+    """Until a signal; then vLLM finishes what runs, for as long as it was given, or until a second signal."""
+    while not seen.count:
+        if server.wait(LOOK_EVERY_S) is not None:
+            raise server.died("while it served")
+    _pause(ending.notice_s, seen)
+    server.signal_end()
+    deadline_s = time.monotonic() + ending.timeout_s
+    while seen.count < 2 and time.monotonic() < deadline_s and server.wait(LOOK_EVERY_S) is None:
+        pass
+
+
+def _pause(seconds: float, seen: _Seen) -> None:
+    deadline_s = time.monotonic() + seconds
+    while seen.count < 2 and time.monotonic() < deadline_s:
+        time.sleep(min(LOOK_EVERY_S, seconds))
