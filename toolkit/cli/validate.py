@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from toolkit.bench.validate import Pair
     from toolkit.endpoints.target import Target
     from toolkit.files.plan import Plan
+    from toolkit.files.tuning import Tuning
     from toolkit.files.validation import Validation, WindowResult
     from toolkit.traces.types import Trace
     from toolkit.traces.windows import Window
@@ -31,6 +32,10 @@ def command(
     rate: Annotated[float | None, typer.Option(help="Scale arrivals to this many requests per second.")] = None,
     windows: Annotated[int, typer.Option(min=1, help="Windows, spread evenly over the trace.")] = 3,
     window_s: Annotated[float, typer.Option("--window", min=0.1, help="Seconds of each.")] = 20.0,
+    tuning: Annotated[
+        Path | None,
+        typer.Option(help="tuning.json: the windows that it held out, at its rate, instead of --windows and --rate."),
+    ] = None,
     warmup: Annotated[
         float, typer.Option(min=0.0, help="Seconds of other requests before each window; 0: none.")
     ] = 5.0,
@@ -68,12 +73,13 @@ def command(
     path = trace_path(trace)
     target = find_target(url or _address(planned), model or planned.recipe.engine.served_model, api_key)
     limits = limits_of(planned, target)
-    whole = fitted(read_trace(path)[0], limits, rate)
+    tuned = _tuning(tuning, path) if tuning else None
+    whole = fitted(read_trace(path)[0], limits, tuned.request_rate_rps if tuned else rate)
     dialect = try_out(target, "hidden" if target.own else "given", limits.output)
     load = Load("hidden" if target.own else "given", limits.output, limits.vocabulary, seed=seed, dialect=dialect)
     for lacking in dialect.lacks:
         note(f"the server does not take {lacking}: lengths may differ from the trace's")
-    chosen, _ = split_windows(whole, window_s, windows, 0, seed)
+    chosen = _held_out(tuned, whole) if tuned else split_windows(whole, window_s, windows, 0, seed)[0]
     session = _Session(target, planned, whole, load, warmup)
     interrupted = session.run(chosen)
     if not session.results:
@@ -93,6 +99,21 @@ def command(
 def _address(plan: Plan) -> str:
     serve = plan.recipe.serve
     return plan.recipe.engine.url or f"http://{serve.host}:{serve.port}"
+
+
+def _tuning(file: Path, trace: Path) -> Tuning:
+    """The tuning that tells the windows. `InputError` where it was made with another trace."""
+    from toolkit.files.io import read_file
+    from toolkit.files.tuning import Tuning
+
+    return read_file(Tuning, file, {"trace": trace})
+
+
+def _held_out(tuned: Tuning, whole: Trace) -> list[Window]:
+    from toolkit.traces.windows import Window, cut
+
+    spans = [(window.start_s, window.end_s) for window in tuned.held_out_windows]
+    return [Window(start_s, end_s, cut(whole, start_s, end_s)) for start_s, end_s in spans]
 
 
 class _Session:
