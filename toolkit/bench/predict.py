@@ -47,6 +47,7 @@ def predicted(plan: Plan, trace: Trace, conditions: Conditions = AS_FITTED) -> S
     policy = make_any(plan.policy.name, plan.policy.parameters)
     world = world.under(policy)
     slowed = WithOverhead(world.latency, 0.0, conditions.slowdown)
-    front = world.front if conditions.front == NO_DELAY else conditions.front
-    world = replace(world, latency=slowed, believed=world.latency, finished=conditions.finished, front=front)
+    paged = world.paged.slowed(conditions.slowdown) if world.paged else None
+    world = replace(world, latency=slowed, believed=world.latency, finished=conditions.finished, front=conditions.front)
+    world = replace(world, paged=paged)
     return simulate(trace, policy, world)

@@ -168,11 +168,11 @@ def _launch_vllm(
     ending: Ending,
     as_json: bool,
 ) -> None:
-    from toolkit.sched.policies import make_policy, refuse_unservable
+    from toolkit.sched.policies import make_any, refuse_unservable
     from toolkit.serve.assemble import model_name
     from toolkit.serve.vllm_launch import VllmLaunch, launch_vllm
 
-    refuse_unservable(make_policy(plan.policy.name, plan.policy.parameters), "vllm")
+    refuse_unservable(make_any(plan.policy.name, plan.policy.parameters), "vllm")
     name = model or model_name(plan)
     order = VllmLaunch(plan, name, *at, api_key, insecure, event_log, ending)
     note(f"starting vLLM for {plan.recipe.name}")

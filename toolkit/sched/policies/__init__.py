@@ -104,7 +104,7 @@ def refuse_unservable(policy: AnyPolicy, engine: str) -> None:
         )
 
 
-def _refuse_inside(policy: Policy) -> None:
+def _refuse_inside(policy: AnyPolicy) -> None:
     if not policy.continuous or policy.name == BatonPolicy.name:
         batches = "one padded slab" if policy.continuous else "static batches"
         raise InputError(
