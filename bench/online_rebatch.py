@@ -4,13 +4,14 @@
 
 One command for all of it; each step is an `llmctl` command, shown as it runs, and what is in --out is not done again:
 
-1. The recipe with a KV budget so small that memory binds before the workers' time does (--kv-mib), its profile and fit.
+1. The recipe with a KV budget so small that memory binds before the workers' time does (--kv-mib), and with one worker,
+   so that the front and the client have a core of their own (--workers); its profile and fit.
 2. The capacity: requests per second that the recipe's own policy completes while all of a backlog waits, live, between
    a fifth and four fifths of its completions.
 3. For each policy and load, three times for the recipe's own policy: requests with the trace's lengths, scaled to the
    model, arrive as a Poisson process at that share of the capacity. `llmctl serve` serves them, `llmctl bench` sends
-   them, after a warm-up, and predicts them: by the laws, at the speed that the warm-up showed. All runs get the same
-   requests in the same order.
+   them, after a warm-up, and predicts them: by the laws, at the speed and with the front's delay that the warm-up
+   showed. All runs get the same requests in the same order.
 
 A shared machine may change its speed between warm-up and replay, so the prediction in hindsight, at the speed that the
 replay's own batches had, stands beside: what is then left of its error is the simulator's and the laws'.
@@ -31,7 +32,7 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
-from online_table import Outcome, goodput, table, verdict
+from online_table import Outcome, goodput, medians, table, verdict
 from results_file import put_section
 from round_times import dropped, first_after, read_events
 
@@ -204,15 +205,18 @@ def text_of(lab: Lab, found: Sequence[Outcome], rate_rps: float, command: str) -
     about = [
         f"`{command}`",
         "",
-        f"{recipe.name} with {engine.capacity_tokens:,} tokens of KV cache for each of {recipe.workers} workers; "
+        f"{recipe.name} with {engine.capacity_tokens:,} tokens of KV cache for each worker ({recipe.workers}); "
         f"lengths of {lengths.source}, scaled: prompts of {prompt:.0f} tokens on average, outputs of {output:.0f}; "
-        f"{lab.seconds:g} s of Poisson arrivals; the capacity is {rate_rps:.2f} requests/s. Good: {', '.join(lab.sla)}",
+        f"{lab.seconds:g} s of Poisson arrivals after {lab.warmup:g} s of warm-up; the capacity is "
+        f"{rate_rps:.2f} requests/s. Good: {', '.join(lab.sla)}",
         "Measured / predicted (the prediction's error; its error in hindsight, at the replay's own speed):",
         "",
     ]
     parts = [
         about,
         table(found),
+        ["", "The prediction's errors, medians of the repeats and each run; bold: beyond the target:", ""],
+        medians(found),
         [""],
         verdict(found),
         ["", "Goodput, requests/s, measured / predicted:", ""],
@@ -231,8 +235,8 @@ def main() -> None:
     parser.add_argument("--policies", nargs="+", default=POLICIES)
     parser.add_argument("--loads", type=int, nargs="+", default=LOADS, help="percent of the capacity")
     parser.add_argument("--repeats", type=int, default=3, help="of the recipe's own policy")
-    parser.add_argument("--seconds", type=float, default=16.0, help="of arrivals in a run")
-    parser.add_argument("--warmup", type=float, default=6.0, help="seconds of other requests before each")
+    parser.add_argument("--seconds", type=float, default=40.0, help="of arrivals in a run")
+    parser.add_argument("--warmup", type=float, default=20.0, help="seconds of other requests before each")
     parser.add_argument("--sla", nargs="+", default=TARGETS, help="what a good request meets")
     parser.add_argument("--quiet", type=float, default=10.0, help="percent of the CPUs that others may use in a run")
     parser.add_argument("--minutes", type=float, default=60.0, help="begin no run later; the next command goes on")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import fmean
+from statistics import fmean, median
 
 from toolkit.bench.report import BenchReport
 
@@ -80,6 +80,23 @@ def _errors(one: Outcome, metric: str) -> str:
 
 def _speed(slowdown: float | None) -> str:
     return f"{slowdown:.2f}" if slowdown else "-"
+
+
+def medians(outcomes: Sequence[Outcome]) -> list[str]:
+    """A line per policy and load: the median error of its repeats, and of each run, where there are several."""
+    heads = " | ".join(f"{metric} ({limit:g} %)" for metric, limit in TARGETS.items())
+    lines = [f"| policy | load % | runs | {heads} |", "|---|---:|---:|" + "---|" * len(TARGETS)]
+    for policy, load in dict.fromkeys((one.policy, one.load) for one in outcomes):
+        own = [one for one in outcomes if (one.policy, one.load) == (policy, load)]
+        cells = [_spread([one.error_percent(metric) for one in own], limit) for metric, limit in TARGETS.items()]
+        lines.append(f"| {policy} | {load} | {len(own)} | {' | '.join(cells)} |")
+    return lines
+
+
+def _spread(errors: Sequence[float], limit: float) -> str:
+    middle = median(errors)
+    text = f"{middle:+.1f} %" if abs(middle) <= limit else f"**{middle:+.1f} %**"
+    return text if len(errors) == 1 else f"{text} ({', '.join(f'{error:+.1f}' for error in errors)})"
 
 
 def verdict(outcomes: Sequence[Outcome]) -> list[str]:

@@ -38,7 +38,7 @@ def command(
     ] = None,
     warmup: Annotated[
         float, typer.Option(min=0.0, help="Seconds of other requests before each window; 0: none.")
-    ] = 5.0,
+    ] = 15.0,
     max_error: Annotated[
         float | None,
         typer.Option(min=0.0, help="Exit code 4 where throughput or a mean latency is off by more percent."),
