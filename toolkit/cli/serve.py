@@ -63,6 +63,18 @@ NoticeOption = Annotated[
 EngineOption = Annotated[
     str | None, typer.Option("--engine", help="What the plan must be for; another engine has other laws.")
 ]
+CheckOption = Annotated[
+    float | None,
+    typer.Option(
+        "--check",
+        min=0,
+        show_default=False,
+        help="Seconds of measuring points of the fit again before the first request; 3 by default, 0 for engine fake.",
+    ),
+]
+StrictOption = Annotated[
+    bool, typer.Option("--strict", help="Do not serve where these are beyond the fit's stated error: exit code 4.")
+]
 InsecureOption = Annotated[bool, typer.Option("--insecure", help="Serve other machines without an API key.")]
 
 
@@ -86,18 +98,21 @@ def command(
     open_metrics: OpenMetricsOption = False,
     shutdown_timeout: TimeoutOption = 30.0,
     shutdown_notice: NoticeOption = 0.0,
+    check: CheckOption = None,
+    strict: StrictOption = False,
     insecure: InsecureOption = False,
     engine: EngineOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Start the server of a plan: `llmctl serve plan.json`, or `llmctl serve RECIPE --fit fit.json`.
 
-    Prints one line when all workers are loaded. SIGTERM or Ctrl-C ends it in order: /ready turns 503, running requests
-    get --shutdown-timeout seconds; a second signal ends it at once.
+    Prints one line when all workers are loaded and a few points of the fit were measured again. SIGTERM or Ctrl-C ends
+    it in order: /ready turns 503, running requests get --shutdown-timeout seconds; a second signal ends it at once.
     """
     import os
 
     from toolkit.serve.assemble import make_limits, make_settings
+    from toolkit.serve.drift import check_of, judge
     from toolkit.serve.launch import Launch, launch
     from toolkit.serve.server import Ending
 
@@ -110,6 +125,8 @@ def command(
             "--allow-end-after": allow_end_after,
             "--vllm-metrics": vllm_metrics,
             "--open-metrics": open_metrics,
+            "--check": check,
+            "--strict": strict,
         }
         _refuse(not_there)
         ending = Ending(shutdown_notice, shutdown_timeout)
@@ -134,9 +151,22 @@ def command(
         event_log,
         request_log,
         Ending(shutdown_notice, shutdown_timeout),
+        check_of(chosen, seconds) if (seconds := _seconds_of_check(chosen, check)) else None,
     )
     note(f"loading {chosen.workers} workers of {chosen.recipe.name}")
-    launch(order, lambda url: _announce(as_json, url, front.model, chosen))
+    launch(
+        order,
+        lambda url: _announce(as_json, url, front.model, chosen),
+        lambda found: judge(found, strict=strict, say=note),
+    )
+
+
+def _seconds_of_check(plan: Plan, asked: float | None) -> float:
+    from toolkit.serve.drift import BUDGET_S
+
+    if asked is not None:
+        return asked
+    return 0.0 if plan.recipe.engine.name == "fake" else BUDGET_S  # a fake's times are what it was told
 
 
 def _check_engine(plan: Plan, engine: str | None) -> None:

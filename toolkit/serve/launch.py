@@ -16,6 +16,7 @@ from toolkit.files.plan import Plan
 from toolkit.sched.types import Request
 from toolkit.serve.api import make_app
 from toolkit.serve.assemble import make_scheduler, make_stats
+from toolkit.serve.drift import Check, CheckedWorkers, OnFound
 from toolkit.serve.driver import Driver
 from toolkit.serve.forecast import UNLIMITED, Limits
 from toolkit.serve.liveness import Patience
@@ -24,6 +25,7 @@ from toolkit.serve.server import Ending, check_exposure, listen, serve, url
 from toolkit.serve.settings import Settings
 from toolkit.traces.log import TraceLog
 from toolkit.workers.processes import ProcessWorkers
+from toolkit.workers.protocol import Workers
 
 FLUSH_EVERY_S = 1.0
 
@@ -41,11 +43,13 @@ class Launch:
     event_log: Path | None = None
     request_log: Path | None = None
     ending: Ending = field(default_factory=Ending)
+    check: Check | None = None  # of the fit, before the first request
 
 
-def launch(order: Launch, on_ready: Callable[[str], None]) -> None:
+def launch(order: Launch, on_ready: Callable[[str], None], on_checked: OnFound = lambda _: None) -> None:
     """Serve until a signal ends it; `on_ready` gets the URL once all workers are loaded.
 
+    Before that `on_checked` gets what the order's check found; what it raises ends the server.
     `InputError` for an address, a log or a plan that cannot be used; `EngineError` where a worker cannot load.
     """
     check_exposure(order.host, order.settings.api_key, insecure=order.insecure)
@@ -55,7 +59,10 @@ def launch(order: Launch, on_ready: Callable[[str], None]) -> None:
         events = stack.enter_context(EventLog(order.event_log)) if order.event_log else None
         requests = stack.enter_context(TraceLog(order.request_log)) if order.request_log else None
         warm_up(order.plan)
-        driver = _driver(order.plan, order.limits, events, requests)
+        workers = _workers(order.plan)
+        if order.check:
+            workers = CheckedWorkers(workers, order.check, on_checked)
+        driver = _driver(order, workers, events, requests)
         app = make_app(driver, tokenizer, order.settings)
         gc.collect()
         gc.freeze()  # what was imported stays: no collection should stall all streams to walk over it
@@ -64,15 +71,20 @@ def launch(order: Launch, on_ready: Callable[[str], None]) -> None:
             runner.run(_with_flushes(serving, events))
 
 
-def _driver(plan: Plan, limits: Limits, events: EventLog | None, requests: TraceLog | None) -> Driver:
+def _workers(plan: Plan) -> Workers:
     recipe = plan.recipe
+    return ProcessWorkers(recipe.model, recipe.engine, recipe.hardware, plan.workers, flush_s=recipe.engine.flush_s)
+
+
+def _driver(order: Launch, workers: Workers, events: EventLog | None, requests: TraceLog | None) -> Driver:
+    plan = order.plan
     return Driver(
         make_scheduler(plan, events.add if events else None),
-        ProcessWorkers(recipe.model, recipe.engine, recipe.hardware, plan.workers, flush_s=recipe.engine.flush_s),
+        workers,
         make_stats(plan),
         on_end=RequestLog(requests).add if requests else None,
-        limits=limits,
-        patience=Patience(grace_s=recipe.serve.hang_s),
+        limits=order.limits,
+        patience=Patience(grace_s=plan.recipe.serve.hang_s),
     )
 
 

@@ -1,0 +1,158 @@
+"""Whether the fit still holds when a server starts: which points are measured, held against what, and who is told."""
+
+import asyncio
+import subprocess
+import sys
+
+import pytest
+import samples
+from serving import FACTS, fake_plan
+
+from toolkit.deploy.plan import make_plan
+from toolkit.engines.protocol import RoundOutput, SliceOutput
+from toolkit.errors import TargetMissedError
+from toolkit.files.fit import HeldOutError, OverheadFit
+from toolkit.serve.drift import CheckedWorkers, Measured, Point, check_of, judge
+from toolkit.workers.protocol import BatchDone, BatchProgress, RoundDone, Times, WorkerReady
+
+GRID = {
+    "batch_sizes": [1, 2, 8],
+    "input_lengths": [16, 32, 64],
+    "cached_lengths": [64],
+    "memory_lengths": [64],
+    "slice_tokens": [16, 64],
+}
+
+
+def plan(policy="slice", p95_percent=20.0):
+    error = HeldOutError(median_percent=5.0, p95_percent=p95_percent, worst_percent=50.0, points=30)
+    overhead = OverheadFit(batch_s=0.001, stretch=1.25, error=error)
+    recipe = samples.recipe(policy={"name": policy}, engine={"name": "fake"}, profile=GRID)
+    return make_plan(recipe, samples.fit().model_copy(update={"overhead": overhead}), None, {})
+
+
+class TimedWorkers:
+    """Workers on a clock of their own: each batch takes `slow` times what the check expects."""
+
+    def __init__(self, check, slow=1.0, size=2, failure=""):
+        self.check, self.slow, self.size, self.failure = check, slow, size, failure
+        self.now_s, self.shapes = 0.0, []
+
+    async def start(self, on_event):
+        self.on_event = on_event
+        for worker in range(self.size):
+            on_event(WorkerReady(worker, FACTS))
+
+    def run(self, worker, batch_id, rows, steps):
+        self.on_event(BatchProgress(worker, batch_id, ()))
+        self._end(rows, steps, BatchDone(worker, batch_id, SliceOutput((), ()), Times(), self.failure))
+
+    def run_round(self, worker, batch_id, plan):
+        output = RoundOutput(plan.steps, (), (), 0, 0)
+        assert [row.max_new_tokens for row in plan.enter] == [plan.steps + 1] * len(plan.numbers)
+        self._end(plan.enter, plan.steps, RoundDone(worker, batch_id, output, Times()))
+
+    def _end(self, rows, steps, done):
+        point = Point(len(rows), len(rows[0].tokens), steps)
+        self.shapes.append(point)
+        begun_s = self.now_s
+
+        def end():
+            self.now_s = begun_s + self.slow * self.check.expected_s(point)
+            self.on_event(done)
+
+        asyncio.get_running_loop().call_soon(end)
+
+
+def measured(check, **how):
+    """What a check found, the workers, and the events that got through to the driver."""
+    found, events = [], []
+    workers = TimedWorkers(check, **how)
+    checked = CheckedWorkers(workers, check, found.extend, clock=lambda: workers.now_s)
+
+    async def main():
+        await checked.start(events.append)
+        before = len(events)
+        checked.run(0, 7, check.rows(Point(1, 4, 2), 0), 2)
+        await asyncio.sleep(0)
+        return events[:before], events[before:]
+
+    return found, workers, *asyncio.run(main())
+
+
+@pytest.mark.parametrize("policy", ["slice", "past-future"])
+def test_points_are_of_the_grid_and_fit_into_memory_and_time(policy):
+    planned = plan(policy)
+    check = check_of(planned, 5.0)
+    spec, fit = planned.recipe.profile, planned.fit
+    assert len(check.points) > 1
+    assert {point.rows for point in check.points} <= set(spec.batch_sizes)
+    assert {point.length for point in check.points} <= set(spec.input_lengths)
+    assert all(point.rows * (point.length + point.steps) <= fit.memory.capacity_tokens for point in check.points)
+    assert check.runs * sum(map(check.expected_s, check.points)) <= 5.0
+
+
+def test_with_less_time_the_dearest_points_are_left_out():
+    many = check_of(plan(), 5.0)
+    assert check_of(plan(), 3.001 * many.expected_s(many.points[0])).points == many.points[:1]
+    assert check_of(plan(), 1e-9).points == ()
+
+
+@pytest.mark.parametrize("policy", ["slice", "past-future"])
+@pytest.mark.parametrize(("slow", "drifted"), [(1.0, False), (1.19, False), (1.21, True), (0.79, True)])
+def test_a_point_beyond_the_stated_error_has_drifted(policy, slow, drifted):
+    check = check_of(plan(policy, p95_percent=20.0), 5.0)
+    found, workers, *_ = measured(check, slow=slow)
+    assert [one.point for one in found] == list(check.points)
+    assert [one.drifted for one in found] == [drifted] * len(found)
+    assert found[0].percent == pytest.approx(100.0 * (slow - 1.0))
+    assert len(workers.shapes) == 1 + 2 * check.runs * len(check.points)  # on both workers, and one batch afterwards
+
+
+def test_a_fit_that_states_next_to_no_error_is_not_taken_at_its_word():
+    assert check_of(plan(p95_percent=0.1)).allowed_percent == 10.0
+
+
+def test_the_driver_hears_of_workers_and_of_its_own_batches_only():
+    _, _, before, after = measured(check_of(plan(), 5.0))
+    assert [type(event) for event in before] == [WorkerReady] * 2
+    assert [type(event) for event in after] == [BatchProgress, BatchDone]
+
+
+def test_a_point_that_fails_ends_the_check_and_not_the_server():
+    found, workers, *_ = measured(check_of(plan(), 5.0), failure="oom")
+    assert found == []
+    assert len(workers.shapes) == 3
+    said = []
+    judge(found, strict=True, say=said.append)
+    assert said == ["fit: no point of it could be measured again in the time given"]
+
+
+HOLDS, OFF = (Measured(Point(4, 64, 16), seconds, 1.0, 12.0) for seconds in (1.1, 1.5))
+
+
+def test_what_holds_is_said_and_what_does_not_is_named():
+    said = []
+    judge([HOLDS], strict=True, say=said.append)
+    judge([HOLDS, OFF], strict=False, say=said.append)
+    assert said[0] == "fit: measured again at 1 points, within its stated error of 12 %"
+    named = "beyond its stated error of 12 %: 4 x 64 tokens for 16 steps"
+    assert said[1].startswith(f"warning: the fit does not hold, {named}")
+    assert said[1].count("+50 %") == 1
+
+
+def test_strictly_a_fit_that_does_not_hold_is_refused():
+    with pytest.raises(TargetMissedError, match=r"the fit does not hold: .*4 x 64 tokens for 16 steps \+50 %") as error:
+        judge([OFF], strict=True, say=print)
+    assert "without --strict" in error.value.hint
+
+
+def test_the_server_refuses_strictly_and_leaves_no_worker_behind(tmp_path):
+    """The fake engine takes no time at all, the fit says that it does."""
+    fake_plan(tmp_path)
+    command = [sys.executable, "-m", "toolkit", "serve", str(tmp_path / "plan.json"), "--check", "2", "--strict"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 4
+    assert ended.stdout == ""
+    assert "the fit does not hold: beyond its stated error of" in ended.stderr
+    assert "Traceback" not in ended.stderr

@@ -1,0 +1,227 @@
+"""Does the fit still hold? A few of its points are measured again through the workers before a server takes requests.
+
+Each point is a slice, or for a continuous policy a round from an empty batch, on all workers at once, as the fit's own
+overhead was measured: so many rows of so many tokens for so many steps. The median of its times is held against the
+law that the scheduler asks. Memory is not tried, nor are points that would take too long.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import NamedTuple
+
+import numpy as np
+
+from toolkit.engines.protocol import Round, Row, SamplingParams
+from toolkit.errors import TargetMissedError
+from toolkit.estimators.load import laws_from_fit
+from toolkit.files.plan import Plan
+from toolkit.sched.policies import make_policy
+from toolkit.sched.protocols import LatencyLaw
+from toolkit.workers.protocol import BatchDone, BatchProgress, OnEvent, RoundDone, WorkerEvent, Workers
+
+STEPS = 16  # of a point, at most
+RUNS_MIN, RUNS_MAX = 3, 9  # of each point
+LEAST_PERCENT = 10.0  # a fit of a quiet hour promises less than the next hour holds
+BUDGET_S = 3.0
+
+
+OnFound = Callable[["list[Measured]"], None]
+
+
+class Point(NamedTuple):
+    """Rows of `length` tokens that run for `steps`."""
+
+    rows: int
+    length: int
+    steps: int
+
+
+@dataclass(slots=True, frozen=True)
+class Measured:
+    """A point's median time beside what the law says, and how far the fit's stated error reaches. In seconds."""
+
+    point: Point
+    seconds: float
+    expected_s: float
+    allowed_percent: float
+
+    @property
+    def percent(self) -> float:
+        """By how much it took longer than predicted."""
+        return 100.0 * (self.seconds / self.expected_s - 1.0)
+
+    @property
+    def drifted(self) -> bool:
+        return abs(self.percent) > self.allowed_percent
+
+    def text(self) -> str:
+        """For a line: which point, and how far off."""
+        return f"{self.point.rows} x {self.point.length} tokens for {self.point.steps} steps {self.percent:+.0f} %"
+
+
+@dataclass(slots=True, frozen=True)
+class Check:
+    """What is measured again: the plan's points, as its policy has them run.
+
+    The fit's stated error is the 95th percentile of its held-out slices or rounds, at least 10 %.
+    """
+
+    points: tuple[Point, ...]
+    runs: int
+    law: LatencyLaw
+    in_rounds: bool
+    vocab_size: int
+    allowed_percent: float
+
+    def expected_s(self, point: Point) -> float:
+        """What the law says of the point."""
+        rows, length, steps = point
+        prefill_s = self.law.prefill_s(rows, length)
+        if not self.in_rounds:
+            return prefill_s + self.law.decode_s(rows, length, steps - self.law.prefill_emits_token)
+        leave_s = rows * self.law.leave_s(length + steps)
+        return self.law.round_s + prefill_s + self.law.decode_s(rows, length, steps) + leave_s
+
+    def rows(self, point: Point, first: int) -> list[Row]:
+        """The point's rows, whose names count from `first`; in a round all end with its last step."""
+        tokens = tuple(position % self.vocab_size for position in range(point.length))
+        limit = point.steps + (self.in_rounds and self.law.prefill_emits_token)
+        sampling = SamplingParams(ignore_eos=True)
+        return [Row(f"check-{first + k}", tokens, 0, limit, sampling) for k in range(point.rows)]
+
+
+def check_of(plan: Plan, budget_s: float = BUDGET_S) -> Check:
+    """Points of the recipe's grid, as many as by the laws take `budget_s` in all; none where all take longer."""
+    policy = make_policy(plan.policy.name, plan.policy.parameters)
+    laws, fit = laws_from_fit(plan.fit), plan.fit
+    law = laws.rounds if policy.continuous else laws.latency
+    overhead = fit.rounds.overhead if policy.continuous and fit.rounds else fit.overhead
+    memory = laws.round_memory if policy.continuous else laws.memory
+    spec = plan.recipe.profile
+    steps = min(STEPS, *spec.slice_tokens)
+    allowed = max(overhead.error.p95_percent, LEAST_PERCENT)
+
+    def fits(rows: int, length: int) -> bool:
+        if length + steps > fit.engine.max_model_len:
+            return False
+        if policy.continuous:  # newcomers are prefilled beside the batch that they join
+            return 2 * rows * (length + steps) <= memory.usable_tokens and rows <= laws.slots
+        return rows <= int(memory.max_batch(np.array([length]), steps, 0.0)[0])
+
+    sizes, lengths = sorted(spec.batch_sizes), sorted(spec.input_lengths)
+    small, usual = lengths[0], lengths[len(lengths) // 2]
+    wanted = [(sizes[0], usual), (sizes[len(sizes) // 2], small), (sizes[len(sizes) // 2], usual), (sizes[-1], small)]
+    chosen = [Point(rows, length, steps) for rows, length in dict.fromkeys(wanted) if fits(rows, length)]
+    check = Check((), RUNS_MIN, law, policy.continuous, fit.engine.vocab_size, allowed)
+    chosen.sort(key=check.expected_s)
+    while chosen and RUNS_MIN * sum(map(check.expected_s, chosen)) > budget_s:
+        chosen.pop()
+    once_s = sum(map(check.expected_s, chosen))
+    runs = min(int(budget_s / once_s), RUNS_MAX) if once_s > 0 else 0
+    return Check(tuple(chosen), runs, law, policy.continuous, fit.engine.vocab_size, allowed)
+
+
+def judge(found: Sequence[Measured], *, strict: bool, say: Callable[[str], None]) -> None:
+    """Say what was found; with `strict`, `TargetMissedError` where a point is beyond the fit's stated error."""
+    if not found:
+        say("fit: no point of it could be measured again in the time given")
+        return
+    allowed = found[0].allowed_percent
+    wrong = [one for one in found if one.drifted]
+    if not wrong:
+        say(f"fit: measured again at {len(found)} points, within its stated error of {allowed:.0f} %")
+        return
+    told = f"beyond its stated error of {allowed:.0f} %: {', '.join(one.text() for one in wrong)}"
+    if strict:
+        raise TargetMissedError(f"the fit does not hold: {told}", "profile and fit again; or serve without --strict")
+    say(f"warning: the fit does not hold, {told}; predictions and policies that ask the laws are off by as much")
+
+
+@dataclass(slots=True, eq=False)
+class CheckedWorkers:
+    """`Workers` that measure a check's points when they have started, before anybody else may use them.
+
+    Args:
+        workers: who runs them.
+        check: what is measured.
+        on_found: gets the result; what it raises, `start` raises.
+    """
+
+    workers: Workers
+    check: Check
+    on_found: OnFound
+    clock: Callable[[], float] = time.perf_counter
+    _waits: dict[int, asyncio.Future[float | None]] = field(default_factory=dict)  # by worker, while it runs a point
+    _batches: int = 0
+    _rows: int = 0
+
+    @property
+    def size(self) -> int:
+        return self.workers.size
+
+    async def start(self, on_event: OnEvent) -> None:
+        """Start the workers, then measure. `EngineError` if one cannot start."""
+
+        def route(event: WorkerEvent) -> None:
+            if not measuring:
+                on_event(event)
+            elif isinstance(event, BatchDone | RoundDone):
+                self._waits.pop(event.worker).set_result(None if event.failure else self.clock())
+            elif not isinstance(event, BatchProgress):
+                on_event(event)
+
+        measuring = True
+        await self.workers.start(route)
+        times: dict[Point, list[float]] = {}
+        for point in self.check.points * self.check.runs:
+            seconds = await self._run(point)
+            if None in seconds:
+                break  # out of memory, or a worker is gone: the pool starts it again, and the rest is not measured
+            times.setdefault(point, []).extend(one for one in seconds if one is not None)
+        measuring = False
+        check = self.check
+        self.on_found(
+            [
+                Measured(point, median(seconds), check.expected_s(point), check.allowed_percent)
+                for point, seconds in times.items()
+            ]
+        )
+
+    async def _run(self, point: Point) -> list[float | None]:
+        """The point on every worker at once; seconds from dispatch to result, None where it failed."""
+        loop, begun_s = asyncio.get_running_loop(), []
+        waits = []
+        for worker in range(self.size):
+            rows = self.check.rows(point, self._rows)
+            numbers = tuple(range(self._rows, self._rows + len(rows)))
+            self._rows += len(rows)
+            self._batches += 1
+            self._waits[worker] = wait = loop.create_future()
+            waits.append(wait)
+            begun_s.append(self.clock())
+            if self.check.in_rounds:
+                self.workers.run_round(worker, self._batches, Round(point.steps, tuple(rows), numbers))
+            else:
+                self.workers.run(worker, self._batches, rows, point.steps)
+        ended_s = await asyncio.gather(*waits)
+        return [None if end is None else end - begin for begin, end in zip(begun_s, ended_s, strict=True)]
+
+    def run(self, worker: int, batch_id: int, rows: Sequence[Row], steps: int) -> None:
+        self.workers.run(worker, batch_id, rows, steps)
+
+    def run_round(self, worker: int, batch_id: int, plan: Round) -> None:
+        self.workers.run_round(worker, batch_id, plan)
+
+    def interrupt(self, worker: int, batch_id: int) -> None:
+        self.workers.interrupt(worker, batch_id)
+
+    def cancel(self, worker: int, batch_id: int, request_ids: Sequence[str]) -> None:
+        self.workers.cancel(worker, batch_id, request_ids)
+
+    async def stop(self) -> None:
+        await self.workers.stop()
