@@ -156,13 +156,13 @@ class CheckedWorkers:
     check: Check
     on_found: OnFound
     clock: Callable[[], float] = time.perf_counter
+    size: int = field(init=False)
     _waits: dict[int, asyncio.Future[float | None]] = field(default_factory=dict)  # by worker, while it runs a point
     _batches: int = 0
     _rows: int = 0
 
-    @property
-    def size(self) -> int:
-        return self.workers.size
+    def __post_init__(self) -> None:
+        self.size = self.workers.size
 
     async def start(self, on_event: OnEvent) -> None:
         """Start the workers, then measure. `EngineError` if one cannot start."""
@@ -222,6 +222,9 @@ class CheckedWorkers:
 
     def cancel(self, worker: int, batch_id: int, request_ids: Sequence[str]) -> None:
         self.workers.cancel(worker, batch_id, request_ids)
+
+    def kill(self, worker: int) -> None:
+        self.workers.kill(worker)
 
     async def stop(self) -> None:
         await self.workers.stop()
