@@ -1,5 +1,6 @@
 """Small, fixed inputs that several tests share. Numbers here are made up for tests and measured nowhere."""
 
+import toolkit
 from toolkit.files.envelope import Environment
 from toolkit.files.fit import Candidate, Fit, HeldOutError, LatencyFit, MemoryFit, OverheadFit, Range, Segment
 from toolkit.files.profile import EngineFacts
@@ -20,14 +21,14 @@ def latency(nl: float, n: float, l: float, const: float) -> LatencyFit:  # noqa:
     )
 
 
-def fit(capacity_tokens: int = 8192, workers: int = 2, zeta_std: float = 0.02) -> Fit:
+def fit(capacity_tokens: int = 8192, workers: int = 2, zeta_std: float = 0.02, engine: str = "fake") -> Fit:
     facts = EngineFacts(
-        engine="fake",
-        engine_version="1",
+        engine=engine,
+        engine_version=toolkit.__version__,
         model_type="fake",
         parameters=0,
         dtype="float32",
-        device="cpu",
+        device="none",
         threads=1,
         kv_bytes_per_token=4096,
         kv_budget_bytes=4096 * capacity_tokens,
@@ -56,7 +57,7 @@ def recipe(**changes: object) -> Recipe:
     return Recipe.model_validate(
         {
             "name": "test",
-            "model": {"source": "random", "config": {"model_type": "llama"}, "max_model_len": 512},
+            "model": {"source": "random", "config": {"model_type": "llama"}, "dtype": "float32", "max_model_len": 512},
             "hardware": {"device": "cpu", "name": "any"},
             "engine": {"name": "fake"},
             "workers": 2,

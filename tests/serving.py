@@ -195,7 +195,8 @@ async def turns(count: int = 20) -> None:
 
 def fake_plan(folder: Path, **config: float) -> Plan:
     """A plan that serves the shipped fake engine in processes; `config` is FakeConfig's."""
-    model = {"source": "random", "config": {"model_type": "fake", **config}, "max_model_len": 512, "tokenizer": "bytes"}
+    config = {"model_type": "fake", **config}
+    model = {"source": "random", "config": config, "dtype": "float32", "max_model_len": 512, "tokenizer": "bytes"}
     recipe = samples.recipe(model=model, serve={"max_new_tokens": 256, "port": 0})
     inputs = {"recipe": folder / "recipe.json", "fit": folder / "fit.json"}
     write_file(recipe, inputs["recipe"])

@@ -45,10 +45,10 @@ def usage_event(count: int) -> bytes:
 DONE = b"data: [DONE]\n\n"
 
 
-def metrics(batch_s: tuple[float, float]) -> bytes:
+def metrics(batch_s: tuple[float, float], more: str) -> bytes:
     names = ("llmctl_batch_seconds_total", "llmctl_predicted_batch_seconds_total")
     lines = [f'{name}{{model_name="tiny"}} {value}\n' for name, value in zip(names, batch_s, strict=True)]
-    body = "".join(lines).encode()
+    body = "".join([*lines, more]).encode()
     return head(200, "text/plain", f"content-length: {len(body)}\r\n") + body
 
 
@@ -67,6 +67,7 @@ class Server:
         self.url = ""
         self.bodies: list[dict] = []
         self.heads: list[str] = []
+        self.metrics = ""  # more lines of /metrics
         self.batch_s = (0.0, 0.0)  # what its batches took, and what its laws say
 
 
@@ -80,7 +81,7 @@ def sse_server(answer: Answer = serve_request, models: object = MODELS) -> Itera
             text = (await reader.readuntil(b"\r\n\r\n")).decode()
             if text.startswith("GET"):
                 scraped = text.split()[1] == "/metrics"
-                reply: bytes | None = metrics(server.batch_s) if scraped else whole(models)
+                reply: bytes | None = metrics(server.batch_s, server.metrics) if scraped else whole(models)
             else:
                 size = int(next(line for line in text.lower().splitlines() if line.startswith("content-length"))[15:])
                 body = json.loads(await reader.readexactly(size))

@@ -146,3 +146,18 @@ def test_a_server_that_fails_every_request_is_said(plan: Path, capsys: pytest.Ca
     out = json.loads(capsys.readouterr().out)
     assert out["metrics"] == []
     assert all(each["failed"] == each["requests"] for each in out["windows"])
+
+
+def test_a_plan_of_another_engine_is_refused_before_a_request_is_sent_and_forced_is_not(
+    plan: Path, capsys: pytest.CaptureFixture[str]
+):
+    with sse_server() as server:
+        server.metrics = 'llmctl_engine_info{model_name="tiny",engine="rebatch 5.23.0",dtype="bfloat16"} 1\n'
+        assert validate(plan, server.url, "--warmup", "0") == 2
+        told = capsys.readouterr().err
+        assert "another engine fake" in told
+        assert "(here rebatch 5.23.0)" in told
+        assert "another dtype float32 (here bfloat16)" in told
+        assert server.bodies == []
+        assert validate(plan, server.url, "--warmup", "0", "--force") == 0
+    assert "warning: the fit was made with another engine" in capsys.readouterr().err

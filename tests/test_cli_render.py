@@ -63,14 +63,16 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         recipe_name="test",
         workers=2,
         clock="wall",
-        engine=samples.fit().engine,
+        engine=samples.fit(engine="transformers").engine,
         prefill=[],
         decode=[],
         slices=[],
         memory=[],
     )
     write_file(profile, "profile.json")
-    write_file(samples.fit().model_copy(update=dict(head({"profile": "profile.json"}))), "fit.json")
+    write_file(
+        samples.fit(engine="transformers").model_copy(update=dict(head({"profile": "profile.json"}))), "fit.json"
+    )
     write_file(tuning({"recipe": Path("recipe.yaml"), "fit": Path("fit.json")}), "tuning.json")
     return tmp_path
 

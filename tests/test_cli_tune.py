@@ -36,14 +36,16 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         recipe_name="test",
         workers=2,
         clock="wall",
-        engine=samples.fit().engine,
+        engine=samples.fit(engine="transformers").engine,
         prefill=[],
         decode=[],
         slices=[],
         memory=[],
     )
     write_file(profile, "profile.json")
-    write_file(samples.fit().model_copy(update=dict(head({"profile": "profile.json"}))), "fit.json")
+    write_file(
+        samples.fit(engine="transformers").model_copy(update=dict(head({"profile": "profile.json"}))), "fit.json"
+    )
     Path("profile.json").unlink()  # so that the laws are scaled, not resampled
     rows = [{"timestamp": 25 * k, "input_length": 40 + 7 * k % 90, "output_length": 8 + 5 * k % 60} for k in range(900)]
     Path("trace.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -63,6 +63,8 @@ def test_what_follows_a_damaged_line_is_measured_again(path):
         ({"recipe": {"model": "aa", "profile": "bb", "engine": "dd"}}, "'engine' of the recipe"),
         ({"tool_version": "2"}, "llmctl (1, now 2)"),
         ({"environment": ENVIRONMENT.model_copy(update={"cpu_count": 64})}, "the machine"),
+        ({"environment": ENVIRONMENT.model_copy(update={"packages": {"torch": "2"}})}, "torch (none, now 2)"),
+        ({"engine": FACTS.model_copy(update={"device": "H100"})}, "device CPU (here H100)"),
         ({"engine": FACTS.model_copy(update={"capacity_tokens": 9000})}, "what the engine says of itself"),
     ],
 )

@@ -6,7 +6,9 @@ from pathlib import Path
 import pytest
 from serving import fake_plan
 
+import toolkit
 from toolkit.cli.main import run
+from toolkit.files.io import write_file
 
 
 def fails(capsys: pytest.CaptureFixture[str], *words: str) -> str:
@@ -65,6 +67,16 @@ def test_an_engine_that_cannot_load_ends_it(capsys: pytest.CaptureFixture[str], 
         run(["serve", str(tmp_path / "plan.json")])
     assert ended.value.code == 3
     assert "model.config.no_such_key: the fake engine has no such key" in capsys.readouterr().err
+
+
+def test_a_fit_of_another_engine_is_refused_with_both_sides(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    plan = fake_plan(tmp_path)
+    other = plan.fit.engine.model_copy(update={"engine_version": "0.1", "device": "NVIDIA A100"})
+    foreign = plan.model_copy(update={"fit": plan.fit.model_copy(update={"engine": other})})
+    write_file(foreign, tmp_path / "plan.json")
+    told = fails(capsys, str(tmp_path / "plan.json"))
+    assert f"another device NVIDIA A100 (here none), another engine fake 0.1 (here fake {toolkit.__version__})" in told
+    assert "--force" in told
 
 
 def test_policy_parameters_and_workers_can_be_others_than_the_plans(plan: str):

@@ -35,6 +35,10 @@ class StaleError(InputError):
     """A file was made from inputs that have changed since; the hint names the command that remakes it."""
 
 
+class ForeignError(InputError):
+    """What was measured on another device, engine, version or model would be used here; both sides are named."""
+
+
 class EngineError(LlmctlError):
     """The engine, the model or the device cannot do what was asked."""
 

@@ -14,6 +14,26 @@ if TYPE_CHECKING:
 VALIDATION = "validation.json"  # beside the fit that it is about
 
 
+def warn_of_foreign(text: str) -> None:
+    """What `--force` says in the place of a refusal."""
+    note(f"warning: {text}")
+
+
+def read_fit(path: Path, recipe: Path, *, force: bool) -> Fit:
+    """The fit of `recipe`. `StaleError` for another's, or of sections that changed; with `force` a warning."""
+    from toolkit.errors import StaleError
+    from toolkit.files.fit import Fit
+    from toolkit.files.io import read_file
+
+    try:
+        return read_file(Fit, path, {"recipe": recipe})
+    except StaleError as error:
+        if not force:
+            raise
+        warn_of_foreign(error.message)
+        return read_file(Fit, path)
+
+
 def note_basis(fit: Fit, path: Path) -> None:
     """Say that nothing was measured, where that is so, and how good predictions from `fit`, read from `path`, were."""
     from toolkit.files.provenance import digest

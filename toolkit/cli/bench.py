@@ -61,6 +61,9 @@ def command(
     api_key: Annotated[str, typer.Option(envvar="LLMCTL_API_KEY", help="The server's key.")] = "",
     timeout: Annotated[float, typer.Option(min=0.001, help="Give a request up after so many seconds.")] = 600.0,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the prompts.")] = 0,
+    force: Annotated[
+        bool, typer.Option("--force", help="Go on though the plan is of another device, engine, version or model.")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Replay a trace against a running server and print what was measured, beside what the plan predicts.
@@ -70,10 +73,12 @@ def command(
     """
     from toolkit.bench.client import Load, run, try_out
     from toolkit.bench.costs import counts_or_none, scheduling
+    from toolkit.bench.foreign import check_server
     from toolkit.bench.limits import fitted, limits_of
     from toolkit.bench.predict import predict
     from toolkit.bench.report import Prediction, report, request_lines
     from toolkit.bench.warmup import conditions, others, times_between
+    from toolkit.cli.basis import warn_of_foreign
     from toolkit.cli.output import emit, note, progress, seconds
     from toolkit.endpoints.target import find_target
     from toolkit.errors import LlmctlError
@@ -90,6 +95,8 @@ def command(
     path = trace_path(trace)
     loaded, _ = read_trace(path)
     target = find_target(url, model, api_key)
+    if planned:
+        check_server(planned, target, warn_of_foreign if force else None)
     limits = limits_of(planned, target, max_new_tokens, vocab_size)
     whole = fitted(loaded, limits, rate)
     replayed = _excerpt(whole, start, duration)

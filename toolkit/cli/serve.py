@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from toolkit.cli.arguments import JsonOption, SetOption, open_recipe, parse_settings
+from toolkit.cli.basis import read_fit, warn_of_foreign
 from toolkit.cli.output import emit, note
 
 if TYPE_CHECKING:
@@ -75,6 +76,9 @@ CheckOption = Annotated[
 StrictOption = Annotated[
     bool, typer.Option("--strict", help="Do not serve where these are beyond the fit's stated error: exit code 4.")
 ]
+ForceOption = Annotated[
+    bool, typer.Option("--force", help="Serve though the fit is of another device, engine, version or model.")
+]
 InsecureOption = Annotated[bool, typer.Option("--insecure", help="Serve other machines without an API key.")]
 
 
@@ -102,6 +106,7 @@ def command(
     strict: StrictOption = False,
     insecure: InsecureOption = False,
     engine: EngineOption = None,
+    force: ForceOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Start the server of a plan: `llmctl serve plan.json`, or `llmctl serve RECIPE --fit fit.json`.
@@ -117,7 +122,7 @@ def command(
     from toolkit.serve.server import Ending
 
     os.environ.pop("LLMCTL_API_KEY", None)  # the workers inherit the environment, and run models' own code
-    chosen = _change(_plan(source, plan, fit, tuning), policy, settings, workers)
+    chosen = _change(_plan(source, plan, fit, tuning, force), policy, settings, workers)
     _check_engine(chosen, engine)
     if chosen.recipe.engine.name == "vllm":
         not_there = {
@@ -152,6 +157,7 @@ def command(
         request_log,
         Ending(shutdown_notice, shutdown_timeout),
         check_of(chosen, seconds) if (seconds := _seconds_of_check(chosen, check)) else None,
+        warn_of_foreign if force else None,
     )
     note(f"loading {chosen.workers} workers of {chosen.recipe.name}")
     launch(
@@ -225,7 +231,7 @@ def _announce(as_json: bool, url: str, model: str, plan: Plan) -> None:
     sys.stdout.flush()
 
 
-def _plan(source: str | None, plan: Path | None, fit: Path | None, tuning: Path | None) -> Plan:
+def _plan(source: str | None, plan: Path | None, fit: Path | None, tuning: Path | None, force: bool) -> Plan:
     from toolkit.errors import InputError
     from toolkit.files.io import read_file
     from toolkit.files.plan import Plan
@@ -239,20 +245,20 @@ def _plan(source: str | None, plan: Path | None, fit: Path | None, tuning: Path 
         return read_file(Plan, plan)
     if source is None or fit is None:
         raise InputError("there is no plan to serve", usage)
-    return _render(source, fit, tuning)
+    return _render(source, fit, tuning, force)
 
 
-def _render(recipe: str, fit: Path, tuning: Path | None) -> Plan:
-    """As `llmctl render` does."""
+def _render(recipe: str, fit: Path, tuning: Path | None, force: bool) -> Plan:
+    """As `llmctl render` does; with `force` from a fit of another recipe, too."""
     from toolkit.deploy.plan import make_plan
-    from toolkit.files.fit import Fit
     from toolkit.files.io import read_file, recipe_path
     from toolkit.files.tuning import Tuning
 
     made_from = {"recipe": recipe_path(recipe), "fit": fit}
     tuned = read_file(Tuning, tuning, inputs=made_from) if tuning else None
     inputs = made_from | ({"tuning": tuning} if tuning else {})
-    return make_plan(open_recipe(made_from["recipe"]), read_file(Fit, fit), tuned, inputs)
+    fitted = read_fit(fit, made_from["recipe"], force=force)
+    return make_plan(open_recipe(made_from["recipe"]), fitted, tuned, inputs)
 
 
 def _change(plan: Plan, policy: str | None, settings: list[str] | None, workers: int | None) -> Plan:

@@ -34,6 +34,8 @@ DrawsOption = Annotated[
     int | None, typer.Option("--draws", min=0, help="Draws of the fitted laws for the verdict's interval; 0: none.")
 ]
 
+ForceOption = Annotated[bool, typer.Option("--force", help="Tune with a fit that is of another or a changed recipe.")]
+
 
 def command(
     recipe: RecipeArgument,
@@ -47,6 +49,7 @@ def command(
     workers: WorkersOption = None,
     draws: DrawsOption = None,
     jobs: JobsOption = None,
+    force: ForceOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Search the scheduler's policy and parameters on windows of a trace, and judge the best on other windows.
@@ -54,11 +57,10 @@ def command(
     Trial 0 is the recipe's own policy. What is found is a gain over it on windows that the search never saw, how sure
     it is, or the advice to keep it. An interrupted search goes on where it was; --jobs changes nothing but the time.
     """
-    from toolkit.cli.basis import note_basis
+    from toolkit.cli.basis import note_basis, read_fit
     from toolkit.cli.output import emit, note, progress
     from toolkit.cli.tuning_report import show
-    from toolkit.files.fit import Fit
-    from toolkit.files.io import check_writable, head, read_file, write_file
+    from toolkit.files.io import check_writable, head, write_file
     from toolkit.traces.read import read_trace
     from toolkit.traces.shipped import trace_path
     from toolkit.tuning.crew import Alone, Crew, cores
@@ -70,7 +72,7 @@ def command(
     spec = _with_options(open_recipe(recipe), given)
     settings = settings_of(spec)
     count = _count(workers)
-    fitted = read_file(Fit, fit, {"recipe": recipe})
+    fitted = read_fit(fit, recipe, force=force)
     profile = _profile_of(fitted, fit)
     workload = make_workload(spec, fitted, read_trace(trace_path(trace))[0])
     if count:

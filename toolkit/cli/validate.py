@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from toolkit.cli.arguments import JsonOption
-from toolkit.cli.basis import VALIDATION
+from toolkit.cli.basis import VALIDATION, warn_of_foreign
 
 if TYPE_CHECKING:
     from toolkit.bench.client import Load
@@ -47,6 +47,9 @@ def command(
     model: Annotated[str | None, typer.Option(help="The model's name; default: the first that the server has.")] = None,
     api_key: Annotated[str, typer.Option(envvar="LLMCTL_API_KEY", help="The server's key.")] = "",
     seed: Annotated[int, typer.Option(min=0, help="Seed of the windows' places and of the prompts.")] = 0,
+    force: Annotated[
+        bool, typer.Option("--force", help="Go on though the plan is of another device, engine, version or model.")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Hold a plan's predictions against the server that runs it.
@@ -56,6 +59,7 @@ def command(
     Ctrl-C ends it early: the windows that were replayed are reported.
     """
     from toolkit.bench.client import Load, try_out
+    from toolkit.bench.foreign import check_server
     from toolkit.bench.limits import fitted, limits_of
     from toolkit.bench.validate import beyond
     from toolkit.cli.output import emit, note
@@ -72,6 +76,7 @@ def command(
     planned = read_file(Plan, plan)
     path = trace_path(trace)
     target = find_target(url or _address(planned), model or planned.recipe.engine.served_model, api_key)
+    check_server(planned, target, warn_of_foreign if force else None)
     limits = limits_of(planned, target)
     tuned = _tuning(tuning, path) if tuning else None
     whole = fitted(read_trace(path)[0], limits, tuned.request_rate_rps if tuned else rate)

@@ -89,8 +89,13 @@ def _check_same(recipe: Recipe, fit: Fit, tuning: Tuning | None) -> None:
         ("fit", "workers", fit.workers, recipe.workers),
         ("fit", "engine.max_model_len", fit.engine.max_model_len, recipe.model.max_model_len),
     ]
+    pairs += [
+        ("fit", "engine.engine", fit.engine.engine, recipe.engine.name),
+        ("fit", "engine.dtype", fit.engine.dtype, recipe.model.dtype),
+        ("fit", "tensor_parallel_size", fit.engine.tensor_parallel_size, recipe.engine.tensor_parallel_size),
+    ]
     if recipe.model.kv_bytes_per_token is not None:
-        kv_bytes = fit.engine.kv_bytes_per_token
+        kv_bytes = fit.engine.kv_bytes_per_token * fit.engine.tensor_parallel_size
         pairs.append(("fit", "engine.kv_bytes_per_token", kv_bytes, recipe.model.kv_bytes_per_token))
     if tuning is not None:
         pairs.append(("tuning", "recipe_name", tuning.recipe_name, recipe.name))

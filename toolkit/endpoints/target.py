@@ -24,6 +24,10 @@ class Models(msgspec.Struct):
     data: list[Model]
 
 
+class Version(msgspec.Struct):
+    version: str = ""
+
+
 class Problem(msgspec.Struct):
     message: str = ""
 
@@ -72,6 +76,14 @@ def find_target(url: str, model: str | None = None, api_key: str = "") -> Target
         names = ", ".join(one.id for one in found) or "none"
         raise InputError(f"{base} does not serve the model '{model}'", f"it serves: {names}")
     return Target(base, api_key, chosen.id, chosen.max_model_len, own=chosen.owned_by == "llmctl")
+
+
+def version(target: Target) -> str:
+    """What /version says; '' where there is no such page."""
+    try:
+        return msgspec.json.decode(get(target, "/version"), type=Version).version
+    except (InputError, msgspec.DecodeError):
+        return ""
 
 
 def error_text(body: bytes) -> str:

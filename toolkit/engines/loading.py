@@ -7,7 +7,9 @@ only: nothing is unpickled. What is not covered here: tokenizers, memory budgets
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import inspect
+import json
 from pathlib import Path
 
 import torch
@@ -24,6 +26,7 @@ from toolkit.errors import EngineError, nearest
 from toolkit.files.recipe import HardwareSpec, ModelSpec
 
 LEGACY_KEYS = ("rope_theta",)  # accepted by transformers, and moved into rope_parameters
+NOT_THE_MODEL = ("_name_or_path", "transformers_version", "dtype", "architectures")  # of a config
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -58,6 +61,12 @@ def load_config(spec: ModelSpec) -> PreTrainedConfig:
                 "leave the key out, or correct it",
             )
     return config
+
+
+def config_digest(config: PreTrainedConfig) -> str:
+    """The sha256 of what a model's config says of the model: not where it lies, nor what it was saved with."""
+    content = {key: value for key, value in config.to_dict().items() if key not in NOT_THE_MODEL}
+    return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def eos_token_ids(model: PreTrainedModel) -> tuple[int, ...]:

@@ -15,12 +15,13 @@ from transformers.cache_utils import Cache
 
 from toolkit.engines.batch import PaddedBatch
 from toolkit.engines.endings import SliceRecord, remaining
-from toolkit.engines.loading import eos_token_ids, load_model
+from toolkit.engines.loading import config_digest, eos_token_ids, load_model
 from toolkit.engines.memory import ByteLedger, ModelShape, at_the_seam, kv_budget_bytes
 from toolkit.engines.protocol import OnStep, Row, SliceOutput
 from toolkit.engines.sampling import Sampler
 from toolkit.engines.slab import KVShape, SlabCache
 from toolkit.errors import InputError
+from toolkit.files.io import processor
 from toolkit.files.profile import EngineFacts
 from toolkit.files.recipe import EngineSpec, HardwareSpec, ModelSpec
 
@@ -71,6 +72,9 @@ class TransformersEngine:
             max_model_len=spec.max_model_len,
             vocab_size=self._shape.vocab,
             prefill_emits_token=True,
+            torch=str(torch.__version__),
+            processor=processor() if self._device.type == "cpu" else "",
+            config_sha256=config_digest(self._model.config),
             deepspeed=self._made,
         )
 

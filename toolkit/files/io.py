@@ -39,6 +39,7 @@ __all__ = [
     "file_text",
     "head",
     "load_recipe",
+    "processor",
     "read_file",
     "recipe_path",
     "shipped_recipes",
@@ -154,7 +155,7 @@ def environment(device: str = "cpu", device_memory_bytes: int | None = None) -> 
     return Environment(
         python=platform.python_version(),
         platform=platform.platform(),
-        processor=_processor(),
+        processor=processor(),
         cpu_count=os.cpu_count() or 1,
         packages=packages,
         device=device,
@@ -169,7 +170,8 @@ def _version(package: str) -> str:
         return ""
 
 
-def _processor() -> str:
+def processor() -> str:
+    """The CPU's name."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
             if line.startswith("model name"):

@@ -143,6 +143,10 @@ class EngineFacts(Strict):
     vocab_size: int
     prefill_emits_token: bool = Field(description="True: a slice of S tokens is a prefill and S - 1 decode iterations")
     max_rows: int | None = Field(default=None, description="requests that run at once; None: memory alone limits")
+    torch: str = Field(default="", description="its version, where the engine runs on it here")
+    processor: str = Field(default="", description="its name, where the engine runs on a CPU")
+    config_sha256: str = Field(default="", description="of the model's config, whatever it was saved with")
+    tensor_parallel_size: int = Field(default=1, description="processes that share a worker's model; bytes are of each")
     analytic: str = Field(default="", description="nothing was measured: what was assumed instead")
     lacks: list[str] = Field(default=[], description="of a server: what it does not do as OpenAI's API has it")
     deepspeed: str = Field(

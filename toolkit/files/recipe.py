@@ -18,6 +18,7 @@ Seed = Annotated[int, Field(ge=0)]
 Grid = Annotated[list[Positive], Field(min_length=1)]
 Scalar = bool | int | float | str | None
 
+TENSOR_PARALLEL = ("transformers",)  # engines whose workers may be groups of processes
 SLA_METRICS = ("ttft", "tpot", "itl", "mtpot", "e2e")
 SLA_STATISTICS = ("mean", "p50", "p90", "p95", "p99", "max")
 SLA_KEYS = [f"{metric}_{statistic}_s" for metric in SLA_METRICS for statistic in SLA_STATISTICS]
@@ -77,8 +78,11 @@ class EngineSpec(Strict):
     url: str | None = Field(default=None, description="openai: the server, like http://127.0.0.1:8000")
     served_model: str | None = Field(default=None, description="openai: the model's name there; None: its first")
     threads: Positive | None = Field(default=None, description="CPU threads of one worker; None: all")
+    tensor_parallel_size: Positive = Field(
+        default=1, description="processes that share each worker's model, a device each; it divides heads and KV heads"
+    )
     kv_cache_memory_mib: Annotated[float, Field(gt=0)] | None = Field(
-        default=None, description="KV budget of one worker; None on a GPU: from gpu_memory_utilization"
+        default=None, description="KV budget of one worker's process; None on a GPU: from gpu_memory_utilization"
     )
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
     joining: Literal["embed", "shape"] = Field(
@@ -116,6 +120,16 @@ class EngineSpec(Strict):
     def _only_vllm_has_its_flags(self) -> EngineSpec:
         if self.vllm is not None and self.name != "vllm":
             raise ValueError(f"engine.vllm is for engine 'vllm'; engine.name is '{self.name}'")
+        return self
+
+    @model_validator(mode="after")
+    def _not_all_engines_share_a_model(self) -> EngineSpec:
+        if self.tensor_parallel_size > 1 and self.name not in TENSOR_PARALLEL:
+            able = " and ".join(f"'{name}'" for name in TENSOR_PARALLEL)
+            size, name = self.tensor_parallel_size, self.name
+            raise ValueError(
+                f"engine.tensor_parallel_size: {size}: a worker of '{name}' is one process; {able} share models"
+            )
         return self
 
     @model_validator(mode="after")
@@ -240,6 +254,15 @@ class Recipe(Strict):
             if longest > self.model.max_model_len:
                 limit = f"model.max_model_len is {self.model.max_model_len}"
                 raise ValueError(f"profile.{key}: {longest} is too long; {limit}")
+        return self
+
+    @model_validator(mode="after")
+    def _heads_are_shared_evenly(self) -> Recipe:
+        size = self.engine.tensor_parallel_size
+        for key in ("num_attention_heads", "num_key_value_heads"):
+            heads = self.model.config.get(key)
+            if isinstance(heads, int) and heads % size:
+                raise ValueError(f"engine.tensor_parallel_size: {size}: does not divide model.config.{key}, {heads}")
         return self
 
     @model_validator(mode="after")

@@ -7,21 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import msgspec
-
 from toolkit.endpoints.dialect import Dialect
 from toolkit.endpoints.scrape import Metric, scrape
-from toolkit.endpoints.target import Target, get
+from toolkit.endpoints.target import Target, version
 from toolkit.errors import InputError
 from toolkit.files.profile import EngineFacts
 from toolkit.files.recipe import Recipe
 
 MIB = 1 << 20
 SAFE_VOCABULARY = 256  # token ids that every model has
-
-
-class Version(msgspec.Struct):
-    version: str = ""
 
 
 def facts_of(recipe: Recipe, target: Target, dialect: Dialect, max_rows: int | None) -> EngineFacts:
@@ -31,7 +25,7 @@ def facts_of(recipe: Recipe, target: Target, dialect: Dialect, max_rows: int | N
     config_vocabulary = model.config.get("vocab_size")
     return EngineFacts(
         engine="openai",
-        engine_version=_version(target),
+        engine_version=version(target),
         model_type=target.model,
         parameters=0,
         dtype=model.dtype,
@@ -66,11 +60,3 @@ def _kv_tokens_of(recipe: Recipe, target: Target) -> int:
             "give engine.kv_cache_memory_mib and model.kv_bytes_per_token",
         )
     return int(budget * MIB) // per_token
-
-
-def _version(target: Target) -> str:
-    """What /version says; '' where there is no such page."""
-    try:
-        return msgspec.json.decode(get(target, "/version"), type=Version).version
-    except (InputError, msgspec.DecodeError):
-        return ""

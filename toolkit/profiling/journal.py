@@ -17,6 +17,7 @@ from pydantic import Field, ValidationError
 
 from toolkit.errors import InputError
 from toolkit.files.envelope import Environment, Strict
+from toolkit.files.identity import differences, identity
 from toolkit.files.profile import (
     EngineFacts,
     FailedPoint,
@@ -42,10 +43,10 @@ class Conditions(Strict):
         changed = [f"'{name}' of the recipe" for name in sections if self.recipe.get(name) != now.recipe.get(name)]
         if self.tool_version != now.tool_version:
             changed.append(f"llmctl ({self.tool_version}, now {now.tool_version})")
-        if self.environment != now.environment:
-            changed.append("the machine or the versions of its packages")
+        changed += _environment(self.environment, now.environment)
         if not _same_engine(self.engine, now.engine):
-            changed.append("what the engine says of itself")
+            found = differences(identity(self.engine), identity(now.engine))
+            changed += found or ["what the engine says of itself"]
         return changed
 
 
@@ -134,6 +135,16 @@ class Journal:
             end += len(line)
         self._stream.truncate(end)
         self._stream.seek(end)
+
+
+def _environment(then: Environment, now: Environment) -> list[str]:
+    """Which packages are others now, and whether the machine is."""
+    names = sorted(then.packages.keys() | now.packages.keys())
+    versions = [(name, then.packages.get(name, "none"), now.packages.get(name, "none")) for name in names]
+    changed = [f"{name} ({was}, now {version})" for name, was, version in versions if was != version]
+    if then.model_copy(update={"packages": now.packages}) != now:
+        changed.append("the machine")
+    return changed
 
 
 def _same_engine(then: EngineFacts, now: EngineFacts) -> bool:

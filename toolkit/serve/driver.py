@@ -57,6 +57,7 @@ class Driver:
             `time.monotonic`'s clock.
         limits: what requests are promised, which admission looks at.
         patience: how long a worker may say nothing before it is killed, and started again.
+        accept: called with what the loaded engines say of themselves, before any request is taken; may raise.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class Driver:
         on_end: Callable[[Live, float], None] | None = None,
         limits: Limits = UNLIMITED,
         patience: Patience = PATIENCE,
+        accept: Callable[[list[EngineFacts]], None] | None = None,
     ) -> None:
         if workers.size != len(scheduler.workers):
             raise ValueError(f"{workers.size} workers, and the scheduler has {len(scheduler.workers)}")
@@ -82,6 +84,7 @@ class Driver:
         self.broke = asyncio.Event()
         self._workers = workers
         self._on_end = on_end
+        self._accept = accept
         self._lives: dict[str, Live] = {}
         self._under_way = UnderWay(workers, self._lives.__getitem__)
         self._empty = asyncio.Event()
@@ -114,10 +117,12 @@ class Driver:
         return len(self._lives) - self.running
 
     async def start(self) -> None:
-        """Load the workers. `EngineError` if one cannot."""
+        """Load the workers. `EngineError` if one cannot, and whatever `accept` raises."""
         self._start_s = time.monotonic()
         self._empty.set()
         await self._workers.start(self._on_event)
+        if self._accept:
+            self._accept(list(self.facts.values()))
         self.state = "ready"
         self._checked_s = self.now_s
         self._check_progress()

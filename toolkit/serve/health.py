@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from toolkit.files.identity import identity
 from toolkit.sched.footprint import footprint
 from toolkit.serve.driver import Driver
 from toolkit.serve.live import Flight
@@ -41,6 +42,7 @@ def gauges(driver: Driver) -> Gauges:
         sum(worker.alive for worker in workers),
         [worker.load_s for worker in workers],
         driver.forecast.now(driver.now_s).ttft_s,
+        identity(next(iter(driver.facts.values()))) if driver.facts else {},
     )
 
 

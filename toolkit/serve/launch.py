@@ -12,7 +12,9 @@ from pathlib import Path
 import uvloop
 
 from toolkit.engines.tokenizer import load_tokenizer
+from toolkit.files.identity import OnForeign, identity, refuse_foreign
 from toolkit.files.plan import Plan
+from toolkit.files.profile import EngineFacts
 from toolkit.sched.types import Request
 from toolkit.serve.api import make_app
 from toolkit.serve.assemble import make_scheduler, make_stats
@@ -44,13 +46,15 @@ class Launch:
     request_log: Path | None = None
     ending: Ending = field(default_factory=Ending)
     check: Check | None = None  # of the fit, before the first request
+    on_foreign: OnForeign | None = None  # told where the engine is not the fitted one; None: it is refused
 
 
 def launch(order: Launch, on_ready: Callable[[str], None], on_checked: OnFound = lambda _: None) -> None:
     """Serve until a signal ends it; `on_ready` gets the URL once all workers are loaded.
 
     Before that `on_checked` gets what the order's check found; what it raises ends the server.
-    `InputError` for an address, a log or a plan that cannot be used; `EngineError` where a worker cannot load.
+    `InputError` for an address, a log or a plan that cannot be used, `ForeignError` for laws of another engine, model
+    or device than the workers loaded; `EngineError` where a worker cannot load.
     """
     check_exposure(order.host, order.settings.api_key, insecure=order.insecure)
     with ExitStack() as stack:
@@ -78,6 +82,10 @@ def _workers(plan: Plan) -> Workers:
 
 def _driver(order: Launch, workers: Workers, events: EventLog | None, requests: TraceLog | None) -> Driver:
     plan = order.plan
+
+    def accept(loaded: list[EngineFacts]) -> None:
+        refuse_foreign(plan.fit.engine, map(identity, loaded), order.on_foreign)
+
     return Driver(
         make_scheduler(plan, events.add if events else None),
         workers,
@@ -85,6 +93,8 @@ def _driver(order: Launch, workers: Workers, events: EventLog | None, requests: 
         on_end=RequestLog(requests).add if requests else None,
         limits=order.limits,
         patience=Patience(grace_s=plan.recipe.serve.hang_s),
+        patience=Patience(grace_s=recipe.serve.hang_s),
+        accept=accept,
     )
 
 

@@ -5,7 +5,7 @@ They go under our names and, on request, under vLLM's too, for dashboards and au
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from prometheus_client.core import (
@@ -28,6 +28,7 @@ class Gauges(NamedTuple):
     workers_alive: int
     worker_load_s: Sequence[float]
     predicted_ttft_s: float
+    engine: Mapping[str, str]  # `toolkit.files.identity` of the workers' engine
 
 
 class Exposition:
@@ -55,6 +56,7 @@ class Exposition:
         )
         yield _gauge("llmctl_kv_cache_tokens", "Tokens that the workers' KV caches hold.", labels, now.kv_tokens)
         yield _gauge("llmctl_workers_alive", "Workers that can take batches.", labels, now.workers_alive)
+        yield _gauge("llmctl_engine_info", "What runs, in labels.", labels | dict(now.engine), 1)
         yield _worker_loads(now.worker_load_s, labels)
         yield _gauge(
             "llmctl_predicted_ttft_seconds", "First token of a request that came now.", labels, now.predicted_ttft_s

@@ -1,0 +1,84 @@
+"""Measurements of another device, engine, version or model: both sides named, refused or, when forced, said."""
+
+import pytest
+import samples
+
+from toolkit.errors import ForeignError
+from toolkit.files.identity import differences, identity, refuse_foreign
+from toolkit.files.profile import EngineFacts
+
+HERE = samples.fit().engine.model_copy(
+    update={
+        "engine": "transformers",
+        "engine_version": "5.23.0",
+        "device": "NVIDIA H100",
+        "torch": "2.13.0+cu130",
+        "model_type": "llama",
+        "parameters": 1_706_112,
+        "config_sha256": "0123456789abcdef",
+    }
+)
+
+
+def changed(**facts: object) -> EngineFacts:
+    return HERE.model_copy(update=facts)
+
+
+def found(made: EngineFacts) -> list[str]:
+    return differences(identity(made), identity(HERE))
+
+
+@pytest.mark.parametrize(
+    ("facts", "said"),
+    [
+        ({"device": "NVIDIA A100"}, "device NVIDIA A100 (here NVIDIA H100)"),
+        ({"engine_version": "5.17.0"}, "engine transformers 5.17.0 (here transformers 5.23.0)"),
+        ({"engine": "rebatch"}, "engine rebatch 5.23.0 (here transformers 5.23.0)"),
+        ({"torch": "2.11.1"}, "torch 2.11 (here 2.13)"),
+        ({"parameters": 2}, "model llama of 2 parameters (here llama of 1,706,112 parameters)"),
+        ({"dtype": "float16"}, "dtype float16 (here float32)"),
+        ({"tensor_parallel_size": 2}, "tensor_parallel_size 2 (here 1)"),
+        ({"config_sha256": "fedcba9876543210"}, "model_config fedcba987654 (here 0123456789ab)"),
+    ],
+)
+def test_what_differs_is_named_with_both_sides(facts: dict[str, object], said: str):
+    assert found(changed(**facts)) == [said]
+
+
+def test_a_patch_release_of_torch_and_another_budget_are_the_same_engine():
+    assert found(changed(torch="2.13.1+cpu", kv_budget_bytes=1, capacity_tokens=1, threads=4)) == []
+
+
+def test_cpus_are_told_apart_by_their_names():
+    here, there = (identity(changed(device="cpu", processor=name)) for name in ("Xeon", "EPYC"))
+    assert differences(there, here) == ["device CPU EPYC (here CPU Xeon)"]
+
+
+def test_a_cpu_whose_name_is_not_known_is_a_cpu():
+    unnamed, gpu = identity(changed(device="cpu")), identity(HERE)
+    assert differences(unnamed, identity(changed(device="cpu", processor="Xeon"))) == []
+    assert differences(unnamed, gpu) == ["device CPU (here NVIDIA H100)"]
+
+
+def test_what_one_side_does_not_know_is_not_compared():
+    assert found(changed(torch="", config_sha256="", engine_version="")) == []
+
+
+def test_of_an_analytic_profile_the_model_is_compared_and_not_the_data_sheet():
+    analytic = changed(analytic="assumed", device="A100-80GB", engine_version="")
+    assert found(analytic) == []
+    assert found(analytic.model_copy(update={"dtype": "float16"})) == ["dtype float16 (here float32)"]
+
+
+def test_a_foreign_fit_is_refused_in_one_line_with_all_that_differs():
+    with pytest.raises(ForeignError, match=r"another device A \(.*\), another dtype float16 \(") as refused:
+        refuse_foreign(changed(device="A", dtype="float16"), [identity(HERE)])
+    assert "\n" not in refused.value.message
+    assert "--force" in refused.value.hint
+    assert refused.value.exit_code == 2
+
+
+def test_forced_the_same_is_said_once_and_no_more():
+    told: list[str] = []
+    refuse_foreign(changed(device="A"), [identity(HERE)] * 3, told.append)
+    assert told == ["the fit was made with another device A (here NVIDIA H100)"]

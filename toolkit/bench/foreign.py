@@ -1,0 +1,28 @@
+"""Whether a plan's predictions are of the engine that serves, as far as a server tells who it is."""
+
+from __future__ import annotations
+
+from toolkit.endpoints.scrape import scrape
+from toolkit.endpoints.target import Target, version
+from toolkit.files.identity import Identity, OnForeign, refuse_foreign
+from toolkit.files.plan import Plan
+from toolkit.sched.policies import ELSEWHERE
+
+ENGINE_INFO = "llmctl_engine_info"
+
+
+def check_server(plan: Plan, target: Target, on_foreign: OnForeign | None = None) -> None:
+    """`ForeignError` where the plan's fit is of another engine, model or device than `target`'s; see `refuse_foreign`.
+
+    llmctl's own servers say all of it in /metrics; of others /version and the model's name are compared.
+    """
+    refuse_foreign(plan.fit.engine, [_served(plan, target)], on_foreign)
+
+
+def _served(plan: Plan, target: Target) -> Identity:
+    engine = plan.fit.engine.engine
+    if engine == ELSEWHERE:  # whatever it is: it was asked the same two questions when it was profiled
+        return {"engine": f"{engine} {version(target)}".strip(), "model": target.model}
+    if not target.own:
+        return {"engine": f"{engine} {version(target)}".strip()}
+    return next((labels for name, labels, _ in scrape(target) if name == ENGINE_INFO), {})
