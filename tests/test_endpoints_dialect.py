@@ -5,7 +5,7 @@ import json
 import pytest
 from sse_server import chunked, event, sse_server, tokens_event, usage_event, whole
 
-from toolkit.endpoints.dialect import learn
+from toolkit.endpoints.dialect import FULL, learn
 from toolkit.endpoints.target import find_target
 from toolkit.errors import InputError
 
@@ -81,3 +81,8 @@ def test_requests_are_greedy_and_say_where_they_end_to_llmctl_alone():
     assert (body["temperature"], body["ignore_eos"], body["stream"]) == (0, True, True)
     assert "llmctl_end_after" not in json.dumps(body)
     assert dialect.request("m", [1], 8, end_after=3)["llmctl_end_after"] == 3
+
+
+def test_a_priority_is_named_where_there_is_one():
+    assert FULL.request("m", [1], 4, priority=-2)["priority"] == -2
+    assert "priority" not in FULL.request("m", [1], 4)

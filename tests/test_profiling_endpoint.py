@@ -1,6 +1,6 @@
 """A server profiled from outside: how many requests it runs at once, its times, and what becomes of failures."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -10,6 +10,7 @@ from sse_server import chunked, serve_request, sse_server, tokens_event, usage_e
 
 from toolkit.cli.main import run
 from toolkit.endpoints.scrape import Metric
+from toolkit.endpoints.stream import Sample
 from toolkit.errors import EngineError, InputError
 from toolkit.estimators.fitting import fit_profile
 from toolkit.files.recipe import Recipe
@@ -96,6 +97,34 @@ def test_a_server_that_does_not_stream_has_no_decode_steps():
         bench = EndpointBench(recipe_for(stub.url))
         with pytest.raises(Unmeasurable, match="does not stream"):
             bench.time(GridPoint("decode", 1, 32), 0)
+        bench.stop()
+
+
+def one_after_the_other(prompts: Sequence[int], max_tokens: Sequence[int]) -> list[Sample]:
+    """A server that prefills for a second each while the others decode, 0.125 s a step."""
+    return [
+        Sample(0.0, prompt, tokens, 0.0, 1.0 + number, 1.0 + number + 0.125 * (tokens - 1), 0.125, tokens, "")
+        for number, (prompt, tokens) in enumerate(zip(prompts, max_tokens, strict=True))
+    ]
+
+
+def test_rows_that_came_early_are_asked_for_more_until_all_decode_at_once(monkeypatch: pytest.MonkeyPatch):
+    asked: list[list[int]] = []
+
+    def together(prompts: Sequence[int], max_tokens: Sequence[int]) -> list[Sample]:
+        asked.append(list(max_tokens))
+        return one_after_the_other(prompts, max_tokens)
+
+    with sse_server() as server:
+        bench = EndpointBench(recipe_for(server.url))
+        monkeypatch.setattr(bench, "_together", together)
+        assert bench.time(GridPoint("decode", 4, 32), warmups=1)[0] == pytest.approx(0.125)
+        steps = 128 // 4
+        assert asked[0] == [steps] * 4
+        assert asked[1] == [steps + 30, steps + 20, steps + 10, steps]  # 1.25 x 24, 16 and 8 steps of a lead
+        assert asked[2] == asked[1], "what was found out once is kept"
+        with pytest.raises(Unmeasurable, match="12 requests of 16 tokens did not decode at once"):
+            bench.time(GridPoint("decode", 12, 32), warmups=0)
         bench.stop()
 
 

@@ -1,15 +1,21 @@
 """The canonical format: what is written reads back the same."""
 
+import json
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from toolkit.errors import InputError
+from toolkit.sim.api import requests_of
 from toolkit.traces.read import read_trace
 from toolkit.traces.types import Trace
+from toolkit.traces.windows import cut
 from toolkit.traces.write import Line, write_lines, write_trace
 
+URGENCIES = np.array([0, -3, 7])
 ROWS = st.lists(
     st.tuples(
         st.integers(0, 10**12),  # microseconds
@@ -68,3 +74,23 @@ def _trace(rows):
         output_tokens=np.array([row[2] for row in rows]),
         max_tokens=np.array([row[2] if row[3] else 0 for row in rows]),
     )
+
+
+def test_priorities_are_read_and_written_cut_and_simulated(tmp_path):
+    path = tmp_path / "trace.jsonl"
+    trace = replace(_trace([(0, 8, 4, False), (2_000_000, 8, 4, False), (3_000_000, 8, 4, False)]), priority=URGENCIES)
+    write_trace(trace, path)
+    again, _ = read_trace(path)
+    assert again.priorities == [0, -3, 7]
+    assert cut(again, 1.0, 9.0).priorities == [-3, 7]
+    requests, _ = requests_of(again, 16)
+    assert [request.priority for request in requests] == [0, -3, 7]
+
+
+@pytest.mark.parametrize("priority", [0.5, "high", 1 << 40])
+def test_what_is_no_priority_is_dropped_and_counted(tmp_path, priority):
+    line = {"timestamp": 0, "input_length": 8, "output_length": 4}
+    path = tmp_path / "trace.jsonl"
+    path.write_text("".join(json.dumps(each) + "\n" for each in (line, line | {"priority": priority})))
+    trace, report = read_trace(path)
+    assert (len(trace), trace.priority, report.dropped) == (1, None, {"unparsable": 1})

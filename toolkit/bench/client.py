@@ -80,13 +80,14 @@ async def replay(target: Target, trace: Trace, load: Load, on_done: Callable[[],
     columns = zip(trace.arrival_s.tolist(), trace.prompt_tokens.tolist(), trace.output_tokens.tolist(), strict=True)
     samples = [Sample(*row) for row in columns]
     sender = _Sender(target, load)
-    limits = trace.max_tokens.tolist()
-    prepared = deque(sender.request(k, samples[k], limits[k]) for k in range(min(len(samples), PREPARED)))
+    limits, priorities = trace.max_tokens.tolist(), trace.priorities
+    first = range(min(len(samples), PREPARED))
+    prepared = deque(sender.request(k, samples[k], limits[k], priorities[k]) for k in first)
     sender.start()
     running: set[asyncio.Task[None]] = set()
     try:
         for k, sample in enumerate(samples):
-            request = prepared.popleft() if prepared else sender.request(k, sample, limits[k])
+            request = prepared.popleft() if prepared else sender.request(k, sample, limits[k], priorities[k])
             await asyncio.sleep(sample.scheduled_s - sender.clock())
             task = asyncio.create_task(sender.send(request, sample))
             running.add(task)
@@ -117,7 +118,7 @@ class _Sender:
     def clock(self) -> float:
         return time.perf_counter() - self._start_s
 
-    def request(self, number: int, sample: Sample, limit: int) -> bytes:
+    def request(self, number: int, sample: Sample, limit: int, priority: int) -> bytes:
         """The bytes of one request."""
         load = self._load
         prompt = load.dialect.prompt(np.random.default_rng([load.seed, number]), sample.prompt_tokens, load.vocab_size)
@@ -125,7 +126,8 @@ class _Sender:
             tokens, end_after = limit or load.max_new_tokens, sample.wanted_tokens
         else:
             tokens, end_after = sample.wanted_tokens, None
-        return self._connection.request(load.dialect.request(self._model, prompt, tokens, end_after=end_after))
+        fields = load.dialect.request(self._model, prompt, tokens, end_after=end_after, priority=priority)
+        return self._connection.request(fields)
 
     async def send(self, request: bytes, sample: Sample) -> None:
         await self._connection.send(request, sample, self.clock, self._load.timeout_s)

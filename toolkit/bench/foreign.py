@@ -19,6 +19,11 @@ def check_server(plan: Plan, target: Target, on_foreign: OnForeign | None = None
     refuse_foreign(plan.fit.engine, [_served(plan, target)], on_foreign)
 
 
+def tells_of_its_laws(plan: Plan, target: Target) -> bool:
+    """Whether the server's predicted batch times are by the plan's laws: not where it was fitted from outside."""
+    return target.own and plan.fit.engine.engine != ELSEWHERE
+
+
 def _served(plan: Plan, target: Target) -> Identity:
     engine = plan.fit.engine.engine
     if engine == ELSEWHERE:  # whatever it is: it was asked the same two questions when it was profiled

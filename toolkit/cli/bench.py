@@ -73,7 +73,7 @@ def command(
     """
     from toolkit.bench.client import Load, run, try_out
     from toolkit.bench.costs import counts_or_none, scheduling
-    from toolkit.bench.foreign import check_server
+    from toolkit.bench.foreign import check_server, tells_of_its_laws
     from toolkit.bench.limits import fitted, limits_of
     from toolkit.bench.predict import predict
     from toolkit.bench.report import Prediction, report, request_lines
@@ -111,7 +111,7 @@ def command(
     seen: list[int] = []  # output lengths of the warm-up
     if planned:
         as_fitted = predict(planned, replayed, targets)
-        count = round(warmup * as_fitted["throughput_rps"]) if target.own else 0
+        count = round(warmup * as_fitted["throughput_rps"]) if tells_of_its_laws(planned, target) else 0
         warming = others(whole, start + float(replayed.arrival_s[-1]), count)
         warm = _warm_up(target, warming, load, warmup)
         seen = warming.output_tokens.tolist()

@@ -156,6 +156,7 @@ class _Session:
     def _warm_up(self, window: Window) -> Conditions | None:
         """What other requests show of the server as it is now, where it tells; None: interrupted."""
         from toolkit.bench.client import run
+        from toolkit.bench.foreign import tells_of_its_laws
         from toolkit.bench.predict import Conditions, predict
         from toolkit.bench.warmup import conditions, others, warm_up
         from toolkit.cli.output import progress
@@ -167,7 +168,7 @@ class _Session:
         trace = others(self._whole, window.end_s, count)
         self._finished += trace.output_tokens.tolist()
         with progress("warming up", count) as advance:
-            if not self._target.own:
+            if not tells_of_its_laws(self._plan, self._target):
                 interrupted, warm = run(self._target, trace, self._load, advance).interrupted, None
             else:
                 warm, interrupted = warm_up(self._target, trace, self._load, advance)

@@ -48,15 +48,27 @@ class Dialect:
         return " ".join(WORDS[index] for index in rng.integers(0, len(WORDS), count))
 
     def request(
-        self, model: str, prompt: Prompt, max_tokens: int, *, end_after: int | None = None, stream: bool = True
+        self,
+        model: str,
+        prompt: Prompt,
+        max_tokens: int,
+        *,
+        end_after: int | None = None,
+        stream: bool = True,
+        priority: int = 0,
     ) -> dict[str, object]:
-        """The body of a greedy completion of `max_tokens`, or of `end_after`, which llmctl's engine alone knows."""
+        """The body of a greedy completion of `max_tokens`, or of `end_after`, which llmctl's engine alone knows.
+
+        A `priority` of 0 is every server's default, and not named: some refuse fields that they do not know.
+        """
         fields: dict[str, object] = {"model": model, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0}
         if self.ignore_eos:
             fields["ignore_eos"] = True
         fields["stream"] = stream
         if stream and self.usage_option:
             fields["stream_options"] = {"include_usage": True}
+        if priority:
+            fields["priority"] = priority
         return fields if end_after is None else fields | {"llmctl_end_after": end_after}
 
     @property

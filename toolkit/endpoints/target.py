@@ -71,7 +71,8 @@ def find_target(url: str, model: str | None = None, api_key: str = "") -> Target
         found = msgspec.json.decode(body, type=Models).data
     except msgspec.DecodeError as error:
         raise InputError(f"{base}/v1/models is not OpenAI's list of models: {error}") from error
-    chosen = next((one for one in found if model in (None, one.id)), None)
+    listed = found or ([Model(model)] if model else [])  # transformers' serve lists its cache, and serves folders, too
+    chosen = next((one for one in listed if model in (None, one.id)), None)
     if chosen is None:
         names = ", ".join(one.id for one in found) or "none"
         raise InputError(f"{base} does not serve the model '{model}'", f"it serves: {names}")

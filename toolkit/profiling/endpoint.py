@@ -2,14 +2,15 @@
 
 Requests are sent together, each with a prompt of its own, so that no cache of prefixes helps. A prefill of [N, L] is N
 requests for one token, from the first that was sent to the last that was answered. A decode step of N rows is read off
-N requests for some tokens: between the first and the last token of the one that came last, all N decode. What a server
-does with them inside is its own affair: these are the times that its clients see.
+N requests for some tokens: between the first and the last token of the one that came last, where all N decode. What a
+server does with them inside is its own affair: these are the times that its clients see.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import time
 from collections.abc import Iterator, Sequence
@@ -29,7 +30,12 @@ from toolkit.profiling.grid import GridPoint, Shape
 from toolkit.workers.protocol import Workers
 
 KEY_VARIABLE = "LLMCTL_ENGINE_API_KEY"  # never in a recipe: profiles and logs carry those
-STEPS = 24  # tokens of a request whose decode steps are timed
+STEPS = 48  # tokens of a request whose decode steps are timed; servers may hold a last one back for a while
+HEAD_START = (
+    1.25  # of the tokens that those who came first had got before the last came, so many more are asked of them
+)
+EARLY_SHARE = 0.25  # of the steps that are timed may lack rows that have ended
+TRIES = 4  # to have all rows of a decode step run at once
 PATIENCE_S = 300.0  # for one group of requests
 FAILURES_MAX = 5  # groups in a row that were not answered: the server is gone
 ADMISSION_TOKENS = 8, 48  # prompt and output of the requests that find out how many run at once
@@ -54,10 +60,11 @@ class Endpoint:
         """Token ids of prompts are below this from now on."""
         self._vocab_size = vocab_size
 
-    async def together(self, prompts: Sequence[int], max_tokens: int) -> list[Sample]:
-        """Send a request for each prompt length at once, and wait for all. Raises as `at_times` does."""
+    async def together(self, prompts: Sequence[int], max_tokens: Sequence[int]) -> list[Sample]:
+        """Send a request for each prompt length and number of tokens at once. Raises as `at_times` does."""
         start_s = time.perf_counter()
-        return await self.at_times([Sample(0.0, length, max_tokens) for length in prompts], start_s)
+        samples = [Sample(0.0, length, tokens) for length, tokens in zip(prompts, max_tokens, strict=True)]
+        return await self.at_times(samples, start_s)
 
     async def at_times(self, samples: list[Sample], start_s: float) -> list[Sample]:
         """Send each when its time has come, seconds after `start_s` of the performance counter, and wait for all.
@@ -100,6 +107,7 @@ class EndpointBench:
         self._endpoint = Endpoint(recipe)
         self._runner = asyncio.Runner(loop_factory=loop_factory())
         self._failures = 0
+        self._head_starts: dict[GridPoint, list[int]] = {}
         try:
             rows = self._admission(4 * max(recipe.profile.batch_sizes))
             self.facts: EngineFacts = facts_of(recipe, self._endpoint.target, self._endpoint.dialect, rows)
@@ -136,19 +144,33 @@ class EndpointBench:
         return True
 
     def _prefill_s(self, point: GridPoint) -> float:
-        samples = self._together([point.length] * point.batch_size, 1)
+        samples = self._together([point.length] * point.batch_size, [1] * point.batch_size)
         return max(one.last_token_s for one in samples) - min(one.sent_s for one in samples)
 
     def _decode_s(self, point: GridPoint) -> float:
-        """Mean of the steps around the cached length: half of them come before it, half after."""
-        steps = min(STEPS, self.facts.max_model_len - 1)
+        """Mean of the steps around the cached length while all rows decode: half of them come before it, half after.
+
+        A server that prefills in chunks lets the first rows decode long before the last. Those are asked for more
+        tokens then, so that they are still there; how many, is found out once for a point.
+        """
+        steps = min(STEPS, self.facts.max_model_len // 4)
         prompt = max(min(point.length - steps // 2, self.facts.max_model_len - steps), 1)
-        samples = self._together([prompt] * point.batch_size, steps)
-        last = max(samples, key=lambda one: one.first_token_s)
-        seconds = last.last_token_s - last.first_token_s
-        if seconds <= 0.0:
-            raise Unmeasurable("all tokens of an output came at once: the server does not stream")
-        return seconds / (steps - 1)
+        more_max = self.facts.max_model_len - prompt - steps
+        head_starts = self._head_starts.setdefault(point, [0] * point.batch_size)
+        for _ in range(TRIES):
+            samples = self._together([prompt] * point.batch_size, [steps + more for more in head_starts])
+            last = max(samples, key=lambda one: one.first_token_s)
+            seconds = last.last_token_s - last.first_token_s
+            if seconds <= 0.0:
+                raise Unmeasurable("all tokens of an output came at once: the server does not stream")
+            step_s = seconds / (last.output_tokens - 1)
+            if min(one.last_token_s for one in samples) >= last.last_token_s - EARLY_SHARE * seconds:
+                return step_s
+            leads_s = [last.first_token_s - one.first_token_s for one in samples]
+            head_starts[:] = [min(math.ceil(HEAD_START * lead_s / step_s), more_max) for lead_s in leads_s]
+        raise Unmeasurable(
+            f"{point.batch_size} requests of {prompt} tokens did not decode at once: the first had ended"
+        )
 
     def _admission(self, limit: int) -> int | None:
         """How many requests run at once at most; None: at least `limit`.
@@ -158,7 +180,7 @@ class EndpointBench:
         size = 8
         while size <= limit:
             prompt, tokens = ADMISSION_TOKENS
-            samples = self._together([prompt] * size, tokens)
+            samples = self._together([prompt] * size, [tokens] * size)
             first_end_s = min(one.last_token_s for one in samples)
             at_once = sum(one.first_token_s < first_end_s for one in samples)
             if at_once < size:
@@ -166,7 +188,7 @@ class EndpointBench:
             size *= 2
         return None
 
-    def _together(self, prompts: Sequence[int], max_tokens: int) -> list[Sample]:
+    def _together(self, prompts: Sequence[int], max_tokens: Sequence[int]) -> list[Sample]:
         try:
             samples = self._runner.run(self._endpoint.together(prompts, max_tokens))
         except Unmeasurable as reason:

@@ -58,7 +58,7 @@ class EndpointWorkers:
         start_s = time.perf_counter()
         counts = [0] * len(prompts)
         with contextlib.suppress(Unmeasurable):  # whose tokens did not all come, counts as none: the slice has failed
-            counts = [sample.output_tokens for sample in await self._endpoint.together(prompts, steps)]
+            counts = [sample.output_tokens for sample in await self._endpoint.together(prompts, [steps] * len(prompts))]
         finish: FinishReason = "length"
         output = SliceOutput(tuple((0,) * count for count in counts), (finish,) * len(counts))
         if self._on_event is not None:

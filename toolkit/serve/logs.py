@@ -69,6 +69,7 @@ def trace_line(live: Live, timestamp: float) -> Line:
         input_length=len(live.ask.prompt),
         output_length=live.output.tokens,
         max_tokens=live.ask.max_new_tokens,
+        priority=live.ask.priority,
         ttft_ms=_ms_or_none(live.first_token_s - live.arrival_s),
         e2e_ms=_ms_or_none(live.last_token_s - live.arrival_s),
         status="ok" if live.status in ("stop", "length") else live.status,

@@ -174,11 +174,12 @@ def requests_of(trace: Trace, max_new_tokens: int, *, limits_hold: bool = True) 
         trace.prompt_tokens.tolist(),
         trace.output_tokens.tolist(),
         trace.max_tokens.tolist(),
+        trace.priorities,
         strict=True,
     )
-    for k, (arrival_s, prompt, output, limit) in enumerate(rows):
+    for k, (arrival_s, prompt, output, limit, priority) in enumerate(rows):
         limit = limit or max_new_tokens
-        requests.append(Request(str(k), arrival_s, prompt, limit))
+        requests.append(Request(str(k), arrival_s, prompt, limit, priority))
         outputs.append(min(output, limit) if limits_hold else output)
     return requests, outputs
 

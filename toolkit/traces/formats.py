@@ -45,6 +45,7 @@ class Format:
     arrival: str = ""
     seconds: Callable[[object], float] = number
     max_tokens: str = ""  # optional, the limit that the client set
+    priority: str = ""  # optional, the smaller the more urgent
     status: str = ""  # optional, see SUCCESS
     zero_output_failed: bool = False  # 0 output tokens is how the format says that a request failed
     absolute_time: bool = False  # times are dates, so there is no negative one
@@ -61,6 +62,7 @@ MOONCAKE = Format(
     arrival="timestamp",
     seconds=milliseconds,
     max_tokens="max_tokens",
+    priority="priority",
     status="status",
 )
 

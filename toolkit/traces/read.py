@@ -31,7 +31,7 @@ FAILED = "failed responses"
 BEYOND = "longer than their max_tokens"
 
 Record = Mapping[str, object] | None  # one row by column name; None: it could not be parsed
-Row = tuple[float, int, int, int]  # arrival in seconds, prompt, output, max_tokens
+Row = tuple[float, int, int, int, int]  # arrival in seconds, prompt, output, max_tokens, priority
 
 
 @dataclass(slots=True, frozen=True)
@@ -160,7 +160,8 @@ def _collect(records: Iterator[Record], form: Format, source: str) -> tuple[Trac
     order = np.argsort(arrivals, kind="stable")
     lengths = np.array([row[1:] for row in kept], dtype=np.int64)[order]
     arrivals = arrivals[order] - arrivals.min()
-    return Trace(arrivals, lengths[:, 0], lengths[:, 1], lengths[:, 2], source, report.lines()), report
+    priority = lengths[:, 3] if lengths[:, 3].any() else None
+    return Trace(arrivals, lengths[:, 0], lengths[:, 1], lengths[:, 2], source, report.lines(), priority), report
 
 
 def _row(record: Record, form: Format) -> Row:
@@ -175,6 +176,8 @@ def _row(record: Record, form: Format) -> Row:
         output = _length(record.get(form.output))
         limit = record.get(form.max_tokens) if form.max_tokens else None
         max_tokens = 0 if limit is None else _length(limit)
+        urgency = record.get(form.priority) if form.priority else None
+        priority = 0 if urgency is None else _priority(urgency)
     except (ValueError, OverflowError) as error:
         raise _Dropped(UNPARSABLE) from error
     if not math.isfinite(arrival):
@@ -187,7 +190,7 @@ def _row(record: Record, form: Format) -> Row:
         raise _Dropped(NEGATIVE)
     if 0 < max_tokens < output:
         raise _Dropped(BEYOND)
-    return arrival, prompt, output, max_tokens
+    return arrival, prompt, output, max_tokens, priority
 
 
 def _length(value: object) -> int:
@@ -202,3 +205,11 @@ def _length(value: object) -> int:
     if value > LONGEST:
         raise ValueError(f"longer than {LONGEST} tokens: {value}")
     return value
+
+
+def _priority(value: object) -> int:
+    """A whole number of 32 bits, as requests have it; ValueError otherwise."""
+    exact = number(value)
+    if exact != int(exact) or abs(exact) > LONGEST:
+        raise ValueError(f"not a priority: {exact}")
+    return int(exact)

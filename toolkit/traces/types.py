@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+Rows = NDArray[np.int64] | slice
+
 
 @dataclass(slots=True, frozen=True)
 class Trace:
@@ -22,6 +24,16 @@ class Trace:
     max_tokens: NDArray[np.int64]
     source: str = ""  # file name, or how it was generated
     notes: tuple[str, ...] = field(default=())  # what was done to it: rows dropped, lengths scaled, rate changed
+    priority: NDArray[np.int64] | None = None  # the smaller, the more urgent; None: nobody is more urgent than others
 
     def __len__(self) -> int:
         return len(self.arrival_s)
+
+    @property
+    def priorities(self) -> list[int]:
+        """Of each request; 0 where the trace has none."""
+        return [0] * len(self) if self.priority is None else self.priority.tolist()
+
+    def prioritised(self, rows: Rows) -> NDArray[np.int64] | None:
+        """The priorities of a part of the trace."""
+        return None if self.priority is None else self.priority[rows]

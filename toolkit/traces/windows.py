@@ -38,6 +38,7 @@ def cut(trace: Trace, start_s: float, end_s: float) -> Trace:
         prompt_tokens=trace.prompt_tokens[kept],
         output_tokens=trace.output_tokens[kept],
         max_tokens=trace.max_tokens[kept],
+        priority=trace.prioritised(kept),
         notes=(*trace.notes, f"cut to {_span(start_s, end_s)}: {last - first:,} requests"),
     )
 

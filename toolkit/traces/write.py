@@ -21,6 +21,7 @@ class Line(msgspec.Struct, frozen=True, omit_defaults=True):
     ttft_ms: float | None = None
     e2e_ms: float | None = None
     status: str = ""  # "ok", or why the request failed; readers drop what failed
+    priority: int = 0  # the smaller, the more urgent
 
 
 def to_ms(seconds: float) -> float:
@@ -36,9 +37,11 @@ def write_trace(trace: Trace, path: Path) -> None:
         trace.prompt_tokens.tolist(),
         trace.output_tokens.tolist(),
         trace.max_tokens.tolist(),
+        trace.priorities,
         strict=True,
     )
-    write_lines((Line(to_ms(arrival), *lengths) for arrival, *lengths in columns), path)
+    lines = (Line(to_ms(arrival), *lengths, priority=priority) for arrival, *lengths, priority in columns)
+    write_lines(lines, path)
 
 
 def write_lines(lines: Iterable[Line], path: Path) -> None:
