@@ -40,7 +40,10 @@ def write_trace(trace: Trace, path: Path) -> None:
         trace.priorities,
         strict=True,
     )
-    lines = (Line(to_ms(arrival), *lengths, priority=priority) for arrival, *lengths, priority in columns)
+    lines = (
+        Line(to_ms(arrival), prompt, output, limit, priority=priority)
+        for arrival, prompt, output, limit, priority in columns
+    )
     write_lines(lines, path)
 
 
