@@ -80,13 +80,13 @@ def render(folder: Path) -> None:
     files = {"--fit": "fit.json", "--out": "new.json"}
     options = [word for option, name in files.items() for word in (option, str(folder / name))]
     with pytest.raises(SystemExit, match="0"):
-        run(["render", str(folder / "recipe.json"), *options])
+        run(["render", str(folder / "recipe.yaml"), *options])
 
 
 @pytest.fixture
 def plan(tmp_path: Path) -> Path:
     recipe = samples.recipe()
-    inputs = {"recipe": tmp_path / "recipe.json", "fit": tmp_path / "fit.json"}
+    inputs = {"recipe": tmp_path / "recipe.yaml", "fit": tmp_path / "fit.json"}
     write_file(recipe, inputs["recipe"])
     write_fit(inputs["recipe"], inputs["fit"], 8192)
     write_file(make_plan(recipe, samples.fit(), None, inputs), tmp_path / "plan.json")
@@ -121,7 +121,7 @@ def test_a_validation_of_another_fit_is_not_shown(plan: Path, capsys: pytest.Cap
     with sse_server() as server:
         assert validate(plan, server.url, "--warmup", "0") == 0
     folder = plan.parent
-    write_fit(folder / "recipe.json", folder / "fit.json", 4096)
+    write_fit(folder / "recipe.yaml", folder / "fit.json", 4096)
     capsys.readouterr()
     render(folder)
     assert "it is about another fit" in capsys.readouterr().err
