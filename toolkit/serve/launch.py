@@ -93,7 +93,6 @@ def _driver(order: Launch, workers: Workers, events: EventLog | None, requests: 
         on_end=RequestLog(requests).add if requests else None,
         limits=order.limits,
         patience=Patience(grace_s=plan.recipe.serve.hang_s),
-        patience=Patience(grace_s=recipe.serve.hang_s),
         accept=accept,
     )
 
