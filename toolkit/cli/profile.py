@@ -60,7 +60,8 @@ def command(
         measured = profile(open_recipe(recipe), recipe, out, TerminalWatch(stack), fresh=fresh)
     write_file(measured, out)
     journal_path(out).unlink(missing_ok=True)
-    _say_how_quiet_it_was(others.percent())
+    if not measured.engine.is_server:  # whose own time would count as others'
+        _say_how_quiet_it_was(others.percent())
     emit(as_json, measured, lambda: show(measured))
     note(f"wrote {out}; fit its laws with: llmctl fit {out}")
 

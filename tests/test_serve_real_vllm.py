@@ -1,0 +1,135 @@
+"""A real vLLM's server over HTTP: the log of its passes adds up, and our scheduler inside it is the plan's.
+
+Runs where vLLM is installed, or where VLLM_PYTHON names the Python of an environment that has it.
+"""
+
+import asyncio
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import httpx
+import pytest
+import samples
+
+from toolkit.endpoints.stream import Sample
+from toolkit.endpoints.vllm_command import VllmCommand
+from toolkit.endpoints.vllm_server import vllm_server
+from toolkit.engines.saved_model import saved_model
+from toolkit.files.io import write_file
+from toolkit.files.plan import Plan, PlannedPolicy
+from toolkit.inside.setup import make_worker, read_setup
+from toolkit.profiling.endpoint import Endpoint
+from toolkit.profiling.passes import timed
+from toolkit.sched.eventlog import from_lines, replay
+from toolkit.sched.iterations import header_of, passes_of
+from toolkit.sched.policies import make_policy
+from toolkit.sched.policies.parameters import parameters
+from toolkit.sched.scheduler import Scheduler
+
+PYTHON = os.environ.get("VLLM_PYTHON") or (sys.executable if importlib.util.find_spec("vllm") else "")
+pytestmark = pytest.mark.skipif(not PYTHON, reason="vLLM is not installed, and VLLM_PYTHON names no Python that has it")
+CONFIG = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "vocab_size": 512,
+    "max_position_embeddings": 256,
+}
+
+
+def recipe():
+    return samples.recipe(
+        engine={
+            "name": "vllm",
+            "threads": 1,
+            "kv_cache_memory_mib": 1,
+            "vllm": {"python": PYTHON, "block_size": 32, "enforce_eager": True, "num_gpu_blocks_override": 13},
+        },
+        model={
+            "source": "random",
+            "config": CONFIG,
+            "max_model_len": 256,
+            "dtype": "float32",
+            "tokenizer": "bytes",
+        },
+        workers=1,
+        policy={"name": "vllm"},
+    )
+
+
+def requests(count: int) -> list[Sample]:
+    return [Sample(0.01 * k, 20 + 7 * k, 30 + 3 * k) for k in range(count)]
+
+
+def send(url: str, count: int) -> list[Sample]:
+    endpoint = Endpoint(recipe(), url)
+    endpoint.draws_below(256)
+    return asyncio.run(endpoint.at_times(requests(count), time.perf_counter()))
+
+
+def test_each_request_is_in_as_many_passes_as_it_has_tokens_and_passes_follow_one_another(tmp_path: Path):
+    asked, log = recipe(), tmp_path / "passes.jsonl"
+    flags = ["--scheduler-cls", "toolkit.inside.vllm_iterations.logged_scheduler", "--async-scheduling"]
+    command = VllmCommand(
+        asked, saved_model(asked.model, asked.hardware), "toy", flags, {"LLMCTL_VLLM_ITERATIONS": str(log)}
+    )
+    with vllm_server(command, quiet=True) as server:
+        send(server.url, 10)
+    first, *lines = log.read_bytes().splitlines(keepends=True)
+    header, passes = header_of(first), passes_of(lines)
+    assert (header.blocks, header.block_tokens, header.kv_bytes_per_token) == (12, 32, 2 * 2 * 64 * 4)
+    assert not header.async_scheduling  # vLLM's CPU platform switches it off, whatever was asked for
+    computed: Counter[str] = Counter()
+    for one in passes:
+        for row in one.rows:
+            assert row.computed == computed[row.request_id]
+            computed[row.request_id] += row.new
+        for name in one.preempted:
+            computed[name] = 0
+    kept = sorted(count for count in computed.values() if count)
+    assert kept[-10:] == sorted(one.prompt_tokens + one.wanted_tokens - 1 for one in requests(10))
+    assert any(one.preempted for one in passes)
+    following = timed(passes)
+    assert all(one.seconds > 0.0 for one in following)
+
+
+def test_a_policy_of_ours_serves_over_http_and_its_log_replays(tmp_path: Path):
+    chosen = PlannedPolicy(name="past-future", parameters=parameters(make_policy("past-future", {})))
+    envelope = {"tool_version": "0", "environment": samples.ENVIRONMENT, "inputs": {}}
+    fit = samples.fit(workers=1)
+    write_file(
+        Plan(**envelope, recipe=recipe(), fit=fit, workers=1, policy=chosen, predicted={}, explained={}),
+        tmp_path / "plan.json",
+    )
+    words = ["serve", str(tmp_path / "plan.json"), "--port", "0", "--json", "--event-log", str(tmp_path / "events")]
+    with (
+        (tmp_path / "log").open("w") as log,
+        subprocess.Popen([sys.executable, "-m", "toolkit", *words], stdout=subprocess.PIPE, stderr=log) as server,
+    ):
+        assert server.stdout is not None
+        url = json.loads(server.stdout.readline())["url"]
+        served = send(url, 10)
+        running = httpx.stream(
+            "POST", f"{url}/v1/completions", json={"prompt": "a", "max_tokens": 40, "ignore_eos": True, "stream": True}
+        )
+        with running as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            server.send_signal(signal.SIGTERM)
+            drained = sum(line.startswith("data: {") for line in lines)
+        server.wait(60)
+    assert [one.output_tokens for one in served] == [one.wanted_tokens for one in requests(10)]
+    assert server.returncode == 0
+    assert drained == 39  # vLLM finished what ran
+    header, *events = from_lines((tmp_path / "events").read_bytes().splitlines(keepends=True))
+    worker = make_worker(read_setup({}), header.capacity_tokens, header.slots)
+    assert list(replay(events, Scheduler(make_policy(header.policy, header.parameters), [worker]))) == []
