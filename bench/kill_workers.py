@@ -102,7 +102,7 @@ async def metric(http: httpx.AsyncClient, name: str) -> float:
 
 async def run(server: Server, options: argparse.Namespace, rng: random.Random) -> dict[str, object]:
     number = getattr(signal, f"SIG{options.signal}")
-    limits = httpx.Limits(max_connections=None)
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
     async with httpx.AsyncClient(base_url=server.url, timeout=300.0, limits=limits) as http:
         load = Load(http, options.tokens, rng)
         await load.undisturbed()

@@ -11,7 +11,7 @@ from toolkit.estimators.memory import ZetaMemory
 from toolkit.sched.policies import make_policy
 from toolkit.sched.scheduler import Scheduler
 from toolkit.sched.types import Request, Worker
-from toolkit.serve.forecast import Factor, Forecast, Limits, Told
+from toolkit.serve.forecast import Delay, Forecast, Limits, Told
 
 POLICIES = {"slice": {"slice_tokens": 16}, "conservative": {}}
 
@@ -54,16 +54,16 @@ def test_who_finds_a_free_place_in_a_running_batch_waits_for_no_other():
 
 
 def test_what_the_laws_do_not_know_is_learnt():
-    factor = Factor(8.0)
+    delay = Delay(8.0)
     for _ in range(64):
-        factor.add(1.0, 2.0)
-    assert factor.value == pytest.approx(2.05 / 1.05)
+        delay.add(1.0, 1.5)
+    assert delay.value_s == pytest.approx(0.5)
     for _ in range(300):
-        factor.add(0.5, 3600.0)  # told too little to count
-    assert factor.value == pytest.approx(2.05 / 1.05)
+        delay.add(0.5, 3600.0)  # told too little to count
+    assert delay.value_s == pytest.approx(0.5)
     for _ in range(300):
-        factor.add(1.0, 3600.0)
-    assert factor.value == 4.0
+        delay.add(1.0, 3600.0)
+    assert delay.value_s == 4.0
 
 
 def test_the_strictest_targets_count():

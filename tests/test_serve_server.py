@@ -62,6 +62,9 @@ def test_a_signal_lets_running_streams_finish_while_ready_says_no():
             assert (await http.get("/health")).status_code == 200
             refused = await http.post("/v1/completions", json=BODY)
             assert (refused.status_code, refused.json()["error"]["message"]) == (503, "the server is draining")
+            assert refused.headers["connection"] == "close"
+            with pytest.raises(httpx.ConnectError):
+                await http.get("/ready")  # the listener is closed, and no connection is left
             hands.finish()
             chunk, done = events((await response.aread()).decode())
         assert chunk["choices"][0]["text"] == text("hello", 6)

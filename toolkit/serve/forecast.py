@@ -12,6 +12,7 @@ import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from heapq import heapify, heapreplace
 from typing import NamedTuple
 
 import numpy as np
@@ -23,8 +24,7 @@ MARGIN = 0.9  # of a target
 MEMORY = 0.98  # how much the past weighs against one more request in a mean
 LOOKS_BACK = 256  # requests
 UNLUCKY = 0.97  # of which quantile the forecast is
-FLOOR_S = 0.05  # below which a ratio of times says nothing
-FACTORS = (0.25, 4.0)  # what is learnt stays within these
+MOST = 0.5  # of a limit: what is learnt stays within it
 TELLING = 0.125  # of a limit: who was told less says nothing of those for whom it matters
 
 
@@ -75,23 +75,23 @@ class Mean:
         self.value += (value - self.value) / self.weight
 
 
-class Factor:
-    """By how much the unlucky among the last requests waited longer than they had been told."""
+class Delay:
+    """By how many seconds the unlucky among the last requests waited longer than they had been told."""
 
     def __init__(self, limit_s: float) -> None:
-        self._telling_s = TELLING * limit_s
-        self._ratios: deque[float] = deque(maxlen=LOOKS_BACK)
+        self._limit_s = limit_s
+        self._late_s: deque[float] = deque(maxlen=LOOKS_BACK)
         self._added = 0
-        self.value = 1.0
+        self.value_s = 0.0
 
     def add(self, told_s: float, came_s: float) -> None:
-        if told_s < self._telling_s:
+        if told_s < TELLING * self._limit_s:
             return
-        self._ratios.append((came_s + FLOOR_S) / (told_s + FLOOR_S))
+        self._late_s.append(came_s - told_s)
         self._added += 1
         if self._added % 8 == 0:
-            low, high = FACTORS
-            self.value = min(max(float(np.quantile(self._ratios, UNLUCKY)), low), high)
+            most_s = MOST * self._limit_s
+            self.value_s = min(max(float(np.quantile(self._late_s, UNLUCKY)), -most_s), most_s)
 
 
 class Forecast:
@@ -110,7 +110,7 @@ class Forecast:
         self._prompt = Mean(typical_tokens)
         self._output = Mean(typical_tokens)
         self._steps = typical_tokens  # of the last slice
-        self._first, self._last = Factor(limits.ttft_s), Factor(limits.e2e_s)
+        self._first, self._last = Delay(limits.ttft_s), Delay(limits.e2e_s)
 
     def raw(self, now_s: float) -> Told:
         """By the laws alone."""
@@ -120,8 +120,8 @@ class Forecast:
     def now(self, now_s: float) -> Told:
         """With what was learnt, for all but the unlucky."""
         ttft_s, e2e_s, others_s = self.raw(now_s)
-        last = self._last.value
-        return Told(ttft_s * self._first.value, e2e_s * last, others_s * last)
+        last_s = self._last.value_s
+        return Told(max(ttft_s + self._first.value_s, 0.0), max(e2e_s + last_s, 0.0), max(others_s + last_s, 0.0))
 
     def submitted(self, prompt_tokens: int) -> None:
         self._prompt.add(prompt_tokens)
@@ -139,17 +139,17 @@ class Forecast:
         self._output.add(tokens)
 
     def _slices(self, workers: Sequence[Worker], now_s: float) -> Told:
-        given_s = sum(_left_s(worker, now_s) for worker in workers)
         queued = sum(batch.size for worker in workers for batch in worker.queue)
         pooled = max(self._scheduler.waiting_jobs - queued, 0) + 1
         law, length, steps = workers[0].latency, int(self._prompt.value + self._output.value / 2), self._steps
         rows = min(_fitting(workers[0], length, steps), math.ceil(pooled / len(workers)))
         prefill_s = law.prefill_s(rows, length)
         batch_s = prefill_s + law.decode_s(rows, length, steps)
-        turn_s = max((given_s + batch_s * math.ceil(pooled / rows)) / len(workers), batch_s)
+        start_s = _last_start_s([_left_s(worker, now_s) for worker in workers], batch_s, math.ceil(pooled / rows))
+        turn_s = start_s + batch_s
         slices = math.ceil(self._output.value / steps)
         alone_s = slices * (law.prefill_s(1, length) + law.decode_s(1, length, steps))
-        return Told(turn_s - batch_s + prefill_s, slices * turn_s, slices * turn_s - alone_s)
+        return Told(start_s + prefill_s, slices * turn_s, slices * turn_s - alone_s)
 
     def _rounds(self, workers: Sequence[Worker], now_s: float) -> Told:
         ahead, prompt, output = self._scheduler.waiting_jobs, self._prompt.value, self._output.value
@@ -175,6 +175,14 @@ def _left_s(worker: Worker, now_s: float) -> float:
     running = worker.running
     done_s = min(now_s - running.started_s, running.estimated_s) if running else 0.0
     return max(worker.load_s - done_s, 0.0)
+
+
+def _last_start_s(left_s: list[float], batch_s: float, batches: int) -> float:
+    """When the last of so many batches starts, each going to whoever is free first."""
+    heapify(left_s)
+    for _ in range(batches - 1):
+        heapreplace(left_s, left_s[0] + batch_s)
+    return left_s[0]
 
 
 def _fitting(worker: Worker, length: float, steps: int) -> int:

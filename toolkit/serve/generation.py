@@ -110,7 +110,8 @@ class Generation:
     def _check_ready(self) -> None:
         if self._driver.state != "ready":
             text = f"the server is {self._driver.state}"
-            raise ApiError(text, status=503, code="unavailable", headers={"Retry-After": "5"})
+            headers = {"Retry-After": "5"} | ({"Connection": "close"} if self._driver.state == "draining" else {})
+            raise ApiError(text, status=503, code="unavailable", headers=headers)
 
     def _head(self, prefix: str) -> Head:
         return Head(f"{prefix}-{secrets.token_hex(12)}", int(time.time()), self._settings.model)

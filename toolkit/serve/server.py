@@ -1,7 +1,7 @@
 """The process: listen, load, serve, and end in order when told to.
 
-uvicorn speaks HTTP. What it does on a signal is replaced: first /ready turns 503 and streams go on, then nothing new is
-taken, then what is left gets a final error, and only then does the listener close.
+uvicorn speaks HTTP. What it does on a signal is replaced: first /ready turns 503 while requests are still taken, then
+the listener closes and nothing new is taken, streams go on, and what is left in the end gets a final error.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from toolkit.serve.http import BoundedProtocol
 BACKLOG = 2048
 KEEP_ALIVE_S = 60  # longer than clients' connection pools keep theirs, so that they do not meet a closed one
 LAST_BYTES_S = 5  # for final chunks to leave
+ACCEPTED_S = 0.02  # for the loop to accept who has connected, before the listener closes
 
 
 @dataclass(slots=True, frozen=True)
@@ -117,7 +118,7 @@ async def serve(
             await first_of(signals.first.wait(), driver.broke.wait(), listening)
             if driver.bug:
                 raise driver.bug
-            await leave(driver, ending, signals)
+            await leave(driver, server, ending, signals)
     finally:
         loading.cancel()
         await asyncio.wait([loading])
@@ -126,11 +127,17 @@ async def serve(
         await listening
 
 
-async def leave(driver: Driver, ending: Ending, signals: Signals) -> None:
-    """Announce the end, keep serving for the notice, then wait for what runs. A second signal cuts both short."""
+async def leave(driver: Driver, server: uvicorn.Server, ending: Ending, signals: Signals) -> None:
+    """Announce the end, keep serving for the notice, then wait for what runs. A second signal cuts both short.
+
+    Whoever has connected by then is heard, and whoever has not may try elsewhere at once.
+    """
     driver.leaving = True
     with suppress(TimeoutError):
         await asyncio.wait_for(signals.second.wait(), ending.notice_s)
+    await asyncio.sleep(ACCEPTED_S)
+    for listening in server.servers:
+        listening.close()
     await first_of(driver.drain(ending.timeout_s), signals.second.wait())
 
 
