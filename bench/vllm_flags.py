@@ -41,6 +41,7 @@ SHOWN = {
     "mtpot_p99_s": ("MTPOT p99 s", ".3f"),
     "e2e_mean_s": ("E2E mean s", ".3f"),
 }
+STARTED_S = time.monotonic()
 HELD_TO = {"throughput_rps": 10.0, "ttft_mean_s": 15.0, "tpot_mean_s": 15.0}
 
 
@@ -84,6 +85,8 @@ def measure(arguments: argparse.Namespace, repeat: int) -> None:
         if (arguments.work / out).exists():
             continue
         began = time.monotonic()
+        if arguments.minutes is not None and began - STARTED_S > 60.0 * arguments.minutes:
+            return
         with serving(arguments, f"{system}.json") as url:
             words = ["--url", url, "--trace", trace, "--tuning", "tuning.json", "--warmup", str(arguments.warmup)]
             run(arguments, "validate", f"{system}.json", *words, "--out", out)
@@ -156,9 +159,10 @@ def options(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--recipe", type=Path, default=root / "recipes" / "tiny-llama-vllm.yaml")
     parser.add_argument("--trace", default="azure-conv", help="a trace's file, or a shipped trace's name")
     parser.add_argument("--rate", type=float, help="requests per second; default: the recipe's load")
-    parser.add_argument("--warmup", type=float, default=4.0, help="seconds of other requests before each window")
+    parser.add_argument("--warmup", type=float, default=2.0, help="seconds of other requests before each window")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--repeat", type=int, help="with --stage measure: this one alone")
+    parser.add_argument("--minutes", type=float, help="no run begins later; the same command goes on with the next")
     parser.add_argument("--stage", choices=STAGES, help="this one alone; default: all")
     parser.add_argument("--write", type=Path, help="a file of results whose section is replaced")
     found = parser.parse_args(words)

@@ -78,7 +78,8 @@ def send(url: str, count: int) -> list[Sample]:
 
 def test_each_request_is_in_as_many_passes_as_it_has_tokens_and_passes_follow_one_another(tmp_path: Path):
     asked, log = recipe(), tmp_path / "passes.jsonl"
-    flags = ["--scheduler-cls", "toolkit.inside.vllm_iterations.logged_scheduler", "--async-scheduling"]
+    flags = ["--scheduler-cls", "toolkit.inside.vllm_iterations.logged_scheduler"]
+    flags += ["--async-scheduling", "--no-enable-prefix-caching"]
     command = VllmCommand(
         asked, saved_model(asked.model, asked.hardware), "toy", flags, {"LLMCTL_VLLM_ITERATIONS": str(log)}
     )
