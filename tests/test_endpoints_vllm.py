@@ -31,7 +31,7 @@ def test_flags_are_the_recipe_s(python: str):
     assert words[:2] == ["serve", "folder"]
     joined = " ".join(words)
     assert "--max-model-len 512 --kv-cache-memory-bytes 16777216 --block-size 16 --max-num-seqs 8" in joined
-    assert "--dtype bfloat16" in joined
+    assert f"--dtype {recipe.model.dtype}" in joined
     assert not server.running
 
 
