@@ -2,12 +2,28 @@
 
 from __future__ import annotations
 
-from toolkit.engines.protocol import Engine
+from typing import TYPE_CHECKING
+
+from toolkit.engines.protocol import Engine, RoundEngine
 from toolkit.files.recipe import EngineSpec, HardwareSpec, ModelSpec
+
+if TYPE_CHECKING:
+    from toolkit.engines.shards import Share
 
 
 def make_engine(model: ModelSpec, engine: EngineSpec, hardware: HardwareSpec) -> Engine:
-    """Load the engine. `EngineError` or `InputError` where that is not possible."""
+    """Load the engine, in as many processes as share its model. `EngineError` or `InputError` where it cannot be."""
+    if engine.tensor_parallel_size > 1:
+        from toolkit.engines.group import Group
+
+        return Group(model, engine, hardware)
+    return load_engine(model, engine, hardware)
+
+
+def load_engine(
+    model: ModelSpec, engine: EngineSpec, hardware: HardwareSpec, share: Share | None = None
+) -> Engine | RoundEngine:
+    """This process's engine, or its share of one."""
     if engine.name == "fake":
         from toolkit.engines.fake_rounds import FakeRoundEngine
 
@@ -15,11 +31,11 @@ def make_engine(model: ModelSpec, engine: EngineSpec, hardware: HardwareSpec) ->
     if engine.name == "rebatch":
         from toolkit.engines.rebatch_engine import RebatchEngine
 
-        return RebatchEngine(model, engine, hardware)
+        return RebatchEngine(model, engine, hardware, share)
     if engine.name == "deepspeed":
         from toolkit.engines.deepspeed_engine import DeepSpeedEngine
 
         return DeepSpeedEngine(model, engine, hardware)
     from toolkit.engines.transformers_engine import TransformersEngine
 
-    return TransformersEngine(model, engine, hardware)
+    return TransformersEngine(model, engine, hardware, share)

@@ -21,6 +21,7 @@ from transformers.utils import logging as transformers_logging
 
 from toolkit.engines.bytes_tokenizer import BOS, EOS, PAD, VOCAB_SIZE
 from toolkit.engines.memory import is_out_of_memory
+from toolkit.engines.shards import Share, cut
 from toolkit.engines.slab import check_caches
 from toolkit.errors import EngineError, nearest
 from toolkit.files.recipe import HardwareSpec, ModelSpec
@@ -30,9 +31,16 @@ NOT_THE_MODEL = ("_name_or_path", "transformers_version", "dtype", "architecture
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def load_model(spec: ModelSpec, hardware: HardwareSpec) -> PreTrainedModel:
-    """The model, in evaluation mode on its device. `EngineError`, one line, for all that can be wrong with it."""
-    device = _device(hardware)
+def load_model(spec: ModelSpec, hardware: HardwareSpec, share: Share | None = None) -> PreTrainedModel:
+    """The model, in evaluation mode on its device. `EngineError`, one line, for all that can be wrong with it.
+
+    Of a `share` it is loaded into host memory, cut, and then moved: it need not fit into one device.
+    """
+    device = _device(hardware, share)
+    if share is not None:
+        whole = load_model(spec, hardware.model_copy(update={"device": "cpu"}))
+        cut(whole, share)
+        return whole.to(device)
     transformers_logging.set_verbosity_error()  # its warnings and bars are for notebooks; what matters is raised here
     transformers_logging.disable_progress_bar()
     config = load_config(spec)
@@ -79,13 +87,21 @@ def eos_token_ids(model: PreTrainedModel) -> tuple[int, ...]:
     return tuple(ids) if isinstance(ids, (list, tuple)) else (ids,)
 
 
-def _device(hardware: HardwareSpec) -> torch.device:
+def _device(hardware: HardwareSpec, share: Share | None) -> torch.device:
     if hardware.device == "cuda" and not torch.cuda.is_available():
         raise EngineError(
             "hardware.device is cuda, and torch finds no CUDA device",
             "check the driver with nvidia-smi, and that torch was installed with CUDA; or use a recipe for cpu",
         )
-    return torch.device(hardware.device)
+    if hardware.device == "cpu" or share is None:
+        return torch.device(hardware.device)
+    if torch.cuda.device_count() < share.size:
+        raise EngineError(
+            f"engine.tensor_parallel_size is {share.size}; torch finds {torch.cuda.device_count()} CUDA devices",
+            "each process of a worker needs a GPU of its own",
+        )
+    torch.cuda.set_device(share.rank)
+    return torch.device("cuda", share.rank)
 
 
 def _is_random(spec: ModelSpec) -> bool:

@@ -25,6 +25,10 @@ OUT_OF_MEMORY_SIGNS = ("DefaultCPUAllocator", "CUBLAS_STATUS_ALLOC_FAILED", "CUD
 Result = TypeVar("Result")
 
 
+class PastBudget(torch.OutOfMemoryError):
+    """A ledger's refusal, before anything was allocated."""
+
+
 class ByteLedger:
     """Counts the bytes that are reserved. `budget_bytes` None: without a limit."""
 
@@ -44,7 +48,7 @@ class ByteLedger:
         """
         used = self.used_bytes + size_bytes
         if self.budget_bytes is not None and size_bytes > 0 and used > self.budget_bytes:
-            raise torch.OutOfMemoryError(
+            raise PastBudget(
                 f"{size_bytes / MIB:.1f} MiB do not fit: "
                 f"{self.used_bytes / MIB:.1f} of {self.budget_bytes / MIB:.1f} MiB are in use"
             )
@@ -74,15 +78,15 @@ class ModelShape:
     value_bytes: int  # of one number in the compute dtype
 
     @classmethod
-    def of(cls, config: Any, dtype: torch.dtype) -> ModelShape:
-        """From a transformers config."""
+    def of(cls, config: Any, dtype: torch.dtype, shares: int = 1) -> ModelShape:
+        """From a transformers config; of one of `shares` processes that share the model."""
         text = config.get_text_config(decoder=True)
         heads = text.num_attention_heads
         return cls(
             hidden=text.hidden_size,
-            intermediate=_first(text, "intermediate_size", "ffn_dim", "n_inner") or 4 * text.hidden_size,
-            heads=heads,
-            kv_heads=_first(text, "num_key_value_heads") or heads,
+            intermediate=(_first(text, "intermediate_size", "ffn_dim", "n_inner") or 4 * text.hidden_size) // shares,
+            heads=heads // shares,
+            kv_heads=(_first(text, "num_key_value_heads") or heads) // shares,
             head_dim=_first(text, "head_dim") or text.hidden_size // heads,
             vocab=text.vocab_size,
             value_bytes=dtype.itemsize,
@@ -162,7 +166,7 @@ def at_the_seam(work: Callable[[], Result]) -> Result:
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
-        message = str(error)
+        message, of_device = str(error), not isinstance(error, PastBudget)
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-    raise OutOfMemory(message)
+    raise OutOfMemory(message, of_device=of_device)

@@ -135,6 +135,7 @@ class RoundEngine(Engine, Protocol):
 class OutOfMemory(Exception):  # noqa: N818  (it is a condition to handle, and the field's name for it)
     """A batch did not fit. The engine is usable again when this is raised; of rows, those `in_host` memory are left."""
 
-    def __init__(self, message: str = "", in_host: tuple[int, ...] = ()) -> None:
+    def __init__(self, message: str = "", in_host: tuple[int, ...] = (), *, of_device: bool = False) -> None:
         super().__init__(message)
         self.in_host = in_host
+        self.of_device = of_device  # it was the device's own memory that ended, not a ledger's budget

@@ -23,6 +23,7 @@ from toolkit.engines.row_attention import use_row_attention
 from toolkit.engines.row_cache import BatchCache, RowCache
 from toolkit.engines.running import RunningBatch
 from toolkit.engines.sampling import Sampler
+from toolkit.engines.shards import Share
 from toolkit.engines.transformers_engine import TransformersEngine
 from toolkit.errors import InputError
 from toolkit.files.recipe import EngineSpec, HardwareSpec, ModelSpec
@@ -36,8 +37,8 @@ class RebatchEngine(TransformersEngine):
 
     name = "rebatch"
 
-    def __init__(self, spec: ModelSpec, engine: EngineSpec, hardware: HardwareSpec) -> None:
-        super().__init__(spec, engine, hardware)
+    def __init__(self, spec: ModelSpec, engine: EngineSpec, hardware: HardwareSpec, share: Share | None = None) -> None:
+        super().__init__(spec, engine, hardware, share)
         self.facts = self.facts.model_copy(update={"joining": engine.joining if engine.kv_layout == "slab" else None})
         self._shapes_in = engine.joining == "shape"
         swap = engine.swap_memory_mib
@@ -61,7 +62,7 @@ class RebatchEngine(TransformersEngine):
             self._prefiller.clear()
             self._parked.drop_all_on_device()
             self._step_is_due = False
-            raise OutOfMemory(str(error), self._parked.in_host) from None
+            raise OutOfMemory(str(error), self._parked.in_host, of_device=error.of_device) from None
 
     def time_part(self, part: Part, rows: int, length: int, others: int, clock: Callable[[], float]) -> float:
         """See `RoundEngine.time_part`."""

@@ -19,6 +19,7 @@ from toolkit.engines.loading import config_digest, eos_token_ids, load_model
 from toolkit.engines.memory import ByteLedger, ModelShape, at_the_seam, kv_budget_bytes
 from toolkit.engines.protocol import OnStep, Row, SliceOutput
 from toolkit.engines.sampling import Sampler
+from toolkit.engines.shards import Share
 from toolkit.engines.slab import KVShape, SlabCache
 from toolkit.errors import InputError
 from toolkit.files.io import processor
@@ -36,33 +37,38 @@ class TransformersEngine:
 
     name = "transformers"
 
-    def __init__(self, spec: ModelSpec, engine: EngineSpec, hardware: HardwareSpec) -> None:
+    def __init__(self, spec: ModelSpec, engine: EngineSpec, hardware: HardwareSpec, share: Share | None = None) -> None:
         if engine.threads is not None:
             torch.set_num_threads(engine.threads)
-        self._model = load_model(spec, hardware)
+        self._model = load_model(spec, hardware, share)
+        shares = share.size if share else 1
         self._version: str = transformers.__version__
         self._made = ""  # of the model, by what wraps it
         self._network = self._prepare(spec, engine, hardware)
         self._device = self._model.device
+        if share:
+            share.join(self._device)
         self._dtype = self._model.dtype
         config = self._model.config.get_text_config(decoder=True)
         self._layers: int = config.num_hidden_layers
-        self._shape = ModelShape.of(config, self._dtype)
+        self._shape = ModelShape.of(config, self._dtype, shares)
         self._eos_ids = eos_token_ids(self._model)
         self._last_position = spec.max_model_len - 1
         self._bool_masks = self._model.config._attn_implementation == "sdpa"
         self._kv_shapes = self._probe_kv_shapes()
         kv_values = sum(keys[1] * keys[3] + values[1] * values[3] for keys, values in self._kv_shapes)
         self._kv_bytes_per_token: int = kv_values * self._shape.value_bytes
-        _check_kv_bytes(spec, self._kv_bytes_per_token)
+        _check_kv_bytes(spec, shares * self._kv_bytes_per_token)
         budget = kv_budget_bytes(engine, self._device)
-        limited = self._device.type == "cpu" or engine.kv_cache_memory_mib is not None
+        if share:
+            budget = share.least(budget, self._device)
+        limited = self._device.type == "cpu" or engine.kv_cache_memory_mib is not None or share is not None
         self.ledger = ByteLedger(budget if limited else None)
         self.facts = EngineFacts(
             engine=self.name,
             engine_version=self._version,
             model_type=config.model_type,
-            parameters=sum(weight.numel() for weight in self._model.parameters()),
+            parameters=share.parameters if share else sum(weight.numel() for weight in self._model.parameters()),
             dtype=spec.dtype,
             device="cpu" if self._device.type == "cpu" else torch.cuda.get_device_name(self._device),
             threads=torch.get_num_threads() if self._device.type == "cpu" else None,
@@ -75,6 +81,7 @@ class TransformersEngine:
             torch=str(torch.__version__),
             processor=processor() if self._device.type == "cpu" else "",
             config_sha256=config_digest(self._model.config),
+            tensor_parallel_size=shares,
             deepspeed=self._made,
         )
 
