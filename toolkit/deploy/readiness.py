@@ -51,11 +51,12 @@ def _check_hardware(recipe: Recipe, devices: Devices) -> Check:
     hardware = recipe.hardware
     if hardware.device == "cpu":
         return _check_cpu(recipe)
-    wanted = f"{recipe.workers} x {hardware.name}"
+    processes = recipe.workers * recipe.engine.tensor_parallel_size
+    wanted = f"{processes} x {hardware.name}"
     if hardware.memory_gib is not None:
         wanted += f" of {hardware.memory_gib:g} GiB"
     matching = [gpu for gpu in devices.gpus if _is_wanted(gpu, hardware.name, hardware.memory_gib or 0.0)]
-    if len(matching) >= recipe.workers:
+    if len(matching) >= processes:
         return Check("hardware", "ok", f"{wanted}: found {len(matching)}")
     here = ", ".join(gpu.name for gpu in devices.gpus) or "no GPU"
     remedy = "profile and serve it where it is; fit, tune and simulate run here"
@@ -75,8 +76,10 @@ def _check_cpu(recipe: Recipe) -> Check:
         return Check(
             "hardware", "note" if recipe.workers > 1 else "ok", f"{recipe.workers} workers on all {cpus} CPUs", remedy
         )
-    wanted = recipe.workers * threads
-    found = f"{recipe.workers} workers x {threads} threads on {cpus} CPUs"
+    shares = recipe.engine.tensor_parallel_size
+    wanted = recipe.workers * shares * threads
+    each = f"{shares} processes x {threads} threads" if shares > 1 else f"{threads} threads"
+    found = f"{recipe.workers} workers x {each} on {cpus} CPUs"
     if wanted > cpus:
         return Check("hardware", "note", found, "more threads than CPUs: times will vary; use fewer workers or threads")
     return Check("hardware", "ok", found)
@@ -130,14 +133,14 @@ def _check_capacity(recipe: Recipe) -> Check:
         return Check("memory", "note", "unknown before profiling", remedy)
     else:
         share, memory = recipe.engine.gpu_memory_utilization, recipe.hardware.memory_gib * GIB
-        budget = share * memory - model.weight_bytes
+        budget = share * memory - model.weight_bytes // recipe.engine.tensor_parallel_size
         terms = f"{share:g} x {gib(memory)} - weights {gib(model.weight_bytes)}"
     return _capacity(recipe, budget, terms)
 
 
 def _capacity(recipe: Recipe, budget: float, terms: str) -> Check:
     model = recipe.model
-    per_token = model.kv_bytes_per_token or 1
+    per_token = (model.kv_bytes_per_token or 1) // recipe.engine.tensor_parallel_size  # of one process of a worker
     tokens, rows = int(budget // per_token), int(budget // (per_token * model.max_model_len))
     if rows < 1:
         found = f"{terms} = {gib(max(budget, 0))} for KV: not one row of {model.max_model_len:,} tokens"
@@ -149,7 +152,7 @@ def _capacity(recipe: Recipe, budget: float, terms: str) -> Check:
 
 
 def _check_host_memory(recipe: Recipe, budget: float, found: str) -> Check:
-    need = recipe.workers * (budget + (recipe.model.weight_bytes or 0))
+    need = recipe.workers * (recipe.engine.tensor_parallel_size * budget + (recipe.model.weight_bytes or 0))
     free = psutil.virtual_memory().available
     if need > free:
         remedy = "fewer workers, a smaller engine.kv_cache_memory_mib, or end what else uses memory"

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import cast
 
 from toolkit.workers.frames import FromWorker, Start, ToWorker, front_side, pack
+from toolkit.workers.gpus import VARIABLE
 
 KEEP_MEMORY = {
     "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
@@ -55,8 +56,10 @@ class WorkerProcess:
         self._reading = asyncio.create_task(self._keep_stderr())
 
     @classmethod
-    async def spawn(cls, start: Start, threads: int | None, on_frame: OnFrame) -> WorkerProcess:
-        """Start a child and send it `start`. `on_frame` gets what it says, on the running loop."""
+    async def spawn(
+        cls, start: Start, threads: int | None, on_frame: OnFrame, gpus: str | None = None
+    ) -> WorkerProcess:
+        """Start a child, which sees these `gpus` alone, and send it `start`; `on_frame` gets what it says."""
         ours, theirs = socket.socketpair()
         with theirs:
             ours.setblocking(False)
@@ -70,7 +73,7 @@ class WorkerProcess:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.DEVNULL,
                 stderr=asyncio.subprocess.PIPE,
-                env=engine_environment(threads),
+                env=engine_environment(threads) | ({} if gpus is None else {VARIABLE: gpus}),
             )
         worker = cls(process, link)
         worker.send(start)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from toolkit.files.recipe import EngineSpec, HardwareSpec, ModelSpec
 from toolkit.workers.frames import Start
+from toolkit.workers.gpus import gpus_of, visible_gpus
 from toolkit.workers.pool import Body, OnFrame, Pool
 from toolkit.workers.process import WorkerProcess
 
@@ -31,8 +32,11 @@ class ProcessWorkers(Pool):
     ) -> None:
         start = Start.of(model, engine, hardware, flush_s)
 
-        async def spawn(_: int, on_frame: OnFrame) -> Body:
-            return await WorkerProcess.spawn(start, engine.threads, on_frame)
+        visible = visible_gpus() if hardware.device == "cuda" else []
+
+        async def spawn(worker: int, on_frame: OnFrame) -> Body:
+            gpus = gpus_of(worker, engine.tensor_parallel_size, visible)
+            return await WorkerProcess.spawn(start, engine.threads, on_frame, gpus)
 
         super().__init__(size, spawn, backoff_s=backoff_s, stop_timeout_s=stop_timeout_s)
 
