@@ -1,10 +1,10 @@
-# Two commands on a fresh machine: `make demo` and `make test`. Both set up .venv first; both may be repeated.
+# On a fresh machine: `make demo`, `make demo-ray` and `make test`. Each sets up .venv first; each may be repeated.
 PYTHON ?= python3.11
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: demo test check setup clean help
+.PHONY: demo demo-ray test check setup clean help
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -19,6 +19,9 @@ $(STAMP): pyproject.toml constraints.txt
 
 demo: $(STAMP)  ## profile, fit, tune, serve and check a tiny model on this CPU (TRACE=file for a trace of yours)
 	$(BIN)/llmctl demo --out demo-out $(if $(TRACE),--trace $(TRACE))
+
+demo-ray: $(STAMP)  ## serve on a Ray cluster of two nodes on this machine, lose one under load and no request
+	$(BIN)/python bench/demo_ray.py --out demo-out/ray
 
 test: $(STAMP)  ## the tests: offline, no GPU
 	$(BIN)/python -m pytest

@@ -15,7 +15,7 @@ from toolkit.traces.prepare import prepare
 from toolkit.traces.types import Trace
 from toolkit.tuning.crew import Alone, Crew, Runner, collect
 from toolkit.tuning.evaluate import Bench, Evaluation, Limits, Task
-from toolkit.tuning.memo import Remembering
+from toolkit.tuning.memo import JournalFile, Remembering
 from toolkit.tuning.space import search_space
 from toolkit.tuning.tune import Inputs, tune
 from toolkit.tuning.workload import capacity_rps, make_workload, make_world
@@ -191,23 +191,23 @@ def test_an_interrupted_search_goes_on_and_ends_the_same(tuned, tmp_path):
                 yield index, task.run()
 
     with pytest.raises(KeyboardInterrupt):
-        run(Remembering(Interrupted(), path, "same"))
+        run(Remembering(Interrupted(), JournalFile(path, "same")))
     with path.open("a") as torn:
         torn.write('["half a li')
-    again = Remembering(Alone(), path, "same")
+    again = Remembering(Alone(), JournalFile(path, "same"))
     assert again.remembered == 4
     assert run(again).model_dump_json() == tuned.model_dump_json()
-    whole = Remembering(Alone(), path, "same")
-    assert run(Remembering(Interrupted(), path, "same")).model_dump_json() == tuned.model_dump_json()
+    whole = Remembering(Alone(), JournalFile(path, "same"))
+    assert run(Remembering(Interrupted(), JournalFile(path, "same"))).model_dump_json() == tuned.model_dump_json()
     assert whole.remembered > len(tuned.trials)
 
 
 def test_other_inputs_forget_what_was_kept(tmp_path):
     path = tmp_path / "memo"
     bench = Bench(make_world(samples.recipe(), samples.fit()), [trace(50)], {})
-    collect(Remembering(Alone(), path, "one"), [Task(bench, "slice"), Task(bench, "slice")])
-    assert Remembering(Alone(), path, "one").remembered == 1
-    assert Remembering(Alone(), path, "two").remembered == 0
+    collect(Remembering(Alone(), JournalFile(path, "one")), [Task(bench, "slice"), Task(bench, "slice")])
+    assert Remembering(Alone(), JournalFile(path, "one")).remembered == 1
+    assert Remembering(Alone(), JournalFile(path, "two")).remembered == 0
 
 
 def test_a_trace_without_requests_is_refused():

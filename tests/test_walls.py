@@ -13,17 +13,18 @@ PACKAGE = Path(toolkit.__file__).parent
 FLOORS = {
     "errors": 0,
     "sched": 1, "files": 1,
-    "estimators": 2, "engines": 2, "workers": 2, "traces": 2, "metrics": 2, "endpoints": 2,
+    "estimators": 2, "engines": 2, "workers": 2, "cluster": 2, "traces": 2, "metrics": 2, "endpoints": 2,
     "sim": 3, "profiling": 3, "serve": 3, "inside": 3,
     "tuning": 4, "deploy": 4, "bench": 4,
     "cli": 5,
 }  # fmt: skip
-SAME_FLOOR = {("workers", "engines")}
+SAME_FLOOR = {("workers", "engines"), ("cluster", "workers"), ("cluster", "engines")}
 
 # A library, and where under toolkit/ it may be imported.
 ONLY_IN = {
     "torch": "engines/", "transformers": "engines/", "tokenizers": "engines/", "safetensors": "engines/",
     "deepspeed": "engines/",
+    "ray": "cluster/",
     "vllm": "inside/vllm_",
     "optuna": "tuning/",
     "scipy": "estimators/",

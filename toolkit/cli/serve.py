@@ -79,6 +79,14 @@ StrictOption = Annotated[
 ForceOption = Annotated[
     bool, typer.Option("--force", help="Serve though the fit is of another device, engine, version or model.")
 ]
+RayOption = Annotated[
+    str,
+    typer.Option(
+        "--ray",
+        metavar="local|auto|HOST:PORT",
+        help="Run the workers on a Ray cluster: a new one here, this machine's, or that of a head.",
+    ),
+]
 InsecureOption = Annotated[bool, typer.Option("--insecure", help="Serve other machines without an API key.")]
 
 
@@ -94,6 +102,7 @@ def command(
     policy: PolicyOption = None,
     settings: SetOption = None,
     workers: WorkersOption = None,
+    ray: RayOption = "",
     event_log: EventLogOption = None,
     request_log: RequestLogOption = None,
     admission: AdmissionOption = None,
@@ -126,6 +135,7 @@ def command(
     _check_engine(chosen, engine)
     if chosen.recipe.engine.name == "vllm":
         not_there = {
+            "--ray": ray,
             "--request-log": request_log,
             "--allow-end-after": allow_end_after,
             "--vllm-metrics": vllm_metrics,
@@ -158,8 +168,10 @@ def command(
         Ending(shutdown_notice, shutdown_timeout),
         check_of(chosen, seconds) if (seconds := _seconds_of_check(chosen, check)) else None,
         warn_of_foreign if force else None,
+        ray,
     )
-    note(f"loading {chosen.workers} workers of {chosen.recipe.name}")
+    where = f" on Ray ({ray})" if ray else ""
+    note(f"loading {chosen.workers} workers of {chosen.recipe.name}{where}")
     launch(
         order,
         lambda url: _announce(as_json, url, front.model, chosen),

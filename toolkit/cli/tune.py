@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
     from toolkit.files.fit import Fit
     from toolkit.files.profile import Profile
     from toolkit.files.recipe import Recipe
+    from toolkit.tuning.crew import Runner
+    from toolkit.tuning.memo import Memory
 
 AUTO = "auto"
 ESTIMATE_AFTER = 10  # evaluations that are timed for the estimate
@@ -29,6 +32,27 @@ JobsOption = Annotated[int | None, typer.Option("--jobs", min=1, help="Processes
 WorkersOption = Annotated[
     str | None,
     typer.Option("--workers", metavar="N|auto", help="Workers; 'auto': the fewest that keep all limits."),
+]
+ExecutorOption = Annotated[
+    str, typer.Option("--executor", metavar="local|ray", help="Where to simulate: here, or on a Ray cluster.")
+]
+RayOption = Annotated[
+    str,
+    typer.Option(
+        "--ray",
+        metavar="local|auto|HOST:PORT",
+        help="With --executor ray: a new cluster, this machine's, or a head.",
+    ),
+]
+StorageOption = Annotated[
+    str,
+    typer.Option(
+        "--storage",
+        metavar="URL",
+        envvar="LLMCTL_STORAGE",
+        show_default=False,
+        help="Keep the trials in a database, sqlite:///FILE or postgresql://...; default: a file beside the result.",
+    ),
 ]
 DrawsOption = Annotated[
     int | None, typer.Option("--draws", min=0, help="Draws of the fitted laws for the verdict's interval; 0: none.")
@@ -50,12 +74,16 @@ def command(
     draws: DrawsOption = None,
     jobs: JobsOption = None,
     force: ForceOption = False,
+    executor: ExecutorOption = "local",
+    ray: RayOption = "auto",
+    storage: StorageOption = "",
     as_json: JsonOption = False,
 ) -> None:
     """Search the scheduler's policy and parameters on windows of a trace, and judge the best on other windows.
 
     Trial 0 is the recipe's own policy. What is found is a gain over it on windows that the search never saw, how sure
-    it is, or the advice to keep it. An interrupted search goes on where it was; --jobs changes nothing but the time.
+    it is, or the advice to keep it. An interrupted search goes on where it was; neither --jobs nor --executor changes
+    anything but the time.
     """
     from toolkit.cli.basis import note_basis, read_fit
     from toolkit.cli.output import emit, note, progress
@@ -63,7 +91,6 @@ def command(
     from toolkit.files.io import check_writable, head, write_file
     from toolkit.traces.read import read_trace
     from toolkit.traces.shipped import trace_path
-    from toolkit.tuning.crew import Alone, Crew, cores
     from toolkit.tuning.memo import Remembering
     from toolkit.tuning.tune import Inputs, evaluations, settings_of, tune, tune_to_size
     from toolkit.tuning.workload import make_workload
@@ -84,17 +111,54 @@ def command(
     digests = "".join(source.sha256 for source in made_from["inputs"].values())
     fingerprint = f"{digests} {profile is not None} {made_from['tool_version']} {spec.model_dump_json()}"
     search = tune_to_size if workers == AUTO else tune
-    jobs = jobs or cores()
     total = evaluations(settings, spec.tune.draws)
-    with Crew(jobs) as crew, progress("tuning", total) as advance:
-        memo = Remembering(crew if jobs > 1 else Alone(), Path(f"{out}.partial"), fingerprint)
-        watch = Watch(advance, total, memo.remembered, jobs)
+    memory = _memory(storage, Path(f"{out}.partial"), spec.name, fingerprint)
+    with _runner(executor, ray, jobs) as (runner, at_once), progress("tuning", total) as advance:
+        memo = Remembering(runner, memory)
+        watch = Watch(advance, total, memo.remembered, at_once)
         result = search(Inputs(spec, fitted, workload, profile), memo, made_from, watch)
     write_file(result, out)
-    memo.forget()
+    memory.forget()
     emit(as_json, result, lambda: show(result))
     note_basis(fitted, fit)
     note(f"wrote {out}")
+
+
+@contextmanager
+def _runner(executor: str, ray: str, jobs: int | None) -> Iterator[tuple[Runner, int]]:
+    """Who simulates until the block ends, and how much at once."""
+    from toolkit.errors import InputError, nearest
+    from toolkit.tuning.crew import Alone, Crew, Spread, cores
+
+    if executor == "local":
+        jobs = jobs or cores()
+        with Crew(jobs) as crew:
+            yield (crew if jobs > 1 else Alone()), jobs
+    elif executor == "ray":
+        from toolkit.cli.output import note
+        from toolkit.cluster.connect import joined
+        from toolkit.cluster.tasks import processors
+
+        with joined(ray, jobs or cores()) as cluster:
+            jobs = jobs or processors()
+            note(f"on the Ray cluster at {cluster.address}: {jobs} processors of {cluster.nodes} machines")
+            yield Spread(jobs), jobs
+    else:
+        raise InputError(f"--executor {executor}: there is none of that name", nearest(executor, ("local", "ray")))
+
+
+def _memory(storage: str, beside: Path, name: str, fingerprint: str) -> Memory:
+    """Where evaluations are kept."""
+    import os
+
+    from toolkit.tuning.memo import JournalFile
+
+    if not storage:
+        return JournalFile(beside, fingerprint)
+    from toolkit.tuning.storage import Studies
+
+    os.environ.pop("LLMCTL_STORAGE", None)  # processes that simulate need no password
+    return Studies(storage, name, fingerprint)
 
 
 class Watch:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import Awaitable, Callable
-from contextlib import ExitStack
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -34,7 +34,11 @@ FLUSH_EVERY_S = 1.0
 
 @dataclass(slots=True, frozen=True)
 class Launch:
-    """A server to start: what it serves, where, and what it writes down."""
+    """A server to start: what it serves, where, and what it writes down.
+
+    `ray` is the cluster that its workers run on (`toolkit.cluster.connect.joined` says what can be given); '' keeps
+    them in processes of this machine.
+    """
 
     plan: Plan
     settings: Settings
@@ -47,6 +51,7 @@ class Launch:
     ending: Ending = field(default_factory=Ending)
     check: Check | None = None  # of the fit, before the first request
     on_foreign: OnForeign | None = None  # told where the engine is not the fitted one; None: it is refused
+    ray: str = ""
 
 
 def launch(order: Launch, on_ready: Callable[[str], None], on_checked: OnFound = lambda _: None) -> None:
@@ -63,7 +68,7 @@ def launch(order: Launch, on_ready: Callable[[str], None], on_checked: OnFound =
         events = stack.enter_context(EventLog(order.event_log)) if order.event_log else None
         requests = stack.enter_context(TraceLog(order.request_log)) if order.request_log else None
         warm_up(order.plan)
-        workers = _workers(order.plan)
+        workers = stack.enter_context(_workers(order.plan, order.ray))
         if order.check:
             workers = CheckedWorkers(workers, order.check, on_checked)
         driver = _driver(order, workers, events, requests)
@@ -75,9 +80,18 @@ def launch(order: Launch, on_ready: Callable[[str], None], on_checked: OnFound =
             runner.run(_with_flushes(serving, events))
 
 
-def _workers(plan: Plan) -> Workers:
-    recipe = plan.recipe
-    return ProcessWorkers(recipe.model, recipe.engine, recipe.hardware, plan.workers, flush_s=recipe.engine.flush_s)
+@contextmanager
+def _workers(plan: Plan, ray: str) -> Iterator[Workers]:
+    """The plan's workers, not started yet; until the block ends, this process belongs to the cluster."""
+    recipe, flush_s = plan.recipe, plan.recipe.engine.flush_s
+    if not ray:
+        yield ProcessWorkers(recipe.model, recipe.engine, recipe.hardware, plan.workers, flush_s=flush_s)
+        return
+    from toolkit.cluster.connect import joined
+    from toolkit.cluster.workers import RayWorkers, Share
+
+    with joined(ray, plan.workers * Share.of(recipe.engine, recipe.hardware).cpus):
+        yield RayWorkers(recipe.model, recipe.engine, recipe.hardware, plan.workers, flush_s=flush_s)
 
 
 def _driver(order: Launch, workers: Workers, events: EventLog | None, requests: TraceLog | None) -> Driver:

@@ -1,4 +1,4 @@
-"""Who runs the tasks of a search: this process, or several that it starts.
+"""Who runs the tasks of a search: this process, several that it starts, or the machines of a cluster.
 
 A process gets one window of a task over its own pipe and sends back what it saw; it ends when the pipe does, so none is
 left behind when this one is killed. The keyboard's interrupt is for the parent alone, which then ends its processes.
@@ -58,6 +58,30 @@ class Piece:
     task: Task  # on this window alone
 
 
+class Pieces:
+    """Tasks cut into pieces, and put together again from what was seen of them, in whatever order."""
+
+    def __init__(self, tasks: Sequence[Task]) -> None:
+        self._tasks = tasks
+        self._seen: list[dict[int, Seen]] = [{} for _ in tasks]
+
+    def __iter__(self) -> Iterator[Piece]:
+        for index, task in enumerate(self._tasks):
+            for window in range(len(task.bench.windows)):
+                yield Piece(index, window, task.on(window))
+
+    def __len__(self) -> int:
+        return sum(len(task.bench.windows) for task in self._tasks)
+
+    def add(self, piece: Piece, seen: Seen) -> Iterator[tuple[int, Evaluation]]:
+        """The task's index and evaluation, where this was its last piece."""
+        task, windows = self._tasks[piece.index], self._seen[piece.index]
+        windows[piece.window] = seen
+        if len(windows) == len(task.bench.windows):
+            yield piece.index, task.sum_up([windows[window] for window in range(len(windows))])
+            windows.clear()
+
+
 class Crew:
     """Runs tasks in `jobs` processes, started with the first tasks. Leave its `with` block to end them.
 
@@ -83,23 +107,18 @@ class Crew:
         self._members = []
 
     def run(self, tasks: Sequence[Task]) -> Iterator[tuple[int, Evaluation]]:
-        pieces = [Piece(k, w, task.on(w)) for k, task in enumerate(tasks) for w in range(len(task.bench.windows))]
+        pieces = Pieces(tasks)
         waiting = iter(pieces)
         running: dict[Connection, Piece] = {}
-        seen: dict[int, dict[int, Seen]] = {k: {} for k in range(len(tasks))}
         try:
             for _, pipe in self._start(len(pieces)):
                 _hand_out(pipe, waiting, running)
             while running:
                 for pipe in _ready(running):
                     piece = running.pop(pipe)
-                    windows = seen[piece.index]
-                    windows[piece.window] = _receive(pipe)
+                    seen = _receive(pipe)
                     _hand_out(pipe, waiting, running)
-                    task = tasks[piece.index]
-                    if len(windows) == len(task.bench.windows):
-                        yield piece.index, task.sum_up([windows[k] for k in range(len(windows))])
-                        del seen[piece.index]
+                    yield from pieces.add(piece, seen)
         finally:
             if running:  # left in the middle: their answers must not be taken for the next tasks'
                 self._end()
@@ -115,11 +134,40 @@ class Crew:
         return self._members[:wanted]
 
 
+class Spread:
+    """Runs tasks on the cluster that this process has joined, at most `jobs` pieces at once. Errors are as a crew's."""
+
+    def __init__(self, jobs: int) -> None:
+        self.jobs = jobs
+
+    def run(self, tasks: Sequence[Task]) -> Iterator[tuple[int, Evaluation]]:
+        from toolkit.cluster.tasks import spread
+
+        pieces = Pieces(tasks)
+        for piece, result in spread(_simulate, pieces, self.jobs):
+            yield from pieces.add(piece, _seen(result))
+
+
 class _Failure:
     """A user's error on its way to the parent: exceptions lose their hint between processes."""
 
     def __init__(self, error: LlmctlError) -> None:
         self.kind, self.message, self.hint = type(error), error.message, error.hint
+
+
+def _simulate(piece: Piece) -> Seen | _Failure:
+    """What a process or a machine does with a piece."""
+    try:
+        return piece.task.simulate(0)
+    except LlmctlError as error:
+        return _Failure(error)
+
+
+def _seen(result: object) -> Seen:
+    if isinstance(result, _Failure):
+        raise result.kind(result.message, result.hint)
+    assert isinstance(result, Seen)
+    return result
 
 
 def _ready(running: Mapping[Connection, Piece]) -> list[Connection]:
@@ -139,10 +187,7 @@ def _receive(pipe: Connection) -> Seen:
         result = pipe.recv()
     except (EOFError, OSError):
         raise RuntimeError("a process of the search died") from None
-    if isinstance(result, _Failure):
-        raise result.kind(result.message, result.hint)
-    assert isinstance(result, Seen)
-    return result
+    return _seen(result)
 
 
 def _work(pipe: Connection) -> None:
@@ -154,10 +199,6 @@ def _work(pipe: Connection) -> None:
         except (EOFError, OSError):
             return
         try:
-            result: Seen | _Failure = piece.task.simulate(0)
-        except LlmctlError as error:
-            result = _Failure(error)
-        try:
-            pipe.send(result)
+            pipe.send(_simulate(piece))
         except OSError:
             return

@@ -4,32 +4,40 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Protocol
 
 from toolkit.files.tuning import Outcome
 from toolkit.tuning.crew import Runner
 from toolkit.tuning.evaluate import Evaluation, Task
 
 
+class Memory(Protocol):
+    """Where evaluations are kept, by what was evaluated."""
+
+    @property
+    def known(self) -> Mapping[str, Evaluation]:
+        """What an earlier run of the same search left."""
+        ...
+
+    def keep(self, key: str, task: Task, evaluation: Evaluation) -> None:
+        """Keep one, and only return when a kill would not lose it."""
+        ...
+
+    def forget(self) -> None:
+        """The result is written."""
+        ...
+
+
 class Remembering:
-    """A runner that keeps every evaluation in a file of JSON lines, and reads it when the inputs are the same.
+    """A runner that keeps every evaluation, and runs none that was kept."""
 
-    Args:
-        runner: runs what is not in the file.
-        path: the file; its first line is the fingerprint. Lines stand in the order in which tasks were done.
-        fingerprint: digests and settings that decide the results. A file with another one is replaced.
-    """
-
-    def __init__(self, runner: Runner, path: Path, fingerprint: str) -> None:
+    def __init__(self, runner: Runner, memory: Memory) -> None:
         self._runner = runner
-        self._path = path
-        self._known = _read(path, fingerprint)
+        self._memory = memory
+        self._known = dict(memory.known)
         self.remembered = len(self._known)
-        if not self._known:
-            path.write_text(json.dumps(fingerprint) + "\n")
-        else:
-            _drop_torn_line(path)
 
     def run(self, tasks: Sequence[Task]) -> Iterator[tuple[int, Evaluation]]:
         """As `Runner.run`; equal tasks are run once."""
@@ -40,20 +48,39 @@ class Remembering:
         for key, indexes in wanted.items():
             if key in self._known:
                 yield from ((index, self._known[key]) for index in indexes)
-        for number, evaluation in self._runner.run([tasks[wanted[key][0]] for key in new]):
-            self._keep(new[number], evaluation)
+        fresh = [tasks[wanted[key][0]] for key in new]
+        for number, evaluation in self._runner.run(fresh):
+            self._memory.keep(new[number], fresh[number], evaluation)
+            self._known[new[number]] = evaluation
             yield from ((index, evaluation) for index in wanted[new[number]])
 
-    def forget(self) -> None:
-        """Remove the file: the result is written."""
-        self._path.unlink(missing_ok=True)
 
-    def _keep(self, key: str, evaluation: Evaluation) -> None:
-        self._known[key] = evaluation
+class JournalFile:
+    """A file of JSON lines beside the result, which goes when the result is written.
+
+    Args:
+        path: the file; its first line is the fingerprint. Lines stand in the order in which tasks were done.
+        fingerprint: digests and settings that decide the results. A file with another one is replaced.
+    """
+
+    def __init__(self, path: Path, fingerprint: str) -> None:
+        self._path = path
+        self.known = _read(path, fingerprint)
+        if not self.known:
+            path.write_text(json.dumps(fingerprint) + "\n")
+        else:
+            _drop_torn_line(path)
+
+    def keep(self, key: str, task: Task, evaluation: Evaluation) -> None:
+        """See `Memory.keep`."""
         with self._path.open("a") as lines:
             lines.write(json.dumps([key, evaluation.outcome.model_dump(mode="json"), evaluation.ratios]) + "\n")
             lines.flush()
             os.fsync(lines.fileno())
+
+    def forget(self) -> None:
+        """Remove the file."""
+        self._path.unlink(missing_ok=True)
 
 
 def _key(task: Task) -> str:

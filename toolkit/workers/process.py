@@ -140,15 +140,20 @@ class _Link(asyncio.Protocol):
 
 
 def engine_environment(threads: int | None) -> dict[str, str]:
-    """Ours, with what libraries under torch read when they are loaded: the number of threads, and glibc's thresholds.
+    """Ours, with what libraries under torch read when they are loaded."""
+    return os.environ | engine_variables(threads)
+
+
+def engine_variables(threads: int | None) -> dict[str, str]:
+    """The number of threads, and glibc's thresholds.
 
     By default glibc maps every large tensor anew and gives it back at once: on a CPU each prefill then faults its pages
     in again (60 times as many faults, 6 to 18 % of a prefill of 1,024 tokens).
     """
-    environment = os.environ | {"TOKENIZERS_PARALLELISM": "false"} | KEEP_MEMORY
+    variables = {"TOKENIZERS_PARALLELISM": "false"} | KEEP_MEMORY
     if threads is not None:
-        environment |= dict.fromkeys(THREAD_VARIABLES, str(threads))
-    return environment
+        variables |= dict.fromkeys(THREAD_VARIABLES, str(threads))
+    return variables
 
 
 def _last_line(stderr: bytes) -> str:

@@ -1,0 +1,211 @@
+"""Workers on Ray: one cluster of two raylets for all of these tests, and what needs none."""
+
+import asyncio
+import socket
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import tiny
+from serving import client
+
+from toolkit.cluster.actor import WorkerActor
+from toolkit.cluster.connect import check_address, joined
+from toolkit.cluster.workers import RayWorkers, Share
+from toolkit.engines.factory import make_engine
+from toolkit.engines.protocol import Row, SamplingParams
+from toolkit.errors import EngineError, InputError
+from toolkit.files.recipe import ModelSpec
+from toolkit.workers.frames import (
+    Done,
+    FromWorker,
+    Interrupt,
+    Ready,
+    Refused,
+    Run,
+    Start,
+    Stop,
+    ToWorker,
+    front_side,
+    pack,
+)
+from toolkit.workers.protocol import BatchDone, BatchProgress, OnEvent, WorkerEvent, WorkerLost, WorkerReady
+
+CRASH = 200
+CANARY = "canary-7f3a"
+BODY = {"model": "toy", "temperature": 0, "max_tokens": 200, "ignore_eos": True}
+PROMPTS = [f"prompt {number}" for number in range(12)]
+ROWS = [Row("a", (1, 2, 3), 0, 40), Row("b", (4, 5), 0, 40, end_after=7)]
+
+
+def fake(**config: object) -> ModelSpec:
+    return tiny.model_spec("fake", config={"model_type": "fake", "eos_one_in": 0, "crash_token": CRASH, **config})
+
+
+class Watched(RayWorkers):
+    """Workers whose events a test can wait for."""
+
+    def __init__(self, size: int, **config: object) -> None:
+        engine = tiny.engine_spec("fake", budget_mib=64)
+        super().__init__(fake(**config), engine, tiny.CPU, size, flush_s=0.01, room_timeout_s=30.0, backoff_s=0.1)
+        self.seen: list[WorkerEvent] = []
+        self._news = asyncio.Event()
+
+    async def start(self, on_event: OnEvent) -> None:
+        def both(event: WorkerEvent) -> None:
+            on_event(event)
+            self.seen.append(event)
+            self._news.set()
+
+        await super().start(both)
+
+    async def until(self, kind: type[WorkerEvent], count: int = 1) -> list[WorkerEvent]:
+        """All events of a kind, as soon as they are of `count` workers."""
+        while True:
+            found = [event for event in self.seen if isinstance(event, kind)]
+            if len({event.worker for event in found}) >= count:
+                return found
+            self._news.clear()
+            await asyncio.wait_for(self._news.wait(), 100)
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[object]:
+    """A head and a second node, of one CPU each, with a token. Ray reads the environment when it is loaded."""
+    if "ray" in sys.modules:
+        pytest.fail("Ray was loaded before its token was set")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_AUTH_MODE", "token")
+        patch.setenv("RAY_AUTH_TOKEN", CANARY * 4)
+        cluster_utils = pytest.importorskip("ray.cluster_utils", reason="Ray is not installed")
+        options = {"num_cpus": 1, "object_store_memory": 80 << 20, "include_dashboard": False}
+        found = cluster_utils.Cluster(initialize_head=True, head_node_args=options)
+        try:
+            found.add_node(**options)
+            with joined(found.address, 0):
+                yield found
+        finally:
+            found.shutdown()
+
+
+async def complete(http, prompt: str) -> str:
+    answer = await http.post("/v1/completions", json=BODY | {"prompt": prompt})
+    assert answer.status_code == 200, answer.text
+    return answer.json()["choices"][0]["text"]
+
+
+def undisturbed() -> list[str]:
+    """What an engine without a server says to the prompts."""
+    engine = make_engine(fake(), tiny.engine_spec("fake", budget_mib=64), tiny.CPU)
+    rows = [Row(prompt, tuple(prompt.encode()), 0, 200, SamplingParams(ignore_eos=True)) for prompt in PROMPTS]
+    return [bytes(tokens).decode() for tokens in engine.run_slice(rows, 200, lambda _: True).tokens]
+
+
+def test_a_node_killed_under_load_costs_no_request_and_no_token(cluster) -> None:
+    async def main() -> None:
+        workers = Watched(2, decode_s=0.02)
+        async with client(workers) as http:
+            await workers.until(WorkerReady, 2)
+            workers.seen.clear()
+            load = asyncio.gather(*[complete(http, prompt) for prompt in PROMPTS])
+            await workers.until(BatchProgress, 2)
+            (second,) = cluster.worker_nodes
+            cluster.remove_node(second, allow_graceful=False)
+            assert await load == undisturbed()
+            assert http.driver.stats.worker_restarts == 1
+            (lost,) = await workers.until(WorkerLost)
+            assert lost.reason.startswith("The actor")
+            assert "crashed" in {event.failure for event in workers.seen if isinstance(event, BatchDone)}
+            cluster.add_node(num_cpus=1, object_store_memory=80 << 20)
+            (back,) = await workers.until(WorkerReady)
+            assert back.worker == lost.worker
+            assert await complete(http, PROMPTS[0]) == undisturbed()[0]
+
+    asyncio.run(main())
+
+
+def test_workers_come_back_after_a_bug_and_refuse_what_they_cannot_load(cluster) -> None:
+    async def main() -> None:
+        workers = Watched(1)
+        await workers.start(lambda _: None)
+        workers.run(0, 7, [Row("poison", (CRASH,), 0, 40)], 20)
+        (lost,) = await workers.until(WorkerLost)
+        assert "crash" in lost.reason
+        workers.seen.clear()
+        await workers.until(WorkerReady)
+        workers.run(0, 8, ROWS, 20)
+        (done,) = await workers.until(BatchDone)
+        engine = make_engine(fake(), tiny.engine_spec("fake"), tiny.CPU)
+        assert done.output == engine.run_slice(ROWS, 20, lambda _: True)
+        await workers.stop()
+        with pytest.raises(EngineError, match="no such key"):
+            await Watched(1, no_such_key=1).start(lambda _: None)
+
+    asyncio.run(main())
+
+
+def answers(actor: WorkerActor, number: int, frame: ToWorker) -> list[FromWorker]:
+    return [one for data in actor.ask(number, pack(frame)) for one in front_side().feed(data)]
+
+
+def test_an_actor_takes_frames_in_the_order_in_which_they_were_sent() -> None:
+    """Ray may start a call before one that was made earlier: an end that comes first still comes last."""
+    actor = WorkerActor()
+    start = Start.of(fake(), tiny.engine_spec("fake"), tiny.CPU, 0.05)
+    actor.tell(3, pack(Stop()))
+    actor.tell(1, pack(Interrupt(7)))
+    with ThreadPoolExecutor() as threads:
+        life = threads.submit(actor.live)
+        (ready,) = answers(actor, 0, start)
+        assert isinstance(ready, Ready)
+        *_, done = answers(actor, 2, Run(7, tuple(ROWS), 20))
+        assert isinstance(done, Done)
+        assert life.result() == 0
+
+
+def test_an_actor_that_cannot_load_says_why() -> None:
+    actor = WorkerActor()
+    with ThreadPoolExecutor() as threads:
+        life = threads.submit(actor.live)
+        (refused,) = answers(actor, 0, Start.of(fake(no_such_key=1), tiny.engine_spec("fake"), tiny.CPU, 0.05))
+        assert isinstance(refused, Refused)
+        assert life.result() == 2
+
+
+@pytest.mark.parametrize(
+    ("address", "said"),
+    [
+        ("ray://head:10001", "Ray Client cannot stream"),
+        ("head", "'local', 'auto' or HOST:PORT"),
+        ("head:0", "'local', 'auto' or HOST:PORT"),
+        (":6379", "'local', 'auto' or HOST:PORT"),
+        ("head:99999", "'local', 'auto' or HOST:PORT"),
+    ],
+)
+def test_what_is_no_address_is_refused(address: str, said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        check_address(address)
+
+
+def test_a_cluster_that_nobody_reaches_is_named_with_what_was_tried(cluster) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+    said = rf"no Ray cluster at {address}: Connection refused \(tried: a TCP connection"
+    with pytest.raises(InputError, match=said) as caught, joined(address, 1):
+        pass
+    assert CANARY not in f"{caught.value.message} {caught.value.hint}"
+
+
+def test_without_ray_the_error_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(InputError, match="not installed") as caught, joined("auto", 1):
+        pass
+    assert caught.value.hint == "pip install 'llmctl[ray]'"
+
+
+def test_a_worker_takes_its_threads_and_the_gpus_of_its_machine() -> None:
+    engine = tiny.engine_spec("fake").model_copy(update={"threads": 3})
+    assert Share.of(engine, tiny.CPU).bundle == {"CPU": 3.0}
+    pair = engine.model_copy(update={"tensor_parallel_size": 2})
+    assert Share.of(pair, tiny.CPU.model_copy(update={"device": "cuda"})).bundle == {"CPU": 6.0, "GPU": 2.0}

@@ -1,0 +1,159 @@
+"""Evaluations in a database, found again after an interruption: SQLite, and a PostgreSQL server that starts here."""
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import optuna
+import psycopg
+import pytest
+import samples
+from test_cli_tune import files, tune
+from test_tuning import trace
+
+from toolkit.errors import InputError
+from toolkit.tuning.crew import Alone, collect
+from toolkit.tuning.evaluate import Bench, Task
+from toolkit.tuning.memo import Remembering
+from toolkit.tuning.storage import Studies
+from toolkit.tuning.workload import make_world
+
+__all__ = ["files"]
+CANARY = "canary/7f3a:@"
+ESCAPED = "canary%2F7f3a%3A%40"
+
+
+def programs() -> Path | None:
+    """Where PostgreSQL's programs are: Debian keeps them out of the PATH."""
+    found = shutil.which("initdb")
+    beside = sorted(Path("/usr/lib/postgresql").glob("*/bin/initdb"))
+    return Path(found).parent if found else beside[-1].parent if beside else None
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[str]:
+    """A PostgreSQL server on loopback that asks for a password; its URL."""
+    where = programs()
+    if where is None:
+        pytest.skip("PostgreSQL's server is not installed")
+    as_user: list[str] = []
+    if os.geteuid() == 0:  # it refuses to run as root
+        if shutil.which("setpriv") is None:
+            pytest.skip("PostgreSQL does not run as root, and there is no setpriv")
+        as_user = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"]
+    folder = Path(tempfile.mkdtemp(prefix="llmctl-postgres-"))
+    data, password = folder / "data", folder / "password"
+    password.write_text(CANARY)
+    if as_user:
+        for path in (folder, password):
+            os.chown(path, 65534, 65534)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    options = ["--auth=scram-sha-256", "--username=tuner", f"--pwfile={password}", "--no-sync", "--encoding=UTF8"]
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "cwd": folder}
+    subprocess.run([*as_user, where / "initdb", "-D", data, *options], check=True, **quiet)
+    settings = ["-p", str(port), "-k", folder, "-c", "listen_addresses=127.0.0.1", "-c", "fsync=off"]
+    running = subprocess.Popen([*as_user, where / "postgres", "-D", data, *settings], **quiet)
+    try:
+        url = f"postgresql://tuner:{ESCAPED}@127.0.0.1:{port}/postgres"
+        while True:
+            try:
+                psycopg.connect(url).close()
+                break
+            except psycopg.OperationalError:
+                assert running.poll() is None
+        yield url
+    finally:
+        running.send_signal(signal.SIGINT)  # with SIGTERM it would wait until all connections are closed
+        running.wait()
+        shutil.rmtree(folder)
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    if request.param == "sqlite":
+        return f"sqlite:///{tmp_path}/trials.db"
+    return str(request.getfixturevalue("server"))
+
+
+class Interrupted:
+    """A runner that is interrupted at its third task."""
+
+    def run(self, tasks):
+        for index, task in enumerate(tasks):
+            if index == 2:
+                raise KeyboardInterrupt
+            yield index, task.run()
+
+
+def test_what_was_kept_is_found_again_and_the_result_is_the_same(url: str) -> None:
+    bench = Bench(make_world(samples.recipe(), samples.fit()), [trace(50)], {"ttft_p99_s": 2.0})
+    tasks = [Task(bench, "slice", {"slice_tokens": 8 * k, "max_min": bool(k % 2)}) for k in range(1, 5)]
+    with pytest.raises(KeyboardInterrupt):
+        collect(Remembering(Interrupted(), Studies(url, "test", "one")), tasks)
+    again = Remembering(Alone(), Studies(url, "test", "one"))
+    assert again.remembered == 2
+    assert collect(again, tasks) == collect(Alone(), tasks)
+    assert Remembering(Alone(), Studies(url, "test", "two")).remembered == 0
+    everything = Studies(url, "test", "one")
+    assert collect(Remembering(Interrupted(), everything), tasks) == collect(Alone(), tasks)
+
+
+def test_the_studies_are_optunas(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path}/trials.db"
+    bench = Bench(make_world(samples.recipe(), samples.fit()), [trace(50)], {}, "search, 2 workers")
+    (found,) = collect(Remembering(Alone(), Studies(url, "test", "one")), [Task(bench, "slice", {"slice_tokens": 8})])
+    storage = optuna.storages.RDBStorage(url)
+    (name,) = optuna.get_all_study_names(storage)
+    assert name.startswith("llmctl test ")
+    assert name.endswith(" search, 2 workers")
+    (trial,) = optuna.load_study(study_name=name, storage=storage).trials
+    assert trial.value == found.score
+    assert trial.params["slice.slice_tokens"] == 8
+
+
+def test_a_storage_changes_no_byte_of_the_result(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert tune("--out", "without.json") == 0
+    assert tune("--out", "with.json", "--storage", "sqlite:///trials.db") == 0
+    assert tune("--out", "again.json", "--storage", "sqlite:///trials.db") == 0
+    assert Path("without.json").read_bytes() == Path("with.json").read_bytes() == Path("again.json").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [
+        ("mysql://me:{}@host/db", "'mysql' is not a database that can be used"),
+        ("{}", "'...' is not a database that can be used"),
+        ("postgresql://me:{}@host:port/db", "it is not a URL"),
+        ("postgresql://me:{}@127.0.0.1:1/db", "storage postgresql+psycopg://me:***@127.0.0.1:1/db: "),
+        ("postgresql://127.0.0.1:1/db?user=me&password={}", "storage postgresql+psycopg://127.0.0.1:1/db: "),
+        ("sqlite:////nowhere/trials.db", "unable to open database file"),
+    ],
+)
+def test_no_password_is_shown(url: str, said: str, files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert tune("--storage", url.format(ESCAPED)) == 2
+    out, err = capsys.readouterr()
+    assert said in err
+    assert "canary" not in out + err
+    assert "Traceback" not in err
+
+
+def test_a_password_that_is_wrong_is_not_shown(server: str) -> None:
+    with pytest.raises(InputError, match="password authentication failed") as caught:
+        Studies(server.replace("7f3a", "7f3b"), "test", "one")
+    assert "canary" not in f"{caught.value.message} {caught.value.hint}"
+    assert caught.value.__suppress_context__
+
+
+def test_a_database_that_goes_away_is_one_line(tmp_path: Path) -> None:
+    bench = Bench(make_world(samples.recipe(), samples.fit()), [trace(50)], {}, "search, 2 workers")
+    studies = Studies(f"sqlite:///{tmp_path}/trials.db", "test", "one")
+    (tmp_path / "trials.db").unlink()
+    (tmp_path / "trials.db").touch()
+    with pytest.raises(InputError, match=r"storage sqlite:///.*trials.db: \(sqlite3"):
+        collect(Remembering(Alone(), studies), [Task(bench, "slice")])
