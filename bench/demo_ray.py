@@ -40,7 +40,14 @@ KILL_AT = 0.3  # of the replay
 PATIENCE_S = 120.0
 STORE_BYTES = 80 << 20
 Counts = dict[str, float]  # of /metrics, by series
-SMALL = {"batch_sizes": [1, 8, 32], "input_lengths": [16, 128, 448], "cached_lengths": [16, 448], "repeats": 2}
+SMALL = {
+    "batch_sizes": [1, 8, 24],
+    "input_lengths": [16, 256],
+    "cached_lengths": [16, 448],
+    "memory_lengths": [384],
+    "slices": 4,
+    "repeats": 2,
+}
 
 
 class Nodes:
@@ -94,7 +101,7 @@ def cluster() -> Iterator[Nodes]:
 def make_plan(stage: Stages, out: Path) -> Path:
     """A quick profile of the tiny Llama, its fit and its plan."""
     recipe = open_recipe(Path("tiny-llama-cpu"))
-    small = recipe.model_copy(update={"profile": recipe.profile.model_copy(update=SMALL | {"slices": 12})})
+    small = recipe.model_copy(update={"profile": recipe.profile.model_copy(update=SMALL)})
     files = {name: out / f"{name}.json" for name in ("recipe", "profile", "fit", "plan")}
     write_file(small, files["recipe"])
     stage.llmctl("profile", files["recipe"], "--out", files["profile"])
