@@ -6,6 +6,7 @@ import sys
 import pytest
 import tiny
 from pydantic import ValidationError
+from test_workers_pool import Events, with_workers
 
 from toolkit.engines.factory import make_engine
 from toolkit.engines.protocol import Row, SamplingParams
@@ -13,6 +14,8 @@ from toolkit.errors import EngineError
 from toolkit.estimators.memory_fit import fit_memory
 from toolkit.files.profile import EngineFacts, MemoryPoint
 from toolkit.files.recipe import EngineSpec
+from toolkit.workers.processes import ProcessWorkers
+from toolkit.workers.protocol import BatchDone, WorkerReady
 
 FREE = SamplingParams(ignore_eos=True)
 
@@ -53,6 +56,29 @@ def test_what_kernel_injection_does_to_a_model_is_found_out_in_another_process()
     from toolkit.engines.deepspeed_engine import probe_injection
 
     assert probe_injection(tiny.model_spec(), tiny.CPU).startswith("kernel injection ")
+
+
+@pytest.mark.usefixtures("_installed")
+def test_a_worker_process_serves_slices_of_it_with_the_tokens_of_transformers() -> None:
+    rows = [Row("a", (1, 2, 3, 4, 5), 0, 24), Row("b", (6, 7), 0, 24)]
+    alone = make_engine(tiny.model_spec(), tiny.engine_spec(), tiny.CPU)
+    whole = alone.run_slice(rows, 24, lambda _: True).tokens
+
+    async def scenario(workers: ProcessWorkers, events: Events) -> None:
+        (ready,) = await events.until(WorkerReady)
+        assert ready.facts.deepspeed.startswith("pass-through")
+        so_far: list[tuple[int, ...]] = [(), ()]
+        for number in range(3):
+            left = [
+                Row(row.request_id, row.tokens + done, len(done), row.max_new_tokens)
+                for row, done in zip(rows, so_far, strict=True)
+            ]
+            workers.run(0, number, left, 8)
+            output = (await events.until(BatchDone, number + 1))[-1].output
+            so_far = [done + new for done, new in zip(so_far, output.tokens, strict=True)]
+        assert [done[: len(tokens)] for done, tokens in zip(so_far, whole, strict=True)] == list(whole)
+
+    with_workers(scenario, ProcessWorkers(tiny.model_spec("deepspeed"), spec_of(), tiny.CPU, 1))
 
 
 def test_without_the_package_one_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
