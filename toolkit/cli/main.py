@@ -45,6 +45,8 @@ COMMANDS = {
     ),
     "render": Entry("Write the plan that `serve` starts, every value explained."),
     "serve": Entry("Start the server: OpenAI's API, N workers, one scheduler.", "the server has stopped"),
+    "status": Entry("What runs here: health, load, as fast as predicted or not."),
+    "stop": Entry("End a server in order, and say what was drained.", "the server goes on draining"),
     "bench": Entry("Replay a trace against a server; measured beside predicted."),
     "validate": Entry("Hold a plan's predictions against the server that runs it."),
     "simulate": Entry("Run a trace through the scheduler with fitted laws, no model."),

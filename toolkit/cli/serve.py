@@ -16,7 +16,14 @@ if TYPE_CHECKING:
     from toolkit.files.plan import Plan, PlannedPolicy
     from toolkit.serve.server import Ending
 
-Source = Annotated[str | None, typer.Argument(metavar="PLAN.json|RECIPE", help="A plan, or a recipe with --fit.")]
+Source = Annotated[
+    str | None,
+    typer.Argument(metavar="PLAN.json|RECIPE|FOLDER", help="A plan, a recipe with --fit, or what was rendered."),
+]
+TargetOption = Annotated[
+    str | None,
+    typer.Option("--target", metavar="TARGET", help="local, or of a rendered folder what it is for: systemd, compose."),
+]
 PlanOption = Annotated[Path | None, typer.Option("--plan", help="plan.json, from `llmctl render`.")]
 FitOption = Annotated[Path | None, typer.Option("--fit", help="With a recipe: its fit.json; the plan is made here.")]
 TuningOption = Annotated[Path | None, typer.Option("--tuning", help="With --fit: tuning.json.")]
@@ -32,6 +39,9 @@ KeyOption = Annotated[
         show_default=False,
         help="Asked of all clients; better in the environment.",
     ),
+]
+KeyFileOption = Annotated[
+    Path | None, typer.Option("--api-key-file", help="A file with the key, as service managers hand out secrets.")
 ]
 NameOption = Annotated[str, typer.Option("--served-model-name", help="What clients call the model.")]
 PolicyOption = Annotated[str | None, typer.Option("--policy", help="Another policy than the plan's, with --set.")]
@@ -92,12 +102,14 @@ InsecureOption = Annotated[bool, typer.Option("--insecure", help="Serve other ma
 
 def command(
     source: Source = None,
+    target: TargetOption = None,
     plan: PlanOption = None,
     fit: FitOption = None,
     tuning: TuningOption = None,
     host: HostOption = None,
     port: PortOption = None,
     api_key: KeyOption = "",
+    api_key_file: KeyFileOption = None,
     served_model_name: NameOption = "",
     policy: PolicyOption = None,
     settings: SetOption = None,
@@ -120,17 +132,27 @@ def command(
 ) -> None:
     """Start the server of a plan: `llmctl serve plan.json`, or `llmctl serve RECIPE --fit fit.json`.
 
-    Prints one line when all workers are loaded and a few points of the fit were measured again. SIGTERM or Ctrl-C ends
-    it in order: /ready turns 503, running requests get --shutdown-timeout seconds; a second signal ends it at once.
+    Prints one line when all workers are loaded and a few points of the fit were measured again, and tells systemd where
+    that started it. SIGTERM or Ctrl-C ends it in order: /ready turns 503, running requests get --shutdown-timeout
+    seconds; a second signal ends it at once.
     """
     import os
 
+    from toolkit.cli.serve_target import place_of, read_key, remembering, serve_managed
     from toolkit.serve.assemble import make_limits, make_settings
     from toolkit.serve.drift import check_of, judge
     from toolkit.serve.launch import Launch, launch
+    from toolkit.serve.notify import notify, take_notify_socket
     from toolkit.serve.server import Ending
 
+    place = place_of(source, target)
+    if place.managed:
+        serve_managed(place, as_json)
+        return
+    source = place.plan or source
+    ray = ray or ("auto" if place.target == "ray" else "")
     os.environ.pop("LLMCTL_API_KEY", None)  # the workers inherit the environment, and run models' own code
+    manager, key = take_notify_socket(), read_key(api_key, api_key_file)
     chosen = _change(_plan(source, plan, fit, tuning, force), policy, settings, workers)
     _check_engine(chosen, engine)
     if chosen.recipe.engine.name == "vllm":
@@ -146,12 +168,12 @@ def command(
         _refuse(not_there)
         ending = Ending(shutdown_notice, shutdown_timeout)
         at = host or chosen.recipe.serve.host, chosen.recipe.serve.port if port is None else port
-        _launch_vllm(chosen, served_model_name, at, api_key.strip(), insecure, event_log, ending, as_json)
+        _launch_vllm(chosen, served_model_name, at, key, insecure, event_log, ending, as_json)
         return
     front = make_settings(
         chosen,
         model=served_model_name,
-        api_key=api_key.strip(),
+        api_key=key,
         allow_end_after=allow_end_after,
         vllm_metrics=vllm_metrics,
         open_metrics=open_metrics,
@@ -172,11 +194,14 @@ def command(
     )
     where = f" on Ray ({ray})" if ray else ""
     note(f"loading {chosen.workers} workers of {chosen.recipe.name}{where}")
-    launch(
-        order,
-        lambda url: _announce(as_json, url, front.model, chosen),
-        lambda found: judge(found, strict=strict, say=note),
-    )
+    with remembering("ray" if ray else "local") as memory:
+
+        def on_ready(url: str) -> None:
+            memory.ready(url, front.model, chosen)
+            notify(manager, "READY=1")
+            _announce(as_json, url, front.model, chosen)
+
+        memory.ended(launch(order, on_ready, lambda found: judge(found, strict=strict, say=note)))
 
 
 def _seconds_of_check(plan: Plan, asked: float | None) -> float:

@@ -54,9 +54,10 @@ class Launch:
     ray: str = ""
 
 
-def launch(order: Launch, on_ready: Callable[[str], None], on_checked: OnFound = lambda _: None) -> None:
+def launch(order: Launch, on_ready: Callable[[str], None], on_checked: OnFound = lambda _: None) -> dict[str, int]:
     """Serve until a signal ends it; `on_ready` gets the URL once all workers are loaded.
 
+    Returns how many requests ended, by finish reason.
     Before that `on_checked` gets what the order's check found; what it raises ends the server.
     `InputError` for an address, a log or a plan that cannot be used, `ForeignError` for laws of another engine, model
     or device than the workers loaded; `EngineError` where a worker cannot load.
@@ -78,6 +79,7 @@ def launch(order: Launch, on_ready: Callable[[str], None], on_checked: OnFound =
         serving = serve(driver, app, listener, order.ending, lambda: on_ready(url(listener)))
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(_with_flushes(serving, events))
+        return dict(driver.stats.ended)
 
 
 @contextmanager

@@ -1,0 +1,259 @@
+"""Servers that run here: remembered, looked at, stopped in order; and what is said of managers that are not there."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import orders
+import psutil
+import pytest
+from serving import Server, fake_plan
+
+from toolkit.cli import main
+from toolkit.deploy import managers
+from toolkit.deploy.running import Running, folder_of_states, name_of, recall, remember
+from toolkit.errors import InputError
+from toolkit.files.io import write_file
+
+CANARY = "sk-canary-5d1e88"
+
+
+@pytest.fixture
+def states(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder of states."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    return folder_of_states()
+
+
+@dataclass(frozen=True)
+class Keyed:
+    """A server with a key in a file, started as a service manager starts it."""
+
+    server: Server
+    told: bytes  # the manager
+    state: str  # the folder of states' parent
+
+
+@pytest.fixture(scope="module")
+def keyed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Keyed]:
+    folder = tmp_path_factory.mktemp("keyed")
+    fake_plan(folder)
+    (folder / "key").write_text(f"{CANARY}\n")
+    around = {"XDG_STATE_HOME": str(folder / "state"), "NOTIFY_SOCKET": str(folder / "notify")}
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
+        manager.bind(around["NOTIFY_SOCKET"])
+        manager.settimeout(60)
+        with Server(folder / "plan.json", "--api-key-file", str(folder / "key"), **around) as running:
+            yield Keyed(running, manager.recv(64), around["XDG_STATE_HOME"])
+
+
+def llmctl(*words: str) -> int:
+    with pytest.raises(SystemExit) as caught:
+        main.run(words)
+    assert isinstance(caught.value.code, int)
+    return caught.value.code
+
+
+def gone(pid: int = 1) -> Running:
+    """A server whose process number is another's now."""
+    return Running(
+        name="old-8000", target="local", url="http://127.0.0.1:9", model="m", workers=1, policy="slice", pid=pid,
+        started_s=1.0,
+    )  # fmt: skip
+
+
+def test_status_shows_what_runs(
+    keyed: Keyed, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", keyed.state)
+    assert llmctl("status", "--json", "--api-key", CANARY) == 0
+    (one,) = json.loads(capsys.readouterr().out)["servers"]
+    assert (one["name"], one["state"]) == (name_of("test", keyed.server.url), "ready")
+    assert (one["running"], one["waiting"], one["kv_usage_percent"]) == (0, 0, 0)
+    assert llmctl("status") == 0
+    out, err = capsys.readouterr()
+    assert keyed.server.url[-5:] in out
+    assert max(map(len, out.splitlines())) <= 80
+    assert "asks for the key" in err
+
+
+def test_the_key_is_asked_for_and_remembered_nowhere(keyed: Keyed) -> None:
+    url = f"{keyed.server.url}/v1/models"
+    assert httpx.get(url).status_code == 401
+    assert httpx.get(url, headers={"authorization": f"Bearer {CANARY}"}).status_code == 200
+    written = [path.read_text() for path in Path(keyed.state).rglob("*.json")]
+    assert len(written) == 1
+    assert CANARY not in written[0] + json.dumps(keyed.server.ready)
+
+
+def test_a_service_manager_is_told_when_it_is_ready(keyed: Keyed) -> None:
+    assert keyed.told == b"READY=1"
+    assert all("NOTIFY_SOCKET" not in worker.environ() for worker in keyed.server.workers())
+
+
+def test_stop_waits_for_the_drain_and_counts_it(
+    states: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def ask() -> None:
+        httpx.post(f"{server.url}/v1/completions", json={"model": "toy", "prompt": "a", "max_tokens": 100}, timeout=60)
+
+    fake_plan(tmp_path, eos_one_in=0, decode_s=0.004)
+    with Server(tmp_path / "plan.json", "--served-model-name", "toy") as server:
+        ask()
+        asking = threading.Thread(target=ask)
+        asking.start()
+        while 'llmctl_requests_running{model_name="toy"} 1.0' not in httpx.get(f"{server.url}/metrics").text:
+            pass
+        assert llmctl("stop") == 0
+        asking.join()
+    out, err = capsys.readouterr()
+    name = name_of("test", server.url)
+    assert err == f"stopping {name}, with 1 requests in it\n"
+    assert out == f"{name} has ended: 1 requests finished\n"
+    assert llmctl("status") == 1
+
+
+def test_a_killed_server_is_noticed(states: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        started_s = psutil.Process(process.pid).create_time()
+        server = gone(process.pid).model_copy(update={"started_s": started_s})
+        remember(server)
+        assert server.alive
+        process.kill()
+    assert llmctl("status") == 1
+    out, err = capsys.readouterr()
+    assert out == "no server runs here\n"
+    assert "is gone and did not end in order; forgotten" in err
+    assert not list(states.glob("*.json"))
+
+
+@pytest.mark.usefixtures("states")
+def test_a_process_number_of_another_is_not_stopped(capsys: pytest.CaptureFixture[str]) -> None:
+    remember(gone(os.getpid()))
+    assert llmctl("stop") == 2
+    err = capsys.readouterr().err
+    assert "old-8000" in err
+    assert "error: no server runs here" in err
+
+
+@pytest.mark.usefixtures("states")
+def test_several_are_not_stopped_at_once_unless_asked(capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("a-1", "b-2"):
+        remember(gone().model_copy(update={"name": name, "pid": None, "target": "systemd", "folder": "/nowhere"}))
+    assert llmctl("stop") == 2
+    assert capsys.readouterr().err.splitlines()[0] == "error: 2 servers run here: a-1, b-2"
+    assert llmctl("stop", "c-3") == 2
+    assert "error: no server 'c-3' runs here" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("states")
+def test_status_of_a_url_where_nobody_is(capsys: pytest.CaptureFixture[str]) -> None:
+    assert llmctl("status", "--url", "http://127.0.0.1:9", "--json") == 1
+    assert json.loads(capsys.readouterr().out)["servers"][0]["state"] == "no answer"
+
+
+@pytest.mark.usefixtures("states")
+@pytest.mark.parametrize("name", ["../x", "", "a/b", "x\n"])
+def test_names_of_servers_stay_in_their_folder(name: str) -> None:
+    with pytest.raises(InputError, match="was started here"):
+        recall(name)
+
+
+@pytest.mark.parametrize("content", ["", "two words\n", "a\nb\n", "\x00\xff"])
+def test_a_file_without_one_key_is_refused(content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    orders.plan(tmp_path)
+    write_file(orders.plan(tmp_path), tmp_path / "plan.json")
+    (tmp_path / "key").write_text(content, encoding="latin-1")
+    assert llmctl("serve", str(tmp_path / "plan.json"), "--api-key-file", str(tmp_path / "key")) == 2
+    assert "key" in capsys.readouterr().err
+
+
+@pytest.fixture
+def rendered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """plan.json, rendered to folders that are named like their targets."""
+    monkeypatch.chdir(tmp_path)
+    write_file(orders.plan(tmp_path), "plan.json")
+    for target in ("systemd", "compose", "kubernetes"):
+        assert llmctl("render", "plan.json", "--target", target) == 0
+    return tmp_path
+
+
+@pytest.mark.usefixtures("rendered", "states")
+def test_a_manager_that_is_not_there_is_one_line_and_a_command(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(managers.shutil, "which", lambda _: None)
+    for target, message, remedy in (
+        ("systemd", "there is no systemd here", "apt-get install systemd"),
+        ("compose", "docker is not installed", "apt-get install docker"),
+    ):
+        capsys.readouterr()
+        assert llmctl("serve", target) == 3
+        error, hint = capsys.readouterr().err.splitlines()
+        assert error == f"error: {message}"
+        assert remedy in hint
+
+
+@pytest.mark.usefixtures("rendered", "states")
+def test_what_serve_cannot_start_is_said_with_what_can(capsys: pytest.CaptureFixture[str]) -> None:
+    for words, said in (
+        (["kubernetes"], "start it with: kubectl apply -k kubernetes"),
+        (["plan.json", "--target", "compose"], "llmctl render PLAN.json --target compose"),
+        (["plan.json", "--target", "locla"], "did you mean 'local'?"),
+        (["."], "llmctl render PLAN.json --target TARGET"),
+    ):
+        capsys.readouterr()
+        assert llmctl("serve", *words) == 2
+        assert said in capsys.readouterr().err
+
+
+def test_managers_are_asked_in_this_order(rendered: Path, states: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fake docker writes down what it is asked."""
+    fake = rendered / "bin" / "docker"
+    fake.parent.mkdir()
+    fake.write_text(f'#!/bin/sh\necho "$@" >> {rendered}/asked\n')
+    fake.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{fake.parent}:{os.environ['PATH']}")
+    assert llmctl("serve", "compose") == 0
+    assert [server.name for server in map(recall, [path.stem for path in states.glob("*.json")])] == ["test-8000"]
+    assert llmctl("stop") == 0
+    asked = (rendered / "asked").read_text().splitlines()
+    assert asked[-4:] == [
+        "compose --project-directory compose up --detach --wait",
+        "compose version",
+        "info",
+        f"compose --project-directory {rendered}/compose stop",
+    ]
+    assert not list(states.glob("*.json"))
+
+
+def test_what_a_rendered_script_starts_is_a_server(states: Path, tmp_path: Path) -> None:
+    """serve.sh, with a `llmctl` on the path that is this one; then bench.sh against it."""
+    fake_plan(tmp_path)
+    assert llmctl("render", str(tmp_path / "plan.json"), "--target", "local", "--out", str(tmp_path / "out")) == 0
+    program = tmp_path / "bin" / "llmctl"
+    program.parent.mkdir()
+    program.write_text(f'#!/bin/sh\nexec {sys.executable} -m toolkit "$@"\n')
+    program.chmod(0o755)
+    environment = os.environ | {"PATH": f"{program.parent}:{os.environ['PATH']}"}
+    serve = [str(tmp_path / "out" / "serve.sh"), "--port", "0", "--json", "--allow-end-after"]
+    with subprocess.Popen(serve, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment) as process:
+        assert process.stdout is not None
+        url = json.loads(process.stdout.readline())["url"]
+        checked = subprocess.run(
+            [tmp_path / "out" / "bench.sh", "chat-small"],
+            env=environment | {"LLMCTL_URL": url, "DURATION": "1", "RATE": "8", "MAX_ERROR": "100000", "WARMUP": "0"},
+            capture_output=True,
+            text=True,
+        )
+        process.terminate()
+    assert checked.returncode == 0, checked.stderr
+    assert json.loads((tmp_path / "out" / "bench.json").read_text())["predicted"]
+    assert process.returncode == 0

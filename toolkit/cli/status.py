@@ -1,0 +1,87 @@
+"""`llmctl status`: the servers that were started here, and what they say of themselves now."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from toolkit.cli.arguments import JsonOption
+from toolkit.cli.output import emit, note, table
+
+if TYPE_CHECKING:
+    from toolkit.deploy.running import Running
+
+KeyOption = Annotated[
+    str, typer.Option("--api-key", envvar="LLMCTL_API_KEY", show_default=False, help="The servers' key.")
+]
+
+
+def command(
+    urls: Annotated[
+        list[str] | None,
+        typer.Option("--url", help="Look at this server instead, wherever it was started; repeatable."),
+    ] = None,
+    api_key: KeyOption = "",
+    as_json: JsonOption = False,
+) -> None:
+    """Show the servers that run here: health, readiness, load, and whether they are as fast as predicted.
+
+    Exit code 1 where none runs, or one is not healthy.
+    """
+    found = [_of(url, url.rstrip("/"), "", api_key) for url in urls] if urls else _all(api_key)
+    emit(as_json, {"servers": found}, lambda: _show(found))
+    if any(one["metrics"] is False for one in found):
+        note("where '-' stands, /metrics asks for the key: LLMCTL_API_KEY")
+    if not found or not all(one["state"] in ("ready", "not ready") for one in found):
+        raise typer.Exit(1)
+
+
+def alive() -> list[Running]:
+    """The servers that run. The others are forgotten, which is said of those that did not end in order."""
+    from toolkit.deploy.running import forget, remembered
+
+    running = []
+    for server in remembered():
+        if server.alive and server.ended is None:
+            running.append(server)
+            continue
+        forget(server)
+        if server.ended is None:
+            note(f"{server.name} (process {server.pid}) is gone and did not end in order; forgotten")
+    return running
+
+
+def _all(api_key: str) -> list[dict[str, Any]]:
+    return [_of(server.name, server.url, server.target, api_key) for server in alive()]
+
+
+def _of(name: str, url: str, target: str, api_key: str) -> dict[str, Any]:
+    from toolkit.endpoints.look import look
+
+    seen = look(url, api_key)
+    seconds, predicted = seen.total("llmctl_batch_seconds_total"), seen.total("llmctl_predicted_batch_seconds_total")
+    return {
+        "name": name,
+        "target": target,
+        "url": url,
+        "state": seen.state,
+        "metrics": bool(seen.metrics) if seen.healthy is not None else None,
+        "running": seen.total("llmctl_requests_running"),
+        "waiting": seen.total("llmctl_requests_waiting"),
+        "kv_usage_percent": _percent(seen.total("llmctl_kv_cache_usage_ratio")),
+        "actual_over_predicted": seconds / predicted if seconds and predicted else None,
+    }
+
+
+def _percent(share: float | None) -> float | None:
+    return None if share is None else 100.0 * share
+
+
+def _show(found: list[dict[str, Any]]) -> None:
+    if not found:
+        print("no server runs here")
+        return
+    columns = ["name", "<state", "<url", ">run", ">wait", ">KV %", ">actual/ predicted"]
+    keys = ("state", "url", "running", "waiting", "kv_usage_percent", "actual_over_predicted")
+    table(columns, [[one["name"], *(one[key] for key in keys)] for one in found])
