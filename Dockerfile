@@ -1,0 +1,23 @@
+# llmctl with the tokenizers, models and kernels that its workers need, for the rendered Compose file and Kubernetes objects.
+#
+#   docker build -t llmctl:0.1.0 .                            torch as PyPI has it: CUDA, and CPU where there is none
+#   docker build -t llmctl:0.1.0 --build-arg EXTRAS=[ray] .   for workers on a Ray cluster
+#
+# It runs as user 10001 with a read-only root: what is written lies in /tmp, and models in /models.
+FROM python:3.11.14-slim-bookworm
+
+ARG EXTRAS=""
+WORKDIR /opt/llmctl
+COPY pyproject.toml constraints.txt README.md LICENSE ./
+COPY toolkit toolkit
+COPY recipes recipes
+COPY templates templates
+RUN python -m pip install --no-cache-dir --disable-pip-version-check -c constraints.txt ".${EXTRAS}" \
+    && useradd --uid 10001 --user-group --no-create-home --shell /usr/sbin/nologin llmctl \
+    && install -d -o 10001 -g 10001 /models
+
+USER 10001:10001
+ENV HOME=/tmp HF_HOME=/models NUMBA_CACHE_DIR=/tmp/numba PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1
+EXPOSE 8000
+ENTRYPOINT []
+CMD ["llmctl", "--help"]

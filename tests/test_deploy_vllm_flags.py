@@ -1,0 +1,42 @@
+"""The flags that are rendered for vLLM, held against its own parser: VLLM_PYTHON=VENV/bin/python pytest this file."""
+
+import json
+import os
+import shlex
+import subprocess
+from pathlib import Path
+
+import orders
+import pytest
+import samples
+
+from toolkit.deploy.render import render_target
+from toolkit.files.plan import PlannedPolicy
+
+PARSE = """
+import json, sys
+from vllm.entrypoints.launchers.cli_args import make_arg_parser
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+parsed = vars(make_arg_parser(FlexibleArgumentParser()).parse_args(sys.argv[1:]))
+print(json.dumps({key: value for key, value in parsed.items() if isinstance(value, (int, float, str))}))
+"""
+
+
+@pytest.mark.skipif("VLLM_PYTHON" not in os.environ, reason="needs VLLM_PYTHON, a Python that has vLLM 0.32")
+def test_vllm_reads_every_flag(tmp_path: Path) -> None:
+    fit = samples.fit(workers=1)
+    fit = fit.model_copy(update={"engine": fit.engine.model_copy(update={"engine": "openai"})})
+    server = {"engine": {"name": "openai", "url": "http://127.0.0.1:8000"}, "workers": 1}
+    plan = orders.plan(tmp_path, PlannedPolicy(name="mlfq", parameters={}), fit, **(orders.GPU | server))
+    script = render_target("vllm", orders.order(plan))["serve.sh"]
+    words = shlex.split(script.partition("exec vllm serve ")[2].replace("\\\n", " "))[:-1]
+    done = subprocess.run(
+        [os.environ["VLLM_PYTHON"], "-c", PARSE, *words], capture_output=True, text=True, timeout=300, cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    parsed = json.loads(done.stdout.splitlines()[-1])
+    assert parsed["model_tag"] == "org/model"
+    assert (parsed["max_model_len"], parsed["max_num_seqs"], parsed["shutdown_timeout"]) == (512, 32, 90)
+    assert parsed["max_num_queued_tokens"] > 0
+    assert parsed["scheduler_cls"] == "toolkit.inside.vllm_scheduler.LlmctlScheduler"
+    assert parsed["async_scheduling"] is False
