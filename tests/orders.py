@@ -23,6 +23,12 @@ GPU = {
 def plan(folder: Path, policy: PlannedPolicy = SLICE, fit: Fit | None = None, **changes: object) -> Plan:
     """A plan of the samples' recipe with these changes, tuned as far as it can be said without tuning."""
     recipe, fit = samples.recipe(**changes), fit or samples.fit()
+    its = {
+        "engine": recipe.engine.name,
+        "dtype": recipe.model.dtype,
+        "tensor_parallel_size": recipe.engine.tensor_parallel_size,
+    }
+    fit = fit.model_copy(update={"engine": fit.engine.model_copy(update=its)})
     paths = {"recipe": folder / "recipe.json", "fit": folder / "fit.json"}
     write_file(recipe, paths["recipe"])
     write_file(fit, paths["fit"])

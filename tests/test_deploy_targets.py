@@ -291,7 +291,6 @@ def test_vllm_gets_the_fitted_values(gpu: Plan) -> None:
 def test_our_scheduler_goes_into_vllm_where_it_can(tmp_path: Path) -> None:
     policy = PlannedPolicy(name="past-future", parameters={})
     fit = samples.fit(workers=1)
-    fit = fit.model_copy(update={"engine": fit.engine.model_copy(update={"engine": "openai"})})
     server = {"engine": {"name": "openai", "url": "http://127.0.0.1:8000"}, "workers": 1}
     plan = orders.plan(tmp_path, policy, fit, **(orders.GPU | server))
     files = render_target("vllm", orders.order(plan))
@@ -315,3 +314,24 @@ def test_a_threshold_is_where_first_tokens_come_too_late() -> None:
 
 def bound(limit: int) -> Callable[[int], bool]:
     return lambda count: count <= limit
+
+
+def test_vllms_own_policy_becomes_its_own_flags(tmp_path: Path) -> None:
+    parameters = {"max_num_seqs": 48, "max_num_batched_tokens": 1024, "prefix_caching": False, "watermark": 0.1}
+    changes = orders.GPU | {"workers": 1, "sla": {}, "engine": {"name": "vllm"}}
+    made = orders.plan(tmp_path, fit=samples.fit(workers=1), **changes)
+    plan = made.model_copy(update={"policy": PlannedPolicy(name="vllm", parameters=parameters)})
+    script = render_target("vllm", orders.order(plan))["serve.sh"]
+    for flag in ("--max-num-seqs 48", "--max-num-batched-tokens 1024", "--no-enable-prefix-caching", "--watermark 0.1"):
+        assert f"  {flag} \\\n" in script
+    assert "--scheduler-cls" not in script
+
+
+def test_workers_that_share_a_model_take_a_gpu_each(tmp_path: Path) -> None:
+    engine = {"name": "transformers", "tensor_parallel_size": 4}
+    plan = orders.plan(tmp_path, **(orders.GPU | {"engine": engine}))
+    pod = yaml_files(render_target("kubernetes", orders.order(plan)))["core/deployment.yaml"]["spec"]["template"][
+        "spec"
+    ]
+    assert pod["containers"][0]["resources"]["limits"] == {"nvidia.com/gpu": "8"}
+    assert "  --tensor-parallel-size 4 \\\n" in render_target("vllm", orders.order(plan))["serve.sh"]

@@ -25,7 +25,6 @@ print(json.dumps({key: value for key, value in parsed.items() if isinstance(valu
 @pytest.mark.skipif("VLLM_PYTHON" not in os.environ, reason="needs VLLM_PYTHON, a Python that has vLLM 0.32")
 def test_vllm_reads_every_flag(tmp_path: Path) -> None:
     fit = samples.fit(workers=1)
-    fit = fit.model_copy(update={"engine": fit.engine.model_copy(update={"engine": "openai"})})
     server = {"engine": {"name": "openai", "url": "http://127.0.0.1:8000"}, "workers": 1}
     plan = orders.plan(tmp_path, PlannedPolicy(name="mlfq", parameters={}), fit, **(orders.GPU | server))
     script = render_target("vllm", orders.order(plan))["serve.sh"]

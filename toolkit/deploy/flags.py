@@ -46,9 +46,10 @@ def foreign(order: Order, engine: str) -> str:
 def rows(order: Order) -> Reckoned[int]:
     """Requests that run at once."""
     plan = order.plan
-    named = plan.policy.parameters.get("max_batch_size")
-    if isinstance(named, int) and named > 0:
-        return Reckoned(named, f"plan: max_batch_size of policy '{plan.policy.name}'")
+    for name in ("max_batch_size", "max_num_seqs"):
+        named = plan.policy.parameters.get(name)
+        if isinstance(named, int) and named > 0:
+            return Reckoned(named, f"plan: {name} of policy '{plan.policy.name}'")
     if plan.fit.engine.max_rows:
         return Reckoned(plan.fit.engine.max_rows, "fit: what the measured engine runs at most")
     largest = plan.fit.decode.valid.batch_size_max
@@ -57,6 +58,12 @@ def rows(order: Order) -> Reckoned[int]:
 
 def chunk(order: Order, running: int) -> Reckoned[int] | None:
     """Prompt tokens of one pass beside `running` rows that decode; None where nothing bounds the pass."""
+    tokens = order.plan.policy.parameters.get("max_num_batched_tokens")
+    if isinstance(tokens, int):  # decodes included
+        source = (
+            f"plan: max_num_batched_tokens {tokens} of policy '{order.plan.policy.name}', less a token for each row"
+        )
+        return Reckoned(tokens - running, source)
     named = order.plan.policy.parameters.get("chunk_tokens")
     if isinstance(named, int) and named > 0:
         return Reckoned(named, f"plan: chunk_tokens of policy '{order.plan.policy.name}'")

@@ -49,12 +49,13 @@ def gpus(recipe: Recipe) -> Reckoned[int]:
     """GPUs of one server; 0 where the recipe runs on CPUs."""
     if recipe.hardware.device == "cpu":
         return Reckoned(0, "the recipe's hardware.device is cpu")
-    return Reckoned(recipe.workers, f"recipe: {recipe.workers} workers on one GPU each")
+    each = recipe.engine.tensor_parallel_size
+    return Reckoned(recipe.workers * each, f"recipe: {recipe.workers} workers, {each} GPU for each")
 
 
 def cpus(recipe: Recipe) -> Reckoned[int]:
     """CPU cores that a server asks for: its workers' threads, and one for the front."""
-    threads = recipe.engine.threads or 1
+    threads = (recipe.engine.threads or 1) * recipe.engine.tensor_parallel_size
     source = f"recipe: {recipe.workers} workers x {threads} threads, and one for the front"
     return Reckoned(recipe.workers * threads + 1, source)
 
@@ -64,8 +65,9 @@ def memory_mib(order: Order) -> Reckoned[int]:
     recipe, fit = order.plan.recipe, order.plan.fit
     weights = recipe.model.weight_bytes or 0
     cache = fit.engine.kv_budget_bytes if recipe.hardware.device == "cpu" else 0
-    each = WORKER_MIB + math.ceil((weights + cache) / MIB)
-    parts = [f"{WORKER_MIB} MiB of libraries", f"{math.ceil(weights / MIB):,} MiB of weights"]
+    libraries = WORKER_MIB * recipe.engine.tensor_parallel_size  # a process for each share
+    each = libraries + math.ceil((weights + cache) / MIB)
+    parts = [f"{libraries} MiB of libraries", f"{math.ceil(weights / MIB):,} MiB of weights"]
     parts += [f"{math.ceil(cache / MIB):,} MiB of KV cache"] if cache else []
     source = f"{FRONT_MIB} MiB for the front, and for each of {recipe.workers} workers {' + '.join(parts)}"
     return Reckoned(FRONT_MIB + recipe.workers * each, source)

@@ -14,8 +14,9 @@ import numpy as np
 from toolkit.deploy.order import Reckoned
 from toolkit.files.plan import Plan
 from toolkit.files.recipe import Recipe
-from toolkit.sched.policies import make_policy
-from toolkit.sched.protocols import Policy
+from toolkit.sched.policies import make_any
+from toolkit.sched.policies.vllm import VllmPolicy
+from toolkit.sched.protocols import AnyPolicy, BuiltIn
 from toolkit.sched.scheduler import Scheduler
 from toolkit.sim.api import World, requests_of, simulate, world_from_fit
 from toolkit.traces.prepare import prepare
@@ -38,7 +39,7 @@ def waiting_threshold(plan: Plan, trace: Trace | None) -> Reckoned[int] | None:
     targets = ttft_targets(plan.recipe)
     if not targets:
         return None
-    policy = make_policy(plan.policy.name, plan.policy.parameters)
+    policy = make_any(plan.policy.name, plan.policy.parameters)
     world = world_from_fit(
         plan.fit, workers=plan.workers, max_new_tokens=plan.recipe.serve.max_new_tokens, seed=plan.recipe.tune.seed
     )
@@ -77,12 +78,15 @@ def backlog(lengths: Trace, count: int) -> Trace:
     )
 
 
-def _keeps(trace: Trace, policy: Policy, world: World, targets: Mapping[str, float]) -> bool:
+def _keeps(trace: Trace, policy: AnyPolicy, world: World, targets: Mapping[str, float]) -> bool:
     result = simulate(trace, policy, world)
     return bool(result.served.ok.all()) and max(result.sla_ratios(targets).values()) <= 1.0
 
 
-def _start_at_once(trace: Trace, policy: Policy, world: World) -> int:
+def _start_at_once(trace: Trace, policy: AnyPolicy, world: World) -> int:
+    if isinstance(policy, VllmPolicy):  # it fills its rows in the first passes
+        return min(policy.max_num_seqs * world.workers, len(trace))
+    assert not isinstance(policy, BuiltIn)
     world = world.under(policy)
     scheduler = Scheduler(policy, [world.worker(k) for k in range(world.workers)], seed=world.seed)
     for request in requests_of(trace, world.max_new_tokens)[0]:

@@ -52,6 +52,10 @@ def _fitted(order: Order) -> list[Told]:
     if waiting is not None:
         lines.append(told("--max-queued-requests", waiting))
     lines.append(told("--schedule-conservativeness", conservativeness(order)))
+    if plan.recipe.engine.tensor_parallel_size > 1:
+        lines.append(
+            Told("--tp-size", str(plan.recipe.engine.tensor_parallel_size), "recipe: engine.tensor_parallel_size")
+        )
     if plan.recipe.workers > 1:
         lines.append(Told("--dp-size", str(plan.recipe.workers), "recipe: workers"))
     return [*lines, Told("--enable-metrics", "", "for Prometheus, and for llmctl status")]

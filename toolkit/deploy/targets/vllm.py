@@ -9,11 +9,13 @@ from toolkit.deploy.flags import check_servable_elsewhere, chunk, foreign, queue
 from toolkit.deploy.order import Order, Rendered, Told, told
 from toolkit.deploy.reckon import drain_s
 from toolkit.deploy.templating import fill
+from toolkit.endpoints.vllm_flags import flags_of
 from toolkit.endpoints.vllm_versions import TRIED
 from toolkit.errors import InputError
 from toolkit.files.recipe import Recipe
 from toolkit.inside.setup import refuse_inside
 from toolkit.sched.policies import make_policy
+from toolkit.sched.policies.vllm import VllmPolicy
 
 SCHEDULER = "toolkit.inside.vllm_scheduler.LlmctlScheduler"
 Flags = list[tuple[str, object]]  # None: a switch
@@ -93,14 +95,20 @@ def _fitted(order: Order) -> list[Told]:
 
 
 def _parallel(recipe: Recipe) -> list[Told]:
-    if recipe.workers == 1:
-        return []
-    return [Told("--data-parallel-size", str(recipe.workers), "recipe: workers")]
+    sizes = {"tensor": recipe.engine.tensor_parallel_size, "data": recipe.workers}
+    names = {"tensor": "engine.tensor_parallel_size", "data": "workers"}
+    return [Told(f"--{kind}-parallel-size", str(n), f"recipe: {names[kind]}") for kind, n in sizes.items() if n > 1]
 
 
 def _scheduler(order: Order) -> list[Told]:
     """Our scheduler, or why it is vLLM's own."""
     plan = order.plan
+    if plan.policy.name == VllmPolicy.name:
+        rest = flags_of(VllmPolicy.name, plan.policy.parameters)
+        switches = [word for word in rest if word.startswith(("--enable", "--no-enable"))]
+        lines = [Told(word, "", "plan: policy 'vllm', vLLM's own scheduler") for word in switches]
+        watermark = str(plan.policy.parameters.get("watermark", 0.0))
+        return [*lines, Told("--watermark", watermark, "plan: policy 'vllm', vLLM's own scheduler")]
     try:
         if plan.recipe.workers > 1:
             raise InputError("our scheduler was not tried with data parallelism")
