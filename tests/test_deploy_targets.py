@@ -319,8 +319,8 @@ def bound(limit: int) -> Callable[[int], bool]:
 def test_vllms_own_policy_becomes_its_own_flags(tmp_path: Path) -> None:
     parameters = {"max_num_seqs": 48, "max_num_batched_tokens": 1024, "prefix_caching": False, "watermark": 0.1}
     changes = orders.GPU | {"workers": 1, "sla": {}, "engine": {"name": "vllm"}}
-    made = orders.plan(tmp_path, fit=samples.fit(workers=1), **changes)
-    plan = made.model_copy(update={"policy": PlannedPolicy(name="vllm", parameters=parameters)})
+    policy = PlannedPolicy(name="vllm", parameters=parameters)
+    plan = orders.plan(tmp_path, policy, samples.fit(workers=1), **changes)
     script = render_target("vllm", orders.order(plan))["serve.sh"]
     for flag in ("--max-num-seqs 48", "--max-num-batched-tokens 1024", "--no-enable-prefix-caching", "--watermark 0.1"):
         assert f"  {flag} \\\n" in script
