@@ -180,6 +180,10 @@ def test_alert_rules_are_a_file_elsewhere(order: Order) -> None:
     assert names[-1] == "LlmctlQueue"
 
 
+def test_ray_gets_its_workers_from_the_machines_cluster(order: Order) -> None:
+    assert "  --ray auto \\\n" in render_target("ray", order)["serve.sh"]
+
+
 def test_without_a_ttft_target_nothing_scales(tmp_path: Path) -> None:
     files = render_target("kubernetes", orders.order(orders.plan(tmp_path, sla={"e2e_p95_s": 8.0})))
     assert "scaledobject.yaml" not in files

@@ -29,7 +29,9 @@ PolicyOption = Annotated[
 TargetOption = Annotated[
     str | None,
     typer.Option(
-        "--target", metavar="TARGET", help="local, systemd, compose, kubernetes, vllm or sglang; see docs/deploying.md."
+        "--target",
+        metavar="TARGET",
+        help="local, systemd, compose, kubernetes, ray, vllm or sglang; see docs/deploying.md.",
     ),
 ]
 OutOption = Annotated[

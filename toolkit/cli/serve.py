@@ -22,7 +22,9 @@ Source = Annotated[
 ]
 TargetOption = Annotated[
     str | None,
-    typer.Option("--target", metavar="TARGET", help="local, or of a rendered folder what it is for: systemd, compose."),
+    typer.Option(
+        "--target", metavar="TARGET", help="local, or of a rendered folder what it is for: systemd, compose, ray."
+    ),
 ]
 PlanOption = Annotated[Path | None, typer.Option("--plan", help="plan.json, from `llmctl render`.")]
 FitOption = Annotated[Path | None, typer.Option("--fit", help="With a recipe: its fit.json; the plan is made here.")]

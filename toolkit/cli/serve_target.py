@@ -19,7 +19,6 @@ HERE = ("local", "ray")  # the server is this process
 MANAGED = ("systemd", "compose")
 ELSEWHERE = {
     "kubernetes": "kubectl apply -k {folder}",
-    "kuberay": "kubectl apply -k {folder}",
     "vllm": "{folder}/serve.sh",
     "sglang": "{folder}/serve.sh",
 }

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from toolkit.deploy.alerts import rules
 from toolkit.deploy.claims import bench_script, explanation
 from toolkit.deploy.order import Order, Rendered
-from toolkit.deploy.targets import compose, kubernetes, local, sglang, systemd, vllm
+from toolkit.deploy.targets import compose, kubernetes, local, ray, sglang, systemd, vllm
 from toolkit.deploy.threshold import waiting_threshold
 from toolkit.errors import InputError, nearest
 from toolkit.files.yaml_text import dump_yaml
@@ -20,10 +20,11 @@ TARGETS: dict[str, Callable[[Order], Rendered]] = {
     "systemd": systemd.render,
     "compose": compose.render,
     "kubernetes": kubernetes.render,
+    "ray": ray.render,
     "vllm": vllm.render,
     "sglang": sglang.render,
 }
-OURS = ("local", "systemd", "compose")  # whose metrics are llmctl's, with no operator to read rules from objects
+OURS = ("local", "systemd", "compose", "ray")  # whose metrics are llmctl's, with no operator to read rules from objects
 EXECUTABLE = ".sh"
 
 
