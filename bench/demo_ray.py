@@ -4,7 +4,7 @@ The nodes are two raylets, each with one worker of a tiny Llama on the CPU, star
 their own; nothing is downloaded. The same requests are replayed three times: against workers in processes, against
 Ray, and against Ray while a node is killed, with all that runs on it, and another joins later.
 
-    python bench/demo_ray.py [--out DIR] [--rate R] [--seconds S]
+    python bench/demo_ray.py [--out DIR] [--plan PLAN] [--rate R] [--seconds S]
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from toolkit.endpoints.target import Target, find_target
 from toolkit.errors import InputError, LlmctlError
 from toolkit.files.io import read_file, write_file
 
-ESTIMATE = "about 3 minutes on two idle cores"
+ESTIMATE = "some five minutes on two cores, half of them measuring"
 PROCESSES = "processes"
 KILL_AT = 0.3  # of the replay
 PATIENCE_S = 120.0
@@ -83,6 +83,7 @@ def cluster() -> Iterator[Nodes]:
     os.environ["RAY_BACKEND_LOG_LEVEL"] = "error"
     found = Path("/tmp/ray/ray_current_cluster")  # what `--ray auto` and `ray.init()` would join
     before = found.read_text() if found.exists() else None
+    found.unlink(missing_ok=True)  # Ray would mention that it is written over
     folder = Path(tempfile.mkdtemp(prefix="llmctl-ray-", dir="/tmp"))  # sockets' paths may have 107 characters
     nodes = None
     try:
@@ -181,7 +182,7 @@ def demo(arguments: argparse.Namespace) -> None:
     stage = Stages(sys.stdout)
     print(f"a Ray cluster of two nodes on this machine; {ESTIMATE}")
     stage.title("1/5  measure a tiny Llama, quickly, and plan")
-    replay = Replay(stage, make_plan(stage, out), out, arguments)
+    replay = Replay(stage, arguments.plan or make_plan(stage, out), out, arguments)
     stage.title("2/5  two workers in processes, for comparison")
     results = {PROCESSES: replay.run("processes")}
     stage.title("3/5  a Ray cluster: two nodes of one CPU each, entered with a token")
@@ -203,6 +204,7 @@ def demo(arguments: argparse.Namespace) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("demo-out/ray"), help="folder for the files of all stages")
+    parser.add_argument("--plan", type=Path, help="serve this plan of two workers on the CPU instead of measuring")
     parser.add_argument("--rate", type=float, default=6.0, help="requests per second")
     parser.add_argument("--seconds", type=float, default=20.0, help="how long requests arrive")
     try:

@@ -7,8 +7,10 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import samples
 import tiny
 from serving import client
+from test_tuning import trace
 
 from toolkit.cluster.actor import WorkerActor
 from toolkit.cluster.connect import check_address, joined
@@ -17,6 +19,9 @@ from toolkit.engines.factory import make_engine
 from toolkit.engines.protocol import Row, SamplingParams
 from toolkit.errors import EngineError, InputError
 from toolkit.files.recipe import ModelSpec
+from toolkit.tuning.crew import Alone, Spread, collect
+from toolkit.tuning.evaluate import Bench, Task
+from toolkit.tuning.workload import make_world
 from toolkit.workers.frames import (
     Done,
     FromWorker,
@@ -143,6 +148,17 @@ def test_workers_come_back_after_a_bug_and_refuse_what_they_cannot_load(cluster)
             await Watched(1, no_such_key=1).start(lambda _: None)
 
     asyncio.run(main())
+
+
+def test_trials_on_the_cluster_give_what_they_give_here(cluster) -> None:
+    bench = Bench(make_world(samples.recipe(), samples.fit()), [trace(40, seed) for seed in range(2)], {})
+    tasks = [Task(bench, "slice", {"slice_tokens": tokens}) for tokens in (8, 32)]
+    assert collect(Spread(2), tasks) == collect(Alone(), tasks)
+    with pytest.raises(InputError) as caught:
+        collect(Spread(2), [Task(bench, "slice", {"slice_tokens": 0})])
+    with pytest.raises(InputError) as here:
+        collect(Alone(), [Task(bench, "slice", {"slice_tokens": 0})])
+    assert (caught.value.message, caught.value.hint) == (here.value.message, here.value.hint)
 
 
 def answers(actor: WorkerActor, number: int, frame: ToWorker) -> list[FromWorker]:
