@@ -49,6 +49,7 @@ COMMANDS = {
     "stop": Entry("End a server in order, and say what was drained.", "the server goes on draining"),
     "bench": Entry("Replay a trace against a server; measured beside predicted."),
     "validate": Entry("Hold a plan's predictions against the server that runs it."),
+    "report": Entry("One offline HTML page: fits, tuning, validation, plan."),
     "simulate": Entry("Run a trace through the scheduler with fitted laws, no model."),
     "compare": Entry("Several policies on one trace: a table, and plots."),
     "trace": Entry("Inspect, convert, generate and record traces."),

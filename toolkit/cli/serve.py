@@ -10,7 +10,7 @@ import typer
 
 from toolkit.cli.arguments import JsonOption, SetOption, open_recipe, parse_settings
 from toolkit.cli.basis import read_fit, warn_of_foreign
-from toolkit.cli.output import emit, note
+from toolkit.cli.output import WIDTH, emit, note
 
 if TYPE_CHECKING:
     from toolkit.files.plan import Plan, PlannedPolicy
@@ -67,6 +67,14 @@ AdmissionOption = Annotated[
 ]
 VllmOption = Annotated[bool, typer.Option("--vllm-metrics", help="Offer the metrics under vLLM's names, too.")]
 OpenMetricsOption = Annotated[bool, typer.Option("--open-metrics", help="Let /metrics be read without the key.")]
+StatusOption = Annotated[
+    bool | None,
+    typer.Option(
+        "--status-page/--no-status-page",
+        show_default=False,
+        help="A page at / for people, without the key: sums, no requests. Default: where only this machine connects.",
+    ),
+]
 TimeoutOption = Annotated[
     float, typer.Option("--shutdown-timeout", min=0, help="Seconds that running requests get after a signal.")
 ]
@@ -123,6 +131,7 @@ def command(
     allow_end_after: EndAfterOption = False,
     vllm_metrics: VllmOption = False,
     open_metrics: OpenMetricsOption = False,
+    status_page: StatusOption = None,
     shutdown_timeout: TimeoutOption = 30.0,
     shutdown_notice: NoticeOption = 0.0,
     check: CheckOption = None,
@@ -145,7 +154,7 @@ def command(
     from toolkit.serve.drift import check_of, judge
     from toolkit.serve.launch import Launch, launch
     from toolkit.serve.notify import notify, take_notify_socket
-    from toolkit.serve.server import Ending
+    from toolkit.serve.server import Ending, is_loopback
 
     place = place_of(source, target)
     if place.managed:
@@ -157,6 +166,7 @@ def command(
     manager, key = take_notify_socket(), read_key(api_key, api_key_file)
     chosen = _change(_plan(source, plan, fit, tuning, force), policy, settings, workers)
     _check_engine(chosen, engine)
+    address = host or chosen.recipe.serve.host
     if chosen.recipe.engine.name == "vllm":
         not_there = {
             "--ray": ray,
@@ -166,10 +176,11 @@ def command(
             "--open-metrics": open_metrics,
             "--check": check,
             "--strict": strict,
+            "--status-page": status_page,
         }
         _refuse(not_there)
         ending = Ending(shutdown_notice, shutdown_timeout)
-        at = host or chosen.recipe.serve.host, chosen.recipe.serve.port if port is None else port
+        at = address, chosen.recipe.serve.port if port is None else port
         _launch_vllm(chosen, served_model_name, at, key, insecure, event_log, ending, as_json)
         return
     front = make_settings(
@@ -179,11 +190,12 @@ def command(
         allow_end_after=allow_end_after,
         vllm_metrics=vllm_metrics,
         open_metrics=open_metrics,
+        status_page=is_loopback(address) if status_page is None else status_page,
     )
     order = Launch(
         chosen,
         front,
-        host or chosen.recipe.serve.host,
+        address,
         chosen.recipe.serve.port if port is None else port,
         insecure,
         make_limits(chosen, admission, replays=allow_end_after),
@@ -201,7 +213,7 @@ def command(
         def on_ready(url: str) -> None:
             memory.ready(url, front.model, chosen)
             notify(manager, "READY=1")
-            _announce(as_json, url, front.model, chosen)
+            _announce(as_json, url, front.model, chosen, status_page=front.status_page)
 
         memory.ended(launch(order, on_ready, lambda found: judge(found, strict=strict, say=note)))
 
@@ -254,19 +266,28 @@ def _launch_vllm(
     launch_vllm(order, lambda url: _announce(as_json, url, name, plan))
 
 
-def _announce(as_json: bool, url: str, model: str, plan: Plan) -> None:
+def _announce(as_json: bool, url: str, model: str, plan: Plan, *, status_page: bool = False) -> None:
     import sys
+    from textwrap import fill
 
+    page = f"{url}/" if status_page else None
     facts: dict[str, Any] = {
         "url": url,
         "model": model,
         "workers": plan.workers,
         "policy": plan.policy.name,
         "parameters": plan.policy.parameters,
+        "status_page": page,
     }
-    shown = ", ".join(f"{name}={value}" for name, value in plan.policy.parameters.items())
-    line = f"ready: {url} serves {model} on {plan.workers} workers, policy {plan.policy.name} ({shown})"
-    emit(as_json, facts, lambda: print(line))
+
+    def show() -> None:
+        parameters = ", ".join(f"{name}={value}" for name, value in plan.policy.parameters.items())
+        print(f"ready: {url} serves {model} on {plan.workers} worker{'s' * (plan.workers > 1)}")
+        print(fill(f"policy: {plan.policy.name} ({parameters})", WIDTH, subsequent_indent="  "))
+        if page:
+            print(f"status page: {page}")
+
+    emit(as_json, facts, show)
     sys.stdout.flush()
 
 

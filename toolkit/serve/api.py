@@ -33,10 +33,11 @@ from toolkit.serve.schemas import (
 )
 from toolkit.serve.settings import Settings
 from toolkit.serve.sse import EventStream, Exchange, json_response
+from toolkit.serve.status import DATA, PAGE, Status
 
 
-def make_app(driver: Driver, tokenizer: Tokenizer, settings: Settings) -> ASGIApp:
-    """The application over a driver that somebody else starts and stops."""
+def make_app(driver: Driver, tokenizer: Tokenizer, settings: Settings, status: Status | None = None) -> ASGIApp:
+    """The application over a driver that somebody else starts and stops, and the page of a `status`."""
     app = FastAPI(title="llmctl", openapi_url=None, redirect_slashes=False)
     app.add_exception_handler(ApiError, on_api_error)
     app.add_exception_handler(HTTPException, on_http_exception)
@@ -57,6 +58,10 @@ def make_app(driver: Driver, tokenizer: Tokenizer, settings: Settings) -> ASGIAp
     ):
         app.add_api_route(path, endpoint, methods=methods, response_model=None)
     open_paths = ["/health", "/ready", *(["/metrics"] if settings.open_metrics else [])]
+    if status:
+        app.add_api_route(PAGE, status.page, methods=["GET", "HEAD"], response_model=None)
+        app.add_api_route(DATA, status.data, methods=["GET"], response_model=None)
+        open_paths += [PAGE, DATA]
     return Gate(app, api_key=settings.api_key, open_paths=open_paths)
 
 

@@ -47,7 +47,7 @@ def make_scheduler(plan: Plan, event_sink: Callable[[Event], None] | None = None
 def make_stats(plan: Plan) -> Stats:
     """Counters that know how far the plan's laws were measured."""
     valid = (plan.fit.prefill.valid, plan.fit.decode.valid)
-    return Stats(min(one.batch_size_max for one in valid), min(one.length_max for one in valid))
+    return Stats(min(one.batch_size_max for one in valid), min(one.length_max for one in valid), plan.recipe.sla)
 
 
 def model_name(plan: Plan) -> str:

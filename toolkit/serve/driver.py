@@ -190,7 +190,9 @@ class Driver:
         del self._lives[live.ask.request_id]
         if not self._lives:
             self._empty.set()
-        self.stats.count_end(status, live.arrival_s, live.first_token_s, live.last_token_s, live.output.tokens)
+        self.stats.count_end(
+            status, live.arrival_s, live.first_token_s, live.last_token_s, live.output.tokens, live.max_gap_s
+        )
         if self._on_end:
             self._on_end(live, self._start_s)
 
@@ -266,7 +268,7 @@ class Driver:
                         self.scheduler.worker_ready(event.worker, self.now_s)
                         self._tick_later()
                 case WorkerLost():
-                    self.stats.worker_restarts += 1
+                    self.stats.restarts[event.worker] += 1
                     self.scheduler.worker_lost(event.worker, self.now_s)
                     self._tick_later()
 
@@ -324,6 +326,8 @@ class Driver:
             if math.isnan(live.first_token_s):
                 live.first_token_s = now_s
                 self.forecast.first_token(live.told, now_s - live.arrival_s)
+            else:
+                live.max_gap_s = max(live.max_gap_s, (now_s - live.last_token_s) / shown.tokens)
             self.stats.count_tokens(shown.tokens, live.arrival_s, live.last_token_s, now_s)
             live.last_token_s = now_s
         stopped = bool(shown.finish) and (not finish or live.output.tokens < len(live.tokens))

@@ -32,8 +32,7 @@ def gauges(driver: Driver) -> Gauges:
     """What metrics read at a scrape."""
     workers = driver.scheduler.workers
     capacity = sum(facts.capacity_tokens for facts in driver.facts.values())
-    used = sum(_padded_tokens(flight) for flight in driver.flights.values() if not flight.batch.keep_cache)
-    used += sum(footprint(worker).taken + worker.held.tokens for worker in workers)
+    used = sum(kv_tokens(driver))
     return Gauges(
         driver.running,
         driver.waiting,
@@ -44,6 +43,14 @@ def gauges(driver: Driver) -> Gauges:
         driver.forecast.now(driver.now_s).ttft_s,
         identity(next(iter(driver.facts.values()))) if driver.facts else {},
     )
+
+
+def kv_tokens(driver: Driver) -> list[int]:
+    """What each worker's running batches may fill of its KV cache."""
+    used = [footprint(worker).taken + worker.held.tokens for worker in driver.scheduler.workers]
+    for worker, flight in driver.flights.items():
+        used[worker] += 0 if flight.batch.keep_cache else _padded_tokens(flight)
+    return used
 
 
 def _padded_tokens(flight: Flight) -> int:

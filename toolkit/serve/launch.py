@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +25,7 @@ from toolkit.serve.liveness import Patience
 from toolkit.serve.logs import EventLog, RequestLog
 from toolkit.serve.server import Ending, check_exposure, listen, serve, url
 from toolkit.serve.settings import Settings
+from toolkit.serve.status import Status, facts_of
 from toolkit.traces.log import TraceLog
 from toolkit.workers.processes import ProcessWorkers
 from toolkit.workers.protocol import Workers
@@ -73,12 +74,13 @@ def launch(order: Launch, on_ready: Callable[[str], None], on_checked: OnFound =
         if order.check:
             workers = CheckedWorkers(workers, order.check, on_checked)
         driver = _driver(order, workers, events, requests)
-        app = make_app(driver, tokenizer, order.settings)
+        status = Status(driver, facts_of(order.plan, order.settings.model)) if order.settings.status_page else None
+        app = make_app(driver, tokenizer, order.settings, status)
         gc.collect()
         gc.freeze()  # what was imported stays: no collection should stall all streams to walk over it
         serving = serve(driver, app, listener, order.ending, lambda: on_ready(url(listener)))
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(_with_flushes(serving, events))
+            runner.run(_beside(serving, _flushes(events), status.sampling() if status else None))
         return dict(driver.stats.ended)
 
 
@@ -120,16 +122,18 @@ def warm_up(plan: Plan) -> None:
     scheduler.tick(0.0)
 
 
-async def _with_flushes(serving: Awaitable[None], events: EventLog | None) -> None:
+async def _flushes(events: EventLog | None) -> None:
     """The log is then never far behind, should the process be killed; and no line costs a system call."""
+    while events:
+        await asyncio.sleep(FLUSH_EVERY_S)
+        events.flush()
 
-    async def flush() -> None:
-        while events:
-            await asyncio.sleep(FLUSH_EVERY_S)
-            events.flush()
 
-    flushing = asyncio.create_task(flush())
+async def _beside(serving: Awaitable[None], *others: Coroutine[None, None, None] | None) -> None:
+    """What goes on as long as the server does."""
+    tasks = [asyncio.create_task(other) for other in others if other]
     try:
         await serving
     finally:
-        flushing.cancel()
+        for task in tasks:
+            task.cancel()

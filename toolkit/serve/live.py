@@ -42,6 +42,7 @@ class Live:
     started_s: float = math.nan
     first_token_s: float = math.nan
     last_token_s: float = math.nan
+    max_gap_s: float = 0.0  # between two tokens; tokens that come together share their gap
     status: Status = ""  # how it ended
     flight: Flight | None = None
 

@@ -65,6 +65,9 @@ class Exposition:
         yield _counter("llmctl_prompt_tokens", "Prompt tokens accepted.", labels, stats.prompt_tokens)
         yield _counter("llmctl_generation_tokens", "Tokens generated.", labels, stats.generation_tokens)
         yield _ends("llmctl_requests", "Requests that ended, and how.", "finish_reason", labels, stats.ended)
+        yield _counter(
+            "llmctl_requests_within_targets", "Requests that kept every target.", labels, stats.within_targets
+        )
         yield _counter("llmctl_batches", "Batches that ran.", labels, stats.batches)
         yield _counter("llmctl_batch_seconds", "Time of batches that ended well.", labels, stats.batch_s)
         yield _counter(

@@ -22,6 +22,7 @@ class Settings:
     open_metrics: bool = False
     allow_end_after: bool = False
     vllm_metrics: bool = False
+    status_page: bool = False
     max_body_bytes: int = 8 << 20
     body_timeout_s: float = 60.0
     keepalive_s: float = 10.0

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from toolkit.sched.likeness import groups_alike
@@ -33,13 +33,28 @@ RATIO_BUCKETS = (0.25, 0.5, 0.67, 0.8, 0.9, 0.95, 1, 1.05, 1.1, 1.25, 1.5, 2, 4)
 COST_BUCKETS = (1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1, 0.2, 0.5)
 
 
-class Histogram:
-    """Counts by bucket; bounds are upper ones, inclusive."""
+FINE = 1.1  # times: between the bounds that percentiles are read from
+FINE_BELOW = 100.0  # times: how far under the first bucket's bound those begin
 
-    def __init__(self, bounds: Sequence[float]) -> None:
-        self.bounds = tuple(bounds)
-        self.counts = [0] * (len(bounds) + 1)
+
+def finer(bounds: Sequence[float], times: float = FINE, below: float = FINE_BELOW) -> tuple[float, ...]:
+    """The bounds, and others between and below them, each at most so many times the one before."""
+    first = bounds[0] / below
+    steps = math.ceil(math.log(bounds[-1] / first, times))
+    return tuple(sorted({*bounds, *(first * times**step for step in range(steps))}))
+
+
+class Histogram:
+    """Counts by bucket; bounds are upper ones, inclusive.
+
+    It may count in `finer` buckets than it shows to Prometheus, whose bounds are among them: for percentiles.
+    """
+
+    def __init__(self, shown: Sequence[float], bounds: Sequence[float] = ()) -> None:
+        self.bounds = tuple(bounds or shown)
+        self.counts = [0] * (len(self.bounds) + 1)
         self.total = 0.0
+        self._shown = frozenset((*shown, math.inf))
 
     def observe(self, value: float, times: int = 1) -> None:
         self.counts[bisect_left(self.bounds, value)] += times
@@ -51,41 +66,65 @@ class Histogram:
         buckets = []
         for bound, count in zip((*self.bounds, math.inf), self.counts, strict=True):
             running += count
-            buckets.append(("+Inf" if bound == math.inf else str(float(bound)), float(running)))
+            if bound in self._shown:
+                buckets.append(("+Inf" if bound == math.inf else str(float(bound)), float(running)))
         return buckets
+
+
+def quantile(bounds: Sequence[float], counts: Sequence[int], share: float) -> float | None:
+    """The value that `share` of the counted are not above, straight within its bucket; None where none were counted.
+
+    Beyond the last bound nothing is known, and the bound is given.
+    """
+    wanted, below = share * sum(counts), 0
+    if not wanted:
+        return None
+    for index, count in enumerate(counts):
+        if below + count >= wanted:
+            low = bounds[index - 1] if index else 0.0
+            high = bounds[min(index, len(bounds) - 1)]
+            return low + (high - low) * (wanted - below) / count
+        below += count
+    return bounds[-1]
 
 
 @dataclass(slots=True)
 class Stats:
     """All counters of one server. Times in seconds.
 
-    `max_batch_size` and `max_length` say how far the latency laws were measured.
+    `max_batch_size` and `max_length` say how far the latency laws were measured, `sla` what each request should keep.
     """
 
     max_batch_size: int = 1 << 62
     max_length: int = 1 << 62
-    ttft: Histogram = field(default_factory=lambda: Histogram(TTFT_BUCKETS))
-    itl: Histogram = field(default_factory=lambda: Histogram(TOKEN_BUCKETS))
-    tpot: Histogram = field(default_factory=lambda: Histogram(TOKEN_BUCKETS))
-    e2e: Histogram = field(default_factory=lambda: Histogram(E2E_BUCKETS))
-    queue: Histogram = field(default_factory=lambda: Histogram(E2E_BUCKETS))
+    sla: Mapping[str, float] = field(default_factory=dict)
+    ttft: Histogram = field(default_factory=lambda: Histogram(TTFT_BUCKETS, finer(TTFT_BUCKETS)))
+    itl: Histogram = field(default_factory=lambda: Histogram(TOKEN_BUCKETS, finer(TOKEN_BUCKETS)))
+    tpot: Histogram = field(default_factory=lambda: Histogram(TOKEN_BUCKETS, finer(TOKEN_BUCKETS)))
+    e2e: Histogram = field(default_factory=lambda: Histogram(E2E_BUCKETS, finer(E2E_BUCKETS)))
+    queue: Histogram = field(default_factory=lambda: Histogram(E2E_BUCKETS, finer(E2E_BUCKETS)))
     batch_ratio: Histogram = field(default_factory=lambda: Histogram(RATIO_BUCKETS))
     prompt_tokens: int = 0
     generation_tokens: int = 0
     ended: Counter[str] = field(default_factory=Counter)
+    within_targets: int = 0  # of those that ended well, as `toolkit.metrics.meets_sla` has it
     batches: int = 0
     batch_s: float = 0.0  # of batches that the law can be held against
     predicted_batch_s: float = 0.0  # what it says of them
     extrapolated_batches: int = 0
     oom_events: int = 0
     preemptions: int = 0
-    worker_restarts: int = 0
+    restarts: Counter[int] = field(default_factory=Counter)  # by worker
     refused: int = 0  # for overload
     deciding: Histogram = field(default_factory=lambda: Histogram(COST_BUCKETS))  # of the scheduler's calls
     hop: Histogram = field(default_factory=lambda: Histogram(COST_BUCKETS))  # of batches that follow one at once
     engine_s: float = 0.0
     engine_steps: int = 0
     reporting_s: float = 0.0  # of `engine_s`
+
+    @property
+    def worker_restarts(self) -> int:
+        return self.restarts.total()
 
     def count_tokens(self, tokens: int, arrival_s: float, last_token_s: float, now_s: float) -> None:
         """`tokens` came at once, the ones before at `last_token_s` (NaN: they are the first)."""
@@ -95,14 +134,26 @@ class Stats:
         else:
             self.itl.observe((now_s - last_token_s) / tokens, tokens)
 
-    def count_end(self, status: str, arrival_s: float, first_token_s: float, last_token_s: float, tokens: int) -> None:
+    def count_end(
+        self,
+        status: str,
+        arrival_s: float,
+        first_token_s: float,
+        last_token_s: float,
+        tokens: int,
+        max_gap_s: float = 0.0,
+    ) -> None:
         """A request has ended. Latencies are of those that ended well."""
         self.ended[status] += 1
         if status not in ("stop", "length"):
             return
-        self.e2e.observe(last_token_s - arrival_s)
+        ttft, e2e = first_token_s - arrival_s, last_token_s - arrival_s
+        tpot = (e2e - ttft) / (tokens - 1) if tokens > 1 else 0.0
+        self.e2e.observe(e2e)
         if tokens > 1:
-            self.tpot.observe((last_token_s - first_token_s) / (tokens - 1))
+            self.tpot.observe(tpot)
+        found = {"ttft": ttft, "e2e": e2e, "tpot": tpot, "mtpot": max_gap_s, "itl": max_gap_s}
+        self.within_targets += all(found[key.partition("_")[0]] <= limit for key, limit in self.sla.items())
 
     def count_start(self, batch: Batch) -> None:
         """A batch is sent."""

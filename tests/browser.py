@@ -1,0 +1,60 @@
+"""A headless Chromium for the tests of pages: what it logs, and what it asks the network for.
+
+Skips where there is none: the pages are also tested without, as far as that goes.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+
+CHROMIUM = Path("/usr/bin/chromium")
+ARGUMENTS = [
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+]
+
+
+@dataclass
+class Seen:
+    """What a page did that a user does not see."""
+
+    complaints: list[str] = field(default_factory=list)
+    hosts: set[str] = field(default_factory=set)
+
+
+@contextmanager
+def chromium() -> Iterator:
+    """A browser."""
+    sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    if not CHROMIUM.exists():
+        pytest.skip(f"there is no {CHROMIUM}")
+    with sync_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=str(CHROMIUM), args=ARGUMENTS)
+        try:
+            yield browser
+        finally:
+            browser.close()
+
+
+@contextmanager
+def page_of(browser, url: str, **options) -> Iterator:
+    """A page that shows `url`, and what it has done."""
+    context = browser.new_context(**options)
+    page, seen = context.new_page(), Seen()
+    page.on("console", lambda message: seen.complaints.append(message.text) if message.type != "log" else None)
+    page.on("pageerror", lambda error: seen.complaints.append(str(error)))
+    page.on("request", lambda request: seen.hosts.add(urlsplit(request.url).netloc or urlsplit(request.url).scheme))
+    page.goto(url, timeout=240_000)  # a busy machine may stand still for minutes
+    try:
+        yield page, seen
+    finally:
+        context.close()

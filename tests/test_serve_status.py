@@ -1,0 +1,440 @@
+"""The status page: who may see it, what it says and what it never says, and how it looks to a browser."""
+
+import asyncio
+import json
+import re
+import threading
+from collections.abc import Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import httpx
+import pytest
+from browser import chromium, page_of
+from hypothesis import given
+from hypothesis import strategies as st
+from serving import SETTINGS, HandWorkers, Server, ToyWorkers, fake_plan, make_driver
+
+from toolkit.cli.main import run
+from toolkit.engines.bytes_tokenizer import ByteTokenizer
+from toolkit.metrics import Served, meets_sla
+from toolkit.serve.api import make_app
+from toolkit.serve.driver import Driver
+from toolkit.serve.health import gauges
+from toolkit.serve.history import COLUMNS, KEPT, TRAILING, History
+from toolkit.serve.server import Ending
+from toolkit.serve.stats import TOKEN_BUCKETS, Histogram, Stats, finer, quantile
+from toolkit.serve.status import Facts, Status, facts_of
+
+SLA = {"ttft_p99_s": 200.0, "e2e_mean_s": 500.0, "mtpot_p99_s": 100.0}  # no busy machine breaks them
+FACTS = Facts("toy", "slice", {"slice_tokens": 8}, "fake", "cpu", SLA, {"ttft_p99_s": 1.5})
+KEY = "sk-canary-51c0"
+IDLE = gauges(make_driver(HandWorkers()))
+
+
+@asynccontextmanager
+async def client(workers: HandWorkers | None = None, *, page: bool = True, **settings):
+    """A client of a server with a status page; `.driver` and `.status` on it."""
+    driver = make_driver(workers or ToyWorkers())
+    driver.stats.sla = SLA
+    await driver.start()
+    status = Status(driver, FACTS)
+    app = make_app(driver, ByteTokenizer(), replace(SETTINGS, **settings), status if page else None)
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1:8000") as http:
+        http.driver, http.status = driver, status
+        yield http
+    await driver.stop()
+
+
+async def data(http: httpx.AsyncClient, **query) -> dict:
+    answer = await http.get("/status.json", params=query)
+    assert answer.status_code == 200
+    return answer.json()
+
+
+def in_a_loop(test) -> None:
+    asyncio.run(test())
+
+
+def test_the_page_needs_no_key_and_other_routes_still_do():
+    async def test():
+        async with client(api_key=KEY) as http:
+            for path in ("/", "/status.json"):
+                answer = await http.get(path)
+                assert answer.status_code == 200
+                assert KEY not in answer.text
+            for path in ("/v1/models", "/metrics", "/status", "/index.html"):
+                assert (await http.get(path)).status_code == 401
+
+    in_a_loop(test)
+
+
+def test_where_it_is_off_there_is_no_such_route():
+    async def test():
+        async with client(page=False) as http:
+            assert [(await http.get(path)).status_code for path in ("/", "/status.json")] == [404, 404]
+        async with client(page=False, api_key=KEY) as http:
+            assert [(await http.get(path)).status_code for path in ("/", "/status.json")] == [401, 401]
+
+    in_a_loop(test)
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        ("127.0.0.1:8000", 200),
+        ("[::1]:8000", 200),
+        ("localhost:8000", 200),
+        ("LOCALHOST.", 200),
+        ("10.0.0.7", 200),
+        ("rebound.example:8000", 403),
+        ("localhost.example", 403),
+        ("127.0.0.1.example:8000", 403),
+        ("127.0.0.1@rebound.example", 403),
+        ("", 403),
+    ],
+)
+def test_a_page_of_another_name_that_points_here_reads_nothing(host, status):
+    async def test():
+        async with client() as http:
+            for path in ("/", "/status.json"):
+                answer = await http.get(path, headers={"host": host})
+                assert answer.status_code == status
+                assert "access-control-allow-origin" not in answer.headers
+
+    in_a_loop(test)
+
+
+def test_it_says_what_was_served_and_nothing_of_any_request():
+    async def test():
+        async with client() as http:
+            asked = {"prompt": "a secret text", "temperature": 0, "max_tokens": 20, "user": "somebody"}
+            answer = await http.post("/v1/completions", json=asked, headers={"x-request-id": "my-own-id"})
+            http.status.history.sample()
+            found = await data(http)
+            assert found["totals"]["ended"] == {"length": 1}
+            assert (found["totals"]["input_tokens"], found["totals"]["output_tokens"]) == (13, 20)
+            point = dict(zip(found["columns"], found["points"][-1], strict=True))
+            assert point["output_tokens_per_s"] > 0
+            assert 0 < point["ttft_p50_s"] <= point["e2e_p99_s"]
+            assert point["attainment"] == found["attainment"] == 1.0
+            now = {one["name"]: one["now"] for one in found["targets"]}
+            assert now["ttft_p99_s"] <= now["e2e_mean_s"] * 1.3
+            assert now["mtpot_p99_s"] is None, "nobody measures it while serving"
+            text = json.dumps(found)
+            text_made = answer.json()["choices"][0]["text"]
+            assert not any(word in text for word in ("secret", text_made, "somebody", "my-own-id", answer.json()["id"]))
+
+    in_a_loop(test)
+
+
+def test_workers_are_told_apart():
+    async def test():
+        workers = HandWorkers(2)
+        async with client(workers) as http:
+            post = asyncio.create_task(http.post("/v1/completions", json={"prompt": "hello", "max_tokens": 4}))
+            while 0 not in workers.running:
+                await asyncio.sleep(0)
+            before = (await data(http))["workers"]
+            assert [(one["state"], one["rows"]) for one in before] == [("running", 1), ("idle", 0)]
+            assert before[0]["kv_tokens"] > 0 == before[1]["kv_tokens"]
+            workers.crash(0)
+            http.status.history.sample()
+            after = await data(http)
+            assert (after["workers"][0]["state"], after["workers"][0]["restarts"]) == ("lost", 1)
+            assert [one["text"] for one in after["happenings"]] == ["a worker was lost, and is started again"]
+            while 1 not in workers.running:
+                await asyncio.sleep(0)
+            workers.finish(1)
+            await post
+
+    in_a_loop(test)
+
+
+def test_a_page_gets_only_the_points_that_it_does_not_have():
+    async def test():
+        async with client() as http:
+            for _ in range(5):
+                http.status.history.sample()
+            first = await data(http)
+            assert (first["first"], len(first["points"])) == (0, 5)
+            http.status.history.sample()
+            more = await data(http, instance=first["instance"], since=5)
+            assert (more["first"], len(more["points"])) == (5, 1)
+            for other in (
+                {"instance": "another", "since": 5},
+                {"instance": first["instance"], "since": "-1"},
+                {"since": 5},
+            ):
+                assert len((await data(http, **other))["points"]) == 6
+            assert (await data(http, instance=first["instance"], since=10**9))["points"] == []
+
+    in_a_loop(test)
+
+
+def test_history_and_answer_are_bounded():
+    stats, clock = Stats(), iter(range(10**6))
+    history = History(stats, lambda: IDLE, lambda: 2.0 * next(clock))
+    for _ in range(3 * KEPT):
+        stats.count_tokens(1, 0.0, float("nan"), 0.5)
+        stats.oom_events += 1
+        history.sample()
+    assert (len(history.points), history.taken, len(history.happenings)) == (KEPT, 3 * KEPT, 20)
+    assert len(b"".join(map(bytes, history.points))) < 200 * KEPT
+
+
+def test_percentiles_forget_what_is_older_than_the_window():
+    stats, clock = Stats(), iter(range(10**6))
+    history = History(stats, lambda: IDLE, lambda: 2.0 * next(clock))
+    stats.count_tokens(1, 0.0, float("nan"), 9.0)
+    history.sample()
+    assert history.recent("ttft_p99_s") == pytest.approx(9.0, rel=0.1)
+    for _ in range(TRAILING):
+        history.sample()
+    assert history.recent("ttft_p99_s") is None
+    stats.count_tokens(1, 0.0, float("nan"), 0.02)
+    history.sample()
+    assert history.recent("ttft_max_s") == pytest.approx(0.02, rel=0.1)
+    assert history.recent("ttft_mean_s") == pytest.approx(0.02)
+
+
+@given(values=st.lists(st.floats(0.001, 79.0), min_size=1), share=st.sampled_from([0.5, 0.95, 0.99, 1.0]))
+def test_a_percentile_is_right_to_a_tenth(values, share):
+    histogram = Histogram(TOKEN_BUCKETS, finer(TOKEN_BUCKETS))
+    for value in values:
+        histogram.observe(value)
+    exact = sorted(values)[max(0, -(-int(share * 1000) * len(values) // 1000) - 1)]
+    assert quantile(histogram.bounds, histogram.counts, share) == pytest.approx(exact, rel=0.101)
+
+
+@given(values=st.lists(st.floats(0, 200)))
+def test_prometheus_sees_the_same_buckets_as_before(values):
+    fine, coarse = Histogram(TOKEN_BUCKETS, finer(TOKEN_BUCKETS)), Histogram(TOKEN_BUCKETS)
+    for value in values:
+        fine.observe(value)
+        coarse.observe(value)
+    assert fine.cumulative() == coarse.cumulative()
+
+
+REQUEST = st.tuples(st.floats(0, 10), st.floats(0, 10), st.floats(0, 10), st.integers(1, 50), st.floats(0, 3))
+
+
+@given(request=REQUEST, limits=st.lists(st.floats(0.01, 10), min_size=5, max_size=5))
+def test_within_targets_is_what_the_summaries_call_it(request, limits):
+    import numpy as np
+
+    arrival, ttft, rest, tokens, gap = request
+    first, last = arrival + ttft, arrival + ttft + rest
+    keys = ("ttft_p99_s", "tpot_mean_s", "itl_p50_s", "mtpot_max_s", "e2e_p95_s")
+    sla = dict(zip(keys, limits, strict=True))
+    stats = Stats(sla=sla)
+    stats.count_end("stop", arrival, first, last, tokens, gap)
+    one = [np.array([value]) for value in (arrival, first, last, tokens, gap, True)]
+    tpot = (last - first) / max(tokens - 1, 1)
+    if min(abs(a - b) for a, b in zip((first - arrival, tpot, gap, gap, last - arrival), limits, strict=True)) > 1e-9:
+        assert stats.within_targets == meets_sla(Served(*one), sla).sum()
+
+
+def test_a_model_in_a_folder_is_called_by_its_last_part(tmp_path: Path):
+    plan = fake_plan(tmp_path)
+    assert facts_of(plan, "/home/somebody/models/my-llama").model == "my-llama"
+    assert facts_of(plan, "meta/llama").model == "meta/llama"
+
+
+@pytest.mark.parametrize(
+    ("options", "shown"),
+    [
+        ([], True),
+        (["--no-status-page"], False),
+        (["--host", "0.0.0.0", "--api-key", KEY], False),
+        (["--host", "0.0.0.0", "--api-key", KEY, "--status-page"], True),
+    ],
+)
+def test_it_is_on_where_only_this_machine_connects(tmp_path: Path, monkeypatch, capsys, options, shown):
+    orders = []
+    monkeypatch.setattr(
+        "toolkit.serve.launch.launch", lambda order, ready, *_: (orders.append(order), ready("http://h:1"))
+    )
+    fake_plan(tmp_path)
+    with pytest.raises(SystemExit):
+        run(["serve", str(tmp_path / "plan.json"), *options])
+    assert orders[0].settings.status_page is shown
+    assert orders[0].ending == Ending()
+    printed = capsys.readouterr().out
+    assert ("status page: http://h:1/" in printed) is shown
+    assert KEY not in printed
+    assert all(len(line) <= 80 for line in printed.splitlines())
+
+
+class LiveServer:
+    """A server in a thread of this process, on a port that stays its own when it is started again."""
+
+    def __init__(self) -> None:
+        self.port, self.driver = 0, None
+
+    @contextmanager
+    def running(self) -> Iterator[Driver]:
+        import uvicorn
+
+        from toolkit.serve.server import SignalFreeServer, listen
+
+        started = threading.Event()
+
+        async def serve() -> None:
+            driver = make_driver(ToyWorkers())
+            driver.stats.sla = SLA
+            await driver.start()
+            self.driver, self.status = driver, Status(driver, FACTS)
+            config = uvicorn.Config(
+                make_app(driver, ByteTokenizer(), SETTINGS, self.status), log_config=None, lifespan="off"
+            )
+            self.server, self.loop = SignalFreeServer(config), asyncio.get_running_loop()
+            with listen("127.0.0.1", self.port) as listener:
+                self.port = listener.getsockname()[1]
+                started.set()
+                await self.server.serve(sockets=[listener])
+            await driver.stop()
+
+        thread = threading.Thread(target=lambda: asyncio.run(serve()))
+        thread.start()
+        assert started.wait(60)
+        try:
+            yield self.driver
+        finally:
+            self.server.should_exit = True
+            thread.join(60)
+
+    def load(self, count: int) -> None:
+        for _ in range(count):
+            body = {"prompt": "hello", "max_tokens": 20, "temperature": 0}
+            assert httpx.post(f"http://127.0.0.1:{self.port}/v1/completions", json=body, timeout=60).status_code == 200
+
+    def sample(self) -> None:
+        done = threading.Event()
+        self.loop.call_soon_threadsafe(lambda: (self.status.history.sample(), done.set()))
+        assert done.wait(60)
+
+
+def shows(page, selector: str, text: str) -> None:
+    """Waits until it does. Not by a script in the page: its policy lets none in."""
+    from playwright.sync_api import expect
+
+    expect(page.locator(selector).first).to_have_text(text, timeout=60_000)
+
+
+SERIES = 21  # numbers above charts
+SERVED = "#totals td:nth-child(2)"
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator:
+    with chromium() as one:
+        yield one
+
+
+def test_values_appear_change_under_load_and_come_back_after_a_restart(browser):
+    server = LiveServer()
+    with server.running():
+        url = f"http://127.0.0.1:{server.port}/"
+        with page_of(browser, url) as (page, seen):
+            shows(page, "#state", "ready")
+            server.load(2)
+            server.sample()
+            shows(page, SERVED, "2")
+            numbers = page.locator(".figures b").all_text_contents()
+            assert len(numbers) == SERIES
+            assert sum(number != "–" for number in numbers) >= SERIES - 2
+            server.load(3)
+            server.sample()
+            shows(page, SERVED, "5")
+            assert page.locator("#charts path.s0").first.get_attribute("d").count("L") == 1  # two points, one line
+            assert page.title() == "toy · llmctl"
+            assert seen.complaints == []
+            assert seen.hosts == {f"127.0.0.1:{server.port}"}
+            server.server.should_exit = True
+            shows(page, "#state", "no answer")
+            with_restart(server, page)
+
+
+def with_restart(server: LiveServer, page) -> None:
+    """Another server on the same port: the page goes on with it, and forgets the first."""
+    while server.loop.is_running():
+        pass
+    with server.running():
+        server.sample()
+        shows(page, "#state", "ready")
+        shows(page, SERVED, "0")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [360, 1600])
+def test_it_fits_and_can_be_read(browser, scheme, width):
+    server = LiveServer()
+    with server.running():
+        server.load(2)
+        server.sample()
+        options = {"viewport": {"width": width, "height": 800}, "color_scheme": scheme, "reduced_motion": "reduce"}
+        with page_of(browser, f"http://127.0.0.1:{server.port}/", **options) as (page, seen):
+            shows(page, SERVED, "2")
+            assert page.evaluate("document.documentElement.scrollWidth") == width
+            assert page.evaluate(CONTRAST) == []
+            assert seen.complaints == []
+
+
+# WCAG 2: the contrast of each text with the ground behind it, where it is under 4.5.
+CONTRAST = """() => {
+  const channels = (color) => color.match(/[\\d.]+/g).map(Number);
+  const light = ([r, g, b]) => [r, g, b].map((c) => c / 255).map((c) => c <= 0.04045 ? c / 12.92
+    : ((c + 0.055) / 1.055) ** 2.4).reduce((sum, c, k) => sum + c * [0.2126, 0.7152, 0.0722][k], 0);
+  const ground = (node) => {
+    for (; node; node = node.parentElement) {
+      const color = channels(getComputedStyle(node).backgroundColor);
+      if (color.length === 3 || color[3] > 0) return color;
+    }
+  };
+  const found = [];
+  for (const node of document.querySelectorAll("h1,h2,h3,p,li,b,td,th,span")) {
+    if (!node.textContent.trim() || node.hidden) continue;
+    const [a, b] = [light(channels(getComputedStyle(node).color)), light(ground(node))].sort((x, y) => y - x);
+    if ((a + 0.05) / (b + 0.05) < 4.5) found.push(`${node.tagName} ${node.textContent} ${(a + 0.05) / (b + 0.05)}`);
+  }
+  return found;
+}"""
+
+
+def test_charts_can_be_walked_with_the_keyboard(browser):
+    server = LiveServer()
+    with server.running():
+        for count in (1, 2):
+            server.load(count)
+            server.sample()
+        with page_of(browser, f"http://127.0.0.1:{server.port}/") as (page, _):
+            shows(page, SERVED, "3")
+            page.keyboard.press("Tab")
+            now = page.evaluate("document.activeElement.getAttribute('aria-label')")
+            assert now.startswith("Requests a second: served ")
+            page.keyboard.press("ArrowLeft")
+            assert page.locator("#when").text_content().endswith(", 2 s ago")
+            assert page.evaluate("document.activeElement.getAttribute('aria-label')") != now
+            page.keyboard.press("Escape")
+            assert page.evaluate("document.activeElement.getAttribute('aria-label')") == now
+
+
+def test_the_columns_that_the_page_reads_are_there():
+    page = Path(__file__).parent.parent.joinpath("templates", "status.html").read_text(encoding="utf-8")
+    names = set(re.findall(r'\["([a-z]\w+_?[a-z]+)", "', page)) | {
+        f"{name}_{share}_s" for name in re.findall(r'percentiles\("(\w+)"\)', page) for share in ("p50", "p95", "p99")
+    }
+    assert len(names) == SERIES
+    assert names <= set(COLUMNS)
+
+
+def test_a_real_server_has_it(tmp_path: Path):
+    fake_plan(tmp_path)
+    with Server(tmp_path / "plan.json", LLMCTL_API_KEY=KEY) as server:
+        assert server.ready["status_page"] == f"{server.url}/"
+        answer = httpx.get(f"{server.url}/status.json")
+        assert answer.json()["state"] == "ready"
+        assert KEY not in answer.text + httpx.get(f"{server.url}/").text
+        assert httpx.get(f"{server.url}/v1/models").status_code == 401

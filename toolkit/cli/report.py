@@ -1,0 +1,39 @@
+"""`llmctl report`: everything about a recipe in one offline HTML page, to look at, print or mail."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from toolkit.cli.arguments import JsonOption
+from toolkit.cli.output import emit, note, size
+
+
+def command(
+    source: Annotated[str, typer.Argument(metavar="RECIPE|PLAN.json", help="A recipe, or a plan with its files.")],
+    out: Annotated[Path, typer.Option(help="The page to write.")] = Path("report.html"),
+    folder: Annotated[
+        Path | None, typer.Option(help="Where profile.json and the others are; default: beside the plan, or here.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Write one HTML page about a recipe: fits, tuning, validation, plan, and where each comes from.
+
+    The page needs no network and runs no script. What is not there yet is named with the command that makes it; a file
+    that is about another fit is not shown.
+    """
+    from toolkit.files.io import check_writable, write_text
+    from toolkit.report.material import gather
+    from toolkit.report.page import report
+
+    check_writable(out)
+    found = gather(source, folder)
+    page = report(found)
+    write_text(out, page)
+    for role, why in found.why.items():
+        note(f"{role} is not shown: {why}")
+    shown = [one.role for one in found.sources]
+    text = f"wrote {out} ({size(len(page.encode()))}), from: {', '.join(shown)}"
+    emit(as_json, {"out": str(out), "bytes": len(page.encode()), "shown": shown, "why": found.why}, lambda: print(text))

@@ -1,0 +1,190 @@
+"""Small charts as SVG: points and lines on two axes, and bars. Elements are built, so that no text can become markup.
+
+Colours and strokes are classes, for the page's style to choose. Nothing here knows what the numbers mean.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+from xml.etree import ElementTree
+
+from markupsafe import Markup
+
+from toolkit.units import number
+
+WIDTH, HEIGHT = 420, 260
+LEFT, RIGHT, TOP, BOTTOM = 56, 12, 12, 40
+ROW = 22  # of a bar
+MOST_POINTS = 2000  # of a series that are drawn; more say no more, and weigh
+
+Element = ElementTree.Element
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """Points of one kind. `name` is for the legend; the place in the list decides the colour."""
+
+    name: str
+    xs: Sequence[float]
+    ys: Sequence[float]
+    kind: Literal["points", "line", "marks"] = "points"  # marks: larger ones
+
+
+@dataclass(frozen=True, slots=True)
+class Axes:
+    """What is drawn. `level`: a horizontal line; `diagonal`: where x is y."""
+
+    x_name: str
+    y_name: str
+    series: Sequence[Series]
+    log: bool = False
+    level: float | None = None
+    diagonal: bool = False
+
+
+@dataclass(slots=True)
+class _Scale:
+    low: float
+    high: float
+    start: float
+    end: float
+    log: bool
+    ticks: list[float] = field(default_factory=list)
+
+    def place(self, value: float) -> float:
+        low, high, at = (math.log(one) if self.log else one for one in (self.low, self.high, value))
+        return round(self.start + (at - low) / (high - low) * (self.end - self.start), 1)
+
+
+def chart(axes: Axes) -> Markup:
+    """The axes with their series; points that an axis cannot show (0 on a logarithmic one) are left out."""
+    drawn = [one for one in (_drawable(series, log=axes.log) for series in axes.series) if one.xs]
+    xs = [x for one in drawn for x in one.xs]
+    ys = [y for one in drawn for y in one.ys]
+    if not xs:
+        return Markup()
+    if axes.diagonal:
+        xs = ys = xs + ys
+    if axes.level is not None:
+        ys = [*ys, axes.level]
+    x = _scale(xs, LEFT, WIDTH - RIGHT, log=axes.log)
+    y = _scale(ys, HEIGHT - BOTTOM, TOP, log=axes.log)
+    root = _root(HEIGHT + 18 * (len(drawn) > 1), f"{axes.y_name} over {axes.x_name}")
+    _grid(root, axes, x, y)
+    if axes.diagonal:
+        _line(root, [(x.low, x.low), (x.high, x.high)], x, y, "rule")
+    if axes.level is not None:
+        _line(root, [(x.low, axes.level), (x.high, axes.level)], x, y, "rule")
+    for index, one in enumerate(drawn):
+        _draw(root, one, x, y, index)
+    if len(drawn) > 1:
+        _legend(root, drawn)
+    return _text(root)
+
+
+def bars(values: Mapping[str, float], unit: str = "") -> Markup:
+    """A bar for each value, those below 0 to the left of a common line."""
+    if not values:
+        return Markup()
+    names = 8 + 6.6 * max(len(name) for name in values)
+    left = min(names, 210.0)
+    low, high = min(*values.values(), 0.0), max(*values.values(), 0.0)
+    room = WIDTH - left - 64
+    span = (high - low) or 1.0
+    zero = left + (-low / span) * room
+    root = _root(ROW * len(values) + 4, "bars")
+    for row, (name, value) in enumerate(values.items()):
+        top = row * ROW + 2
+        _add(root, "text", x=left - 6, y=top + 14, text=_short(name, 30), anchor="end")
+        length = abs(value) / span * room
+        _add(root, "rect", x=zero - (length if value < 0 else 0), y=top + 2, width=max(length, 1), height=14, cls="s0")
+        _add(root, "text", x=max(zero, zero + value / span * room) + 5, y=top + 14, text=f"{number(value)}{unit}")
+    return _text(root)
+
+
+def _drawable(series: Series, *, log: bool) -> Series:
+    pairs = [(x, y) for x, y in zip(series.xs, series.ys, strict=True) if not log or (x > 0 and y > 0)]
+    step = -(-len(pairs) // MOST_POINTS) or 1
+    kept = pairs[::step]
+    return Series(series.name, [x for x, _ in kept], [y for _, y in kept], series.kind)
+
+
+def _scale(values: Sequence[float], start: float, end: float, *, log: bool) -> _Scale:
+    low, high = min(values), max(values)
+    if log:
+        ticks = [10.0**power for power in range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)]
+        if len(ticks) < 2:
+            ticks = [ticks[0], ticks[0] * 10]
+        every = -(-len(ticks) // 6)
+        return _Scale(ticks[0], ticks[-1], start, end, True, ticks[::every])
+    low, high = min(low, 0.0), max(high, 0.0)
+    step = _round_step((high - low or 1.0) / 5)
+    first, last = math.floor(low / step), math.ceil(high / step)
+    last = max(last, first + 1)
+    ticks = [round(step * k, 12) for k in range(first, last + 1)]
+    return _Scale(ticks[0], ticks[-1], start, end, False, ticks)
+
+
+def _round_step(rough: float) -> float:
+    """1, 2 or 5 times a power of ten, not below `rough`."""
+    size = 10.0 ** math.floor(math.log10(rough))
+    return next(size * factor for factor in (1, 2, 5, 10) if size * factor >= rough * (1 - 1e-9))
+
+
+def _grid(root: Element, axes: Axes, x: _Scale, y: _Scale) -> None:
+    for tick in x.ticks:
+        _add(root, "path", d=f"M{x.place(tick)} {TOP}V{HEIGHT - BOTTOM}", cls="grid")
+        _add(root, "text", x=x.place(tick), y=HEIGHT - BOTTOM + 15, text=number(tick), anchor="middle")
+    for tick in y.ticks:
+        _add(root, "path", d=f"M{LEFT} {y.place(tick)}H{WIDTH - RIGHT}", cls="grid")
+        _add(root, "text", x=LEFT - 6, y=y.place(tick) + 4, text=number(tick), anchor="end")
+    _add(root, "text", x=(LEFT + WIDTH - RIGHT) / 2, y=HEIGHT - 6, text=axes.x_name, anchor="middle", cls="name")
+    name = _add(root, "text", x=13, y=(TOP + HEIGHT - BOTTOM) / 2, text=axes.y_name, anchor="middle", cls="name")
+    name.set("transform", f"rotate(-90 13 {(TOP + HEIGHT - BOTTOM) / 2})")
+
+
+def _draw(root: Element, series: Series, x: _Scale, y: _Scale, index: int) -> None:
+    if series.kind == "line":
+        _line(root, list(zip(series.xs, series.ys, strict=True)), x, y, f"s{index % 4}")
+        return
+    radius = 5.0 if series.kind == "marks" else 2.6
+    for at_x, at_y in zip(series.xs, series.ys, strict=True):
+        _add(root, "circle", cx=x.place(at_x), cy=y.place(at_y), r=radius, cls=f"s{index % 4}")
+
+
+def _line(root: Element, points: Sequence[tuple[float, float]], x: _Scale, y: _Scale, cls: str) -> None:
+    text = "L".join(f"{x.place(at_x)} {y.place(at_y)}" for at_x, at_y in points)
+    _add(root, "path", d=f"M{text}", cls=f"line {cls}")
+
+
+def _legend(root: Element, drawn: Sequence[Series]) -> None:
+    at = float(LEFT)
+    for index, one in enumerate(drawn):
+        _add(root, "circle", cx=at, cy=HEIGHT + 8, r=4, cls=f"s{index % 4}")
+        _add(root, "text", x=at + 8, y=HEIGHT + 12, text=one.name)
+        at += 22 + 6.2 * len(one.name)
+
+
+def _short(text: str, most: int) -> str:
+    return text if len(text) <= most else text[: most - 1] + "…"
+
+
+def _root(height: float, label: str) -> Element:
+    return Element("svg", {"viewBox": f"0 0 {WIDTH} {height:g}", "role": "img", "aria-label": label})
+
+
+def _add(
+    parent: Element, tag: str, *, text: str = "", cls: str = "", anchor: str = "", **attributes: object
+) -> Element:
+    given = {name: f"{value:g}" if isinstance(value, float) else str(value) for name, value in attributes.items()}
+    given |= {key: value for key, value in (("class", cls), ("text-anchor", anchor)) if value}
+    element = ElementTree.SubElement(parent, tag, given)
+    element.text = text or None
+    return element
+
+
+def _text(root: Element) -> Markup:
+    return Markup(ElementTree.tostring(root, encoding="unicode"))

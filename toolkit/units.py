@@ -1,0 +1,37 @@
+"""Numbers for reading, with their units: rounded here and nowhere else; the files keep every digit."""
+
+from __future__ import annotations
+
+
+def number(value: float) -> str:
+    """Three significant digits, or all of a whole number, with thousands separated: 12,345  3.14  0.00271."""
+    if isinstance(value, int) or (value == int(value) and abs(value) >= 1):
+        return f"{int(value):,}"
+    if abs(value) >= 100:
+        return f"{value:,.0f}"
+    return f"{value:.3g}"
+
+
+def seconds(value: float) -> str:
+    """A duration in the unit that suits it: 812 us, 36.2 ms, 4.25 s, 12 min."""
+    size = abs(value)
+    if size >= 120:
+        return f"{value / 60:.0f} min" if size < 7200 else f"{value / 3600:.1f} h"
+    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if size >= scale:
+            return f"{value / scale:.3g} {unit}"
+    return f"{value * 1e6:.3g} us" if value else "0 s"
+
+
+def size(value: float) -> str:
+    """Bytes in binary units: 512 B, 1.5 KiB, 79.2 GiB."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(value) < 1024 or unit == "GiB":
+            break
+        value /= 1024
+    return f"{value:.0f} {unit}" if unit == "B" else f"{value:,.1f} {unit}"
+
+
+def percent(value: float) -> str:
+    """A percentage with its sign, one decimal: +12.3 %."""
+    return f"{value:+.1f} %"
