@@ -1,0 +1,129 @@
+"""Policy `vllm` where users name it: simulate, compare, tune, render; and where it cannot be."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import samples
+
+from toolkit.cli import main
+from toolkit.errors import InputError
+from toolkit.files.io import write_file
+from toolkit.sched.policies import KNOWN, make_any, make_policy, refuse_unservable
+from toolkit.sched.policies.vllm import VllmPolicy
+from toolkit.sim.api import simulate
+from toolkit.sim.worlds import make_world
+from toolkit.traces.types import Trace
+from toolkit.tuning.crew import Alone
+from toolkit.tuning.space import search_space
+from toolkit.tuning.tune import Inputs, tune
+from toolkit.tuning.workload import make_workload
+
+HEAD = {"tool_version": "0", "environment": samples.ENVIRONMENT, "inputs": {}}
+
+
+def llmctl(*words: object) -> int:
+    with pytest.raises(SystemExit) as caught:
+        main.run([str(word) for word in words])
+    assert isinstance(caught.value.code, int)
+    return caught.value.code
+
+
+def trace(n: int = 2000) -> Trace:
+    rng = np.random.default_rng(0)
+    prompts, outputs = (np.clip(rng.lognormal(m, 0.8, n), 1, 250).astype(np.int64) for m in (4.5, 3.5))
+    return Trace(np.cumsum(rng.exponential(0.02, n)), prompts, outputs, np.zeros(n, np.int64), source="test")
+
+
+@pytest.fixture
+def paged(tmp_path: Path) -> Path:
+    write_file(samples.paged_fit(), tmp_path / "fit.json")
+    return tmp_path / "fit.json"
+
+
+def test_simulate_has_its_flags_as_parameters(paged: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--trace", "chat-small", "--fit", paged, "--policy", "vllm", "--set", "max_num_seqs=4", "--json"]
+    assert llmctl("simulate", *words) == 0
+    few = json.loads(capsys.readouterr().out)
+    assert llmctl("simulate", *words[:-3], "--json") == 0
+    many = json.loads(capsys.readouterr().out)
+    assert few["batch_size_mean"] <= 4 < many["batch_size_mean"]
+    assert few["ttft_mean_s"] > many["ttft_mean_s"]
+
+
+def test_compare_runs_it_on_its_own_engine_s_fit_only(
+    paged: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_file(samples.fit(), tmp_path / "other.json")
+    found = {}
+    for name in ("fit.json", "other.json"):
+        words = ["--trace", "chat-small", "--fit", tmp_path / name, "--policies", "vllm,fcfs", "--json"]
+        words = words if name == "fit.json" else [*words[:4], "--json"]
+        assert llmctl("compare", *words) == 0
+        found[name] = {run["policy"] for run in json.loads(capsys.readouterr().out)["runs"]}
+    assert found["fit.json"] == {"vllm", "fcfs"}
+    assert "vllm" not in found["other.json"]
+
+
+def test_a_fit_of_another_engine_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_file(samples.fit(), tmp_path / "fit.json")
+    assert llmctl("simulate", "--trace", "chat-small", "--fit", tmp_path / "fit.json", "--policy", "vllm") == 2
+    assert "policy 'vllm' needs the law of vLLM's forward passes" in capsys.readouterr().err
+
+
+def test_clients_wait_for_the_front_too() -> None:
+    fit = samples.paged_fit()
+    assert fit.steps is not None
+    without = fit.model_copy(update={"steps": fit.steps.model_copy(update={"front_s": 0.0, "front_row_s": 0.0})})
+    found = [simulate(trace(50), VllmPolicy(), make_world(one, {})) for one in (fit, without)]
+    delay_s = found[0].metrics({})["ttft_mean_s"] - found[1].metrics({})["ttft_mean_s"]
+    assert delay_s == pytest.approx(4e-3 + 1e-5 * found[0].counters["batch_size_mean"])
+
+
+def test_capacity_tokens_is_cut_into_blocks() -> None:
+    world = make_world(samples.paged_fit(), {"capacity_tokens": 1000})
+    assert world.engine().blocks == 62
+
+
+def test_tune_searches_its_flags() -> None:
+    assert search_space("vllm", {}, {}).keys() == {"max_num_seqs", "max_num_batched_tokens", "watermark"}
+    recipe = samples.recipe(
+        engine={"name": "vllm"},
+        workers=1,
+        policy={"name": "vllm"},
+        tune={"trials": 8, "window_s": 4, "load": 0.9, "draws": 0},
+    )
+    fit = samples.paged_fit()
+    found = tune(Inputs(recipe, fit, make_workload(recipe, fit, trace())), Alone(), HEAD, lambda best: None)
+    assert found.best_held_out.policy == "vllm"
+    assert found.best_held_out.parameters.keys() == {
+        "max_num_seqs", "max_num_batched_tokens", "chunked_prefill", "prefix_caching", "watermark"
+    }  # fmt: skip
+    assert len({trial.outcome.parameters["max_num_seqs"] for trial in found.trials}) > 1
+
+
+def test_no_pair_of_searched_flags_is_one_that_vllm_refuses() -> None:
+    space = search_space("vllm", {}, {})
+    assert space["max_num_seqs"].high <= space["max_num_batched_tokens"].low  # type: ignore[union-attr]
+
+
+def test_our_scheduler_cannot_run_it() -> None:
+    with pytest.raises(InputError, match="policy 'vllm' is built into the engine 'vllm'"):
+        make_policy("vllm", {})
+    refuse_unservable(make_any("vllm", {}), "vllm")
+    with pytest.raises(InputError, match="the recipe's is 'rebatch'"):
+        refuse_unservable(make_any("vllm", {}), "rebatch")
+
+
+@pytest.mark.parametrize("given", [{"max_num_seq": 4}, {"max_num_seqs": 0}, {"max_num_seqs": 2.5}, {"watermark": 1.0}])
+def test_wrong_flags_are_refused_by_name(given: dict[str, float]) -> None:
+    with pytest.raises(InputError, match="policy 'vllm'"):
+        make_any("vllm", given)
+
+
+def test_a_name_that_is_nearly_right_is_told() -> None:
+    with pytest.raises(InputError) as caught:
+        make_any("vlm", {})
+    assert "vllm" in caught.value.hint
+    assert "vllm" in KNOWN
