@@ -43,7 +43,19 @@ def paged(tmp_path: Path) -> Path:
 
 
 def test_simulate_has_its_flags_as_parameters(paged: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--trace", "chat-small", "--fit", paged, "--policy", "vllm", "--set", "max_num_seqs=4", "--json"]
+    words = [
+        "--trace",
+        "chat-small",
+        "--fit",
+        paged,
+        "--policy",
+        "vllm",
+        "--rate",
+        40,
+        "--set",
+        "max_num_seqs=4",
+        "--json",
+    ]
     assert llmctl("simulate", *words) == 0
     few = json.loads(capsys.readouterr().out)
     assert llmctl("simulate", *words[:-3], "--json") == 0
