@@ -11,6 +11,7 @@ import openai
 import pytest
 from serving import Server, fake_plan
 
+from toolkit.files.io import write_file
 from toolkit.files.plan import Plan, PlannedPolicy
 from toolkit.sched.eventlog import from_lines, replay
 from toolkit.serve.assemble import make_scheduler
@@ -167,3 +168,45 @@ def test_a_log_of_a_live_server_replays_to_the_same_decisions(folder: Path, plan
     rows = [json.loads(line) for line in trace.read_text().splitlines()]
     assert [(row["input_length"], row["output_length"], row["status"]) for row in rows].count((1, 60, "ok")) == 3
     assert all(row["ttft_ms"] <= row["e2e_ms"] for row in rows)
+
+
+def test_a_worker_that_hangs_is_replaced_and_costs_its_requests_nothing(tmp_path: Path):
+    plan = fake_plan(tmp_path, **ENGINE)
+    served = plan.recipe.serve.model_copy(update={"hang_s": 0.5})
+    write_file(
+        plan.model_copy(update={"recipe": plan.recipe.model_copy(update={"serve": served})}), tmp_path / "plan.json"
+    )
+    with Server(tmp_path / "plan.json", "--served-model-name", "toy", "--workers", "1", *POLICIES["slice"]) as server:
+        with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+            long = GREEDY | {"max_tokens": 200}
+            expected = client.completions.create(prompt="hello", **long).choices[0].text
+            stream = client.completions.create(prompt="hello", stream=True, **long)
+            text = next(iter(stream)).choices[0].text
+            (hung,) = server.workers()
+            hung.suspend()
+            while httpx.get(f"{server.url}/health").status_code == 200:
+                pass
+            assert text + "".join(piece.choices[0].text for piece in stream) == expected
+            assert httpx.get(f"{server.url}/health").status_code == 200
+            assert [worker.pid for worker in server.workers()] != [hung.pid]
+        assert server.end() == 0
+
+
+def test_a_request_that_kills_its_workers_fails_alone(tmp_path: Path):
+    fake_plan(tmp_path, **ENGINE, crash_token=7)
+    with Server(tmp_path / "plan.json", "--served-model-name", "toy", *POLICIES["slice"]) as server:
+
+        async def ask(prompt: str) -> str:
+            async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+                try:
+                    return (await client.completions.create(prompt=prompt, **GREEDY)).choices[0].text
+                except openai.InternalServerError as error:
+                    return f"{error.status_code} {error.code}"
+
+        async def ask_all(prompts: list[str]) -> list[str]:
+            return await asyncio.gather(*[ask(prompt) for prompt in prompts])
+
+        mates = ["first", "second", "third"]
+        expected = asyncio.run(ask_all(mates))
+        assert asyncio.run(ask_all([*mates, "\a poison"])) == [*expected, "503 request_failed"]
+        assert server.end() == 0
