@@ -1,6 +1,6 @@
 """Clients that stop reading and clients that go away: what the others notice, and how soon their places are free.
 
-    python bench/bad_clients.py [--clients 16] [--stalled 64] [--leaving 40]
+    python bench/bad_clients.py [--clients 16] [--stalled 64] [--leaving 30]
 
 Fake engines in two workers, 4 ms a step. First streams alone and then the same beside streams whose clients never read,
 alternating; then clients that leave in the middle of a stream, one after the other, and the time until the server runs
@@ -106,7 +106,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--clients", type=int, default=16)
     parser.add_argument("--stalled", type=int, default=64)
-    parser.add_argument("--leaving", type=int, default=40)
+    parser.add_argument("--leaving", type=int, default=30)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         fake_plan(Path(folder), eos_one_in=0, decode_s=STEP_S)
