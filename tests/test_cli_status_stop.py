@@ -115,8 +115,8 @@ def test_stop_waits_for_the_drain_and_counts_it(
         asking.join()
     out, err = capsys.readouterr()
     name = name_of("test", server.url)
-    assert err == f"stopping {name}, with 1 requests in it\n"
-    assert out == f"{name} has ended: 1 requests finished\n"
+    assert err == f"stopping {name}, requests in it: 1\n"
+    assert out == f"{name} has ended; requests finished: 1\n"
     assert llmctl("status") == 1
 
 

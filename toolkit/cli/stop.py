@@ -64,7 +64,7 @@ def _stop(server: Running, timeout: float, api_key: str) -> dict[str, object]:
     lost = {reason: count for reason, count in done.items() if count and reason not in ("stop", "length")}
     told = "".join(f", {count} {reason}" for reason, count in lost.items())
     known = "" if before else " since it started"  # without the key, what ended before is not known
-    said = f"{server.name} has ended: {finished} requests finished{told}{known}"
+    said = f"{server.name} has ended; requests finished: {finished}{told}{known}"
     return {"name": server.name, "finished": finished, "others": lost, "said": said}
 
 
@@ -74,7 +74,7 @@ def _requests(server: Running, api_key: str) -> dict[str, int]:
 
     seen = look(server.url, api_key)
     inside = (seen.total("llmctl_requests_running") or 0) + (seen.total("llmctl_requests_waiting") or 0)
-    note(f"stopping {server.name}" + (f", with {inside:.0f} requests in it" if seen.metrics else ""))
+    note(f"stopping {server.name}" + (f", requests in it: {inside:.0f}" if seen.metrics else ""))
     return {reason: int(count) for reason, count in seen.by_label("llmctl_requests_total", "finish_reason").items()}
 
 
