@@ -22,7 +22,7 @@ from toolkit.endpoints.stream import Sample
 from toolkit.endpoints.vllm_command import VllmCommand
 from toolkit.endpoints.vllm_server import vllm_server
 from toolkit.engines.saved_model import saved_model
-from toolkit.files.io import write_file
+from toolkit.files.io import processor, write_file
 from toolkit.files.plan import Plan, PlannedPolicy
 from toolkit.inside.setup import make_worker, read_setup
 from toolkit.profiling.endpoint import Endpoint
@@ -107,6 +107,8 @@ def test_a_policy_of_ours_serves_over_http_and_its_log_replays(tmp_path: Path):
     chosen = PlannedPolicy(name="past-future", parameters=parameters(make_policy("past-future", {})))
     envelope = {"tool_version": "0", "environment": samples.ENVIRONMENT, "inputs": {}}
     fit = samples.fit(workers=1)
+    here = {"engine": "vllm", "engine_version": "0.32.0", "device": "cpu", "processor": processor()}
+    fit = fit.model_copy(update={"engine": fit.engine.model_copy(update=here)})
     write_file(
         Plan(**envelope, recipe=recipe(), fit=fit, workers=1, policy=chosen, predicted={}, explained={}),
         tmp_path / "plan.json",

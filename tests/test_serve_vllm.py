@@ -13,7 +13,7 @@ import pytest
 import samples
 
 from toolkit.errors import InputError
-from toolkit.files.io import write_file
+from toolkit.files.io import processor, write_file
 from toolkit.files.plan import Plan, PlannedPolicy
 from toolkit.sched.policies import make_policy, refuse_unservable
 from toolkit.sched.policies.parameters import parameters
@@ -28,6 +28,8 @@ def plan_for(folder: Path, policy: str = "past-future", source: str = "toy", ver
         policy={"name": policy},
     )
     fit = samples.fit(workers=1)
+    here = {"engine": "vllm", "engine_version": "0.32.0", "device": "cpu", "processor": processor()}
+    fit = fit.model_copy(update={"engine": fit.engine.model_copy(update=here)})
     chosen = PlannedPolicy(name=policy, parameters=parameters(make_policy(policy, {})))
     envelope = {"tool_version": "0", "environment": samples.ENVIRONMENT, "inputs": {}}
     plan = Plan(**envelope, recipe=recipe, fit=fit, workers=1, policy=chosen, predicted={}, explained={})
@@ -84,6 +86,21 @@ def test_a_version_that_was_not_tried_is_refused(tmp_path: Path):
     assert server.returncode == 2
     assert "vLLM is 0.33.1; llmctl was tried with vLLM ==0.32.*" in said
     assert "pip install 'vllm==0.32.*'" in said
+
+
+def test_a_plan_fitted_elsewhere_is_refused_unless_forced(tmp_path: Path):
+    path = plan_for(tmp_path, source="dies")
+    path.write_text(
+        path.read_text()
+        .replace('"engine_version":"0.32.0"', '"engine_version":"0.31.9"')
+        .replace('"engine_version": "0.32.0"', '"engine_version": "0.31.9"')
+    )
+    with start(path) as server:
+        _, said = server.communicate(timeout=60)
+    assert "the fit was made with another engine vllm 0.31.9 (here vllm 0.32.0)" in said
+    with start(path, "--force") as server:
+        _, said = server.communicate(timeout=60)
+    assert "the fake dies" in said
 
 
 @pytest.mark.parametrize("policy", ["slice", "sequence", "baton", "srpt-oracle"])

@@ -14,7 +14,7 @@ from toolkit.cli.output import WIDTH, emit, note
 
 if TYPE_CHECKING:
     from toolkit.files.plan import Plan, PlannedPolicy
-    from toolkit.serve.server import Ending
+    from toolkit.serve.vllm_launch import VllmLaunch
 
 Source = Annotated[
     str | None,
@@ -150,11 +150,12 @@ def command(
     import os
 
     from toolkit.cli.serve_target import place_of, read_key, remembering, serve_managed
-    from toolkit.serve.assemble import make_limits, make_settings
+    from toolkit.serve.assemble import make_limits, make_settings, model_name
     from toolkit.serve.drift import check_of, judge
     from toolkit.serve.launch import Launch, launch
     from toolkit.serve.notify import notify, take_notify_socket
     from toolkit.serve.server import Ending, is_loopback
+    from toolkit.serve.vllm_launch import VllmLaunch
 
     place = place_of(source, target)
     if place.managed:
@@ -179,9 +180,11 @@ def command(
             "--status-page": status_page,
         }
         _refuse(not_there)
+        name, spec = served_model_name or model_name(chosen), chosen.recipe.serve
+        foreign = warn_of_foreign if force else None
         ending = Ending(shutdown_notice, shutdown_timeout)
-        at = address, chosen.recipe.serve.port if port is None else port
-        _launch_vllm(chosen, served_model_name, at, key, insecure, event_log, ending, as_json)
+        at = address, spec.port if port is None else port
+        _launch_vllm(VllmLaunch(chosen, name, *at, key, insecure, event_log, ending, foreign), as_json)
         return
     front = make_settings(
         chosen,
@@ -245,25 +248,14 @@ def _refuse(options: Mapping[str, object]) -> None:
         raise InputError(f"{', '.join(given)}: vLLM's own server has nothing like it", "leave it out with engine vllm")
 
 
-def _launch_vllm(
-    plan: Plan,
-    model: str,
-    at: tuple[str, int],
-    api_key: str,
-    insecure: bool,
-    event_log: Path | None,
-    ending: Ending,
-    as_json: bool,
-) -> None:
+def _launch_vllm(order: VllmLaunch, as_json: bool) -> None:
     from toolkit.sched.policies import make_any, refuse_unservable
-    from toolkit.serve.assemble import model_name
-    from toolkit.serve.vllm_launch import VllmLaunch, launch_vllm
+    from toolkit.serve.vllm_launch import launch_vllm
 
+    plan = order.plan
     refuse_unservable(make_any(plan.policy.name, plan.policy.parameters), "vllm")
-    name = model or model_name(plan)
-    order = VllmLaunch(plan, name, *at, api_key, insecure, event_log, ending)
     note(f"starting vLLM for {plan.recipe.name}")
-    launch_vllm(order, lambda url: _announce(as_json, url, name, plan))
+    launch_vllm(order, lambda url: _announce(as_json, url, order.served_model, plan))
 
 
 def _announce(as_json: bool, url: str, model: str, plan: Plan, *, status_page: bool = False) -> None:

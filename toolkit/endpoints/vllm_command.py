@@ -52,6 +52,8 @@ class VllmCommand:
             words += ["--block-size", str(spec.block_size)]
         if spec.num_gpu_blocks_override is not None:
             words += ["--num-gpu-blocks-override", str(spec.num_gpu_blocks_override)]
+        if engine.tensor_parallel_size > 1:
+            words += ["--tensor-parallel-size", str(engine.tensor_parallel_size)]
         if spec.enforce_eager:
             words += ["--enforce-eager"]
         return [*words, *spec.args, *self.flags]

@@ -18,7 +18,7 @@ Seed = Annotated[int, Field(ge=0)]
 Grid = Annotated[list[Positive], Field(min_length=1)]
 Scalar = bool | int | float | str | None
 
-TENSOR_PARALLEL = ("transformers", "rebatch")  # engines whose workers may be groups of processes
+TENSOR_PARALLEL = ("transformers", "rebatch", "vllm")  # engines whose workers may be groups of processes
 SLA_METRICS = ("ttft", "tpot", "itl", "mtpot", "e2e")
 SLA_STATISTICS = ("mean", "p50", "p90", "p95", "p99", "max")
 SLA_KEYS = [f"{metric}_{statistic}_s" for metric in SLA_METRICS for statistic in SLA_STATISTICS]

@@ -23,6 +23,7 @@ from toolkit.endpoints.vllm_flags import flags_of
 from toolkit.endpoints.vllm_server import VllmServer, vllm_server
 from toolkit.engines.saved_model import saved_model
 from toolkit.errors import EngineError
+from toolkit.files.io import processor
 from toolkit.files.profile import EngineFacts, FrontPoint, StepPoint, StepsProfile
 from toolkit.files.recipe import Recipe
 from toolkit.profiling.bench import VISIT_SAMPLES, Unmeasurable
@@ -180,6 +181,8 @@ def facts_of(recipe: Recipe, header: Header) -> EngineFacts:
         vocab_size=header.vocab_size,
         prefill_emits_token=True,
         max_rows=header.max_num_seqs,
+        processor=processor() if header.device == "cpu" else "",
+        tensor_parallel_size=recipe.engine.tensor_parallel_size,
     )
 
 

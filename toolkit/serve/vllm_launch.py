@@ -15,11 +15,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
-from toolkit.endpoints.vllm_command import VllmCommand
+from toolkit.endpoints.vllm_command import VllmCommand, vllm_version
 from toolkit.endpoints.vllm_flags import POLICY, flags_of
 from toolkit.endpoints.vllm_server import VllmServer, vllm_server
 from toolkit.engines.saved_model import saved_model
-from toolkit.files.io import write_file
+from toolkit.files.identity import OnForeign, refuse_foreign
+from toolkit.files.io import processor, write_file
 from toolkit.files.plan import Plan
 from toolkit.serve.server import Ending, check_exposure, listen
 
@@ -43,15 +44,18 @@ class VllmLaunch:
     insecure: bool = False
     event_log: Path | None = None
     ending: Ending = field(default_factory=Ending)
+    on_foreign: OnForeign | None = None  # told where vLLM or the CPU is not the fitted one; None: it is refused
 
 
 def launch_vllm(order: VllmLaunch, on_ready: Callable[[str], None]) -> None:
     """Serve until a signal ends it; `on_ready` gets the URL once it answers.
 
-    `InputError` for an address that cannot be used, or a version of vLLM that was not tried; `EngineError` where vLLM
+    `InputError` for an address that cannot be used, a version of vLLM that was not tried, or a plan that was fitted on
+    another CPU or another of vLLM's versions; `EngineError` where vLLM
     is not there, cannot load, or ends by itself.
     """
     check_exposure(order.host, order.api_key, insecure=order.insecure)
+    refuse_foreign(order.plan.fit.engine, [_here(order.plan)], order.on_foreign)
     with listen(order.host, order.port) as probe:  # said before anything slow is done; vLLM takes the port later
         port = probe.getsockname()[1]
     with tempfile.TemporaryDirectory(prefix="llmctl-plan-") as folder, _signals() as seen:
@@ -78,6 +82,13 @@ def command_of(order: VllmLaunch, folder: Path) -> VllmCommand:
     flags += ["--shutdown-timeout", str(round(order.ending.timeout_s))]
     model = saved_model(plan.recipe.model, plan.recipe.hardware)
     return VllmCommand(plan.recipe, model, order.served_model, flags, variables)
+
+
+def _here(plan: Plan) -> dict[str, str]:
+    """What will serve, as far as can be known before it is loaded."""
+    version, _, _ = vllm_version(plan.recipe).partition("+")  # a build's own mark; vLLM does not say it of itself
+    found = {"engine": f"vllm {version}"}
+    return found | ({"device": f"CPU {processor()}"} if plan.recipe.hardware.device == "cpu" else {})
 
 
 class _Seen:
