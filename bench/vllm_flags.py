@@ -104,21 +104,21 @@ def report(arguments: argparse.Namespace) -> str:
     }
     repeats = sorted({repeat for _, repeat in found})
     lines = [*_about(folder, arguments.recipe), "", "| flags | repeat | |" + _titles(), "|" + "---|" * (len(SHOWN) + 3)]
-    for system in SYSTEMS:
-        for repeat in repeats:
-            windows = found[system, repeat].windows
-            for what in ("measured", "predicted"):
-                values = [np.mean([getattr(one, what).get(name, np.nan) for one in windows]) for name in SHOWN]
-                cells = " | ".join(format(value, spec) for value, (_, spec) in zip(values, SHOWN.values(), strict=True))
-                lines.append(f"| {system} | {repeat} | {what} | {cells} |")
-    runs = " | ".join(f"{system} {repeat}" for system in SYSTEMS for repeat in repeats)
-    lines += ["", f"| prediction's error, % | {runs} | limit |"]
-    lines.append("|" + "---|" * (2 + len(found)))
+    runs = sorted(found)
+    for system, repeat in runs:
+        windows = found[system, repeat].windows
+        for what in ("measured", "predicted"):
+            values = [np.mean([getattr(one, what).get(name, np.nan) for one in windows]) for name in SHOWN]
+            cells = " | ".join(format(value, spec) for value, (_, spec) in zip(values, SHOWN.values(), strict=True))
+            lines.append(f"| {system} | {repeat} | {what} | {cells} |")
+    titles = " | ".join(f"{system} {repeat}" for system, repeat in runs)
+    lines += ["", f"| prediction's error, % | {titles} | limit |", "|" + "---|" * (2 + len(found))]
     for name, limit in HELD_TO.items():
-        errors = [next(each for each in found[s, r].metrics if each.metric == name) for s in SYSTEMS for r in repeats]
+        errors = [next(each for each in found[run].metrics if each.metric == name) for run in runs]
         cells = " | ".join(f"{each.error_percent:+.1f} (worst window {each.worst_percent:+.1f})" for each in errors)
         lines.append(f"| {name} | {cells} | {limit:g} |")
-    ratios = [_goodput(found["tuned", r]) / _goodput(found["defaults", r]) for r in repeats]
+    paired = [repeat for repeat in repeats if all((system, repeat) in found for system in SYSTEMS)]
+    ratios = [_goodput(found["tuned", r]) / _goodput(found["defaults", r]) for r in paired]
     shown = ", ".join(f"{ratio:.2f}" for ratio in ratios)
     lines += ["", f"Goodput of the tuned flags over that of vLLM's defaults, repeat by repeat: {shown}.", ""]
     return "\n".join(lines)
