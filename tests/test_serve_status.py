@@ -253,9 +253,13 @@ def test_a_model_in_a_folder_is_called_by_its_last_part(tmp_path: Path):
 )
 def test_it_is_on_where_only_this_machine_connects(tmp_path: Path, monkeypatch, capsys, options, shown):
     orders = []
-    monkeypatch.setattr(
-        "toolkit.serve.launch.launch", lambda order, ready, *_: (orders.append(order), ready("http://h:1"))
-    )
+
+    def launch(order, on_ready, *_) -> dict[str, int]:
+        orders.append(order)
+        on_ready("http://h:1")
+        return {}
+
+    monkeypatch.setattr("toolkit.serve.launch.launch", launch)
     fake_plan(tmp_path)
     with pytest.raises(SystemExit):
         run(["serve", str(tmp_path / "plan.json"), *options])
