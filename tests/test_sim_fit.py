@@ -30,3 +30,15 @@ def test_a_server_elsewhere_is_simulated_as_it_was_found_paged_and_with_its_own_
     trace = Trace(np.zeros(9), np.full(9, 8), np.full(9, 16), np.zeros(9, int))
     metrics = simulate(trace, policy, world).metrics({})
     assert metrics["batch_size_mean"] == 3.0
+
+
+def test_a_round_of_a_server_elsewhere_takes_what_its_laws_say_which_have_http_in_them_already():
+    fit = samples.fit()
+    slices = fit.overhead.model_copy(update={"batch_s": 1.0, "stretch": 1.5})  # what whole slices take beside the laws
+    served = fit.model_copy(
+        update={"engine": fit.engine.model_copy(update={"engine": "openai"}), "overhead": slices, "rounds": None}
+    )
+    world = world_from_fit(served, workers=1, max_new_tokens=64)
+    law = world.under(make_policy("aggressive", {})).latency
+    assert law.prefill_s(1, 64) < 1.0 < world.latency.prefill_s(1, 64)
+    assert law.decode_s(4, 64, 8) == pytest.approx(world.latency.decode_s(4, 64, 8) / 1.5)

@@ -46,8 +46,8 @@ def laws_from_fit(fit: Fit) -> Laws:
     in_rounds = replace(engine, padded=joining is not None)
     rounds: LatencyLaw = latency
     round_memory = memory
-    if fit.engine.is_server:  # a server that batches continuously, whatever the slices it was timed with
-        rounds = replace(latency, law=in_rounds)
+    if fit.engine.is_server:  # its laws are of what clients see: HTTP, which whole slices add once, is in each already
+        rounds = in_rounds
     elif fit.rounds:
         rounds = law_of_rounds(in_rounds, fit.rounds)
         round_memory = ZetaMemory(fit.memory.capacity_tokens, fit.rounds.usable_share)

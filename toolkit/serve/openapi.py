@@ -31,7 +31,6 @@ _REASONS = {
     "408": "the body did not come in time",
     "413": "the body is too large",
     "415": "the body is not JSON by its type",
-    "429": "the key has as many requests on their way as it may",
     "503": "loading, draining or overloaded; or the request failed",
 }
 
