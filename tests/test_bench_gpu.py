@@ -84,7 +84,7 @@ def test_it_needs_no_more_than_a_bare_gpu_machine_has():
 @pytest.fixture
 def fake_folder(tmp_path):
     config = {"model_type": "fake", "decode_s": 0.001, "eos_one_in": 0}
-    model = {"source": "random", "config": config, "max_model_len": 512, "tokenizer": "bytes"}
+    model = {"source": "random", "config": config, "dtype": "float32", "max_model_len": 512, "tokenizer": "bytes"}
     write_file(samples.recipe(model=model), tmp_path / "recipe-fake.json")
     write_file(samples.fit(), tmp_path / "fit-fake.json")
     return tmp_path

@@ -207,5 +207,5 @@ def test_from_a_recipe_the_plan_is_made_too_and_on_another_machine_is_the_same(
     write_file(read_file(Fit, "fit.json").model_copy(update=dict(head({"recipe": "recipe.yaml"}))), "fit.json")
     assert render("--fit", "fit.json", "--target", "local", source="recipe.yaml") == 0
     assert read_file(Plan, "local/plan.json").recipe.name == "test"
-    monkeypatch.setattr(io, "_processor", lambda: "another machine's")
+    monkeypatch.setattr(io, "processor", lambda: "another machine's")
     assert render("--fit", "fit.json", "--target", "local", "--check", source="recipe.yaml") == 0

@@ -17,6 +17,7 @@ import optuna
 from optuna.distributions import BaseDistribution, FloatDistribution, IntDistribution
 from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.pool import NullPool
 
 from toolkit.errors import InputError
 from toolkit.files.tuning import Outcome
@@ -42,7 +43,10 @@ class Studies:
         self._studies: dict[str, optuna.Study] = {}
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         with self._plainly():
-            self._storage = optuna.storages.RDBStorage(self._url.render_as_string(hide_password=False))
+            self._storage = optuna.storages.RDBStorage(
+                self._url.render_as_string(hide_password=False),
+                engine_kwargs={"poolclass": NullPool},  # a search has no end at which a pool would be closed
+            )
             self.known = {key: evaluation for study in self._left() for key, evaluation in _evaluations(study)}
 
     def keep(self, key: str, task: Task, evaluation: Evaluation) -> None:
