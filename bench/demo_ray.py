@@ -42,10 +42,10 @@ STORE_BYTES = 80 << 20
 Counts = dict[str, float]  # of /metrics, by series
 SMALL = {
     "batch_sizes": [1, 8, 24],
-    "input_lengths": [16, 256],
-    "cached_lengths": [16, 448],
+    "input_lengths": [16, 96, 256],
+    "cached_lengths": [16, 160, 448],
     "memory_lengths": [384],
-    "slices": 4,
+    "slices": 6,
     "repeats": 2,
 }
 

@@ -215,3 +215,10 @@ def test_the_refusal_names_the_best_that_the_engine_runs(files: Path, capsys: py
 def test_what_is_printed_fits_80_columns(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
     render()
     assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
+
+
+def test_a_recipe_may_be_json_too(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_file(samples.recipe(), "recipe.json")
+    with pytest.raises(SystemExit):
+        main.run(["render", "recipe.json"])
+    assert capsys.readouterr().err.startswith("error: a recipe alone is no plan\n")
