@@ -34,7 +34,7 @@ from toolkit.endpoints.target import Target, find_target
 from toolkit.errors import InputError, LlmctlError
 from toolkit.files.io import read_file, write_file
 
-ESTIMATE = "some five minutes on two cores, half of them measuring"
+ESTIMATE = "some three minutes on two cores, half of them measuring"
 PROCESSES = "processes"
 KILL_AT = 0.3  # of the replay
 PATIENCE_S = 120.0
@@ -205,7 +205,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("demo-out/ray"), help="folder for the files of all stages")
     parser.add_argument("--plan", type=Path, help="serve this plan of two workers on the CPU instead of measuring")
-    parser.add_argument("--rate", type=float, default=6.0, help="requests per second")
+    parser.add_argument("--rate", type=float, default=18.0, help="requests per second")
     parser.add_argument("--seconds", type=float, default=20.0, help="how long requests arrive")
     try:
         demo(parser.parse_args())
