@@ -15,8 +15,8 @@ from toolkit.deploy.readiness import check_recipe
 from toolkit.engines.devices import CudaDevice, Devices
 from toolkit.engines.loading import load_config
 from toolkit.errors import InputError
-from toolkit.files.io import shipped_recipes
 from toolkit.files.recipe import ModelSpec, Recipe, recipe_schema
+from toolkit.files.shipped import shipped_recipes
 
 DOCS = Path(__file__).parent.parent / "docs"
 RECIPES = sorted(shipped_recipes().glob("*.yaml"))

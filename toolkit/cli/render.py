@@ -139,9 +139,10 @@ def _make(source: Path, fit: Path | None, tuning: Path | None, given: PlannedPol
     from toolkit.files.fit import Fit
     from toolkit.files.io import read_file, recipe_path
     from toolkit.files.plan import Plan
+    from toolkit.files.recipes import is_recipe
     from toolkit.files.tuning import Tuning
 
-    if source.suffix == ".json" and not _is_recipe(source):
+    if not is_recipe(source):
         if fit or tuning or given:
             raise InputError("a plan holds its fit, tuning and policy", "give a recipe to make another plan")
         return Made(read_file(Plan, source), source, source)
@@ -153,17 +154,6 @@ def _make(source: Path, fit: Path | None, tuning: Path | None, given: PlannedPol
     inputs = made_from | ({"tuning": tuning} if tuning else {})
     plan = make_plan(open_recipe(recipe), read_file(Fit, fit, inputs={"recipe": recipe}), tuned, inputs, given)
     return Made(plan, None, fit)
-
-
-def _is_recipe(source: Path) -> bool:
-    """Recipes may be JSON, too. What is neither, or not there, is left for whoever reads it as a plan to say."""
-    import json
-
-    try:
-        content = json.loads(source.read_bytes())
-    except (OSError, ValueError):
-        return False
-    return isinstance(content, dict) and "model" in content
 
 
 def _show(plan: Plan) -> None:

@@ -8,20 +8,12 @@ from __future__ import annotations
 
 import re
 import shlex
-from pathlib import Path
 
 import jinja2
 
-import toolkit
 from toolkit.errors import InputError
 from toolkit.files.recipe import NAME_PATTERN
-
-
-def shipped_templates() -> Path:
-    """The folder of templates inside the installed package, or the repository's in a source tree."""
-    package = Path(toolkit.__file__).parent
-    installed = package / "_data" / "templates"
-    return installed if installed.is_dir() else package.parent / "templates"
+from toolkit.files.shipped import shipped_templates
 
 
 def fill(name: str, /, **values: object) -> str:

@@ -7,6 +7,7 @@ those that start at once: what /metrics then calls waiting. How long a new repli
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Mapping
 
 import numpy as np
@@ -55,19 +56,8 @@ def waiting_threshold(plan: Plan, trace: Trace | None) -> Reckoned[int] | None:
 
 
 def most(keeps: Callable[[int], bool]) -> int:
-    """The largest count up to `MOST` found that `keeps` while the next one does not; 0 where 1 does not."""
-    low, high = 0, 1
-    while keeps(high):
-        low, high = high, 2 * high
-        if low >= MOST:
-            return MOST
-    while high - low > 1:
-        middle = (low + high) // 2
-        if keeps(middle):
-            low = middle
-        else:
-            high = middle
-    return low
+    """The largest count up to `MOST` that `keeps`, as all smaller ones do; 0 where 1 does not."""
+    return bisect_left(range(1, MOST + 1), True, key=lambda count: not keeps(count))
 
 
 def backlog(lengths: Trace, count: int) -> Trace:

@@ -27,7 +27,7 @@ from toolkit.files.plan import Plan
 from toolkit.files.profile import Profile
 from toolkit.files.provenance import AnyPath, check_input, digest, record_inputs
 from toolkit.files.recipe import Recipe
-from toolkit.files.recipes import load_recipe, recipe_path, shipped_recipes
+from toolkit.files.recipes import load_recipe, recipe_path
 from toolkit.files.tuning import Tuning
 from toolkit.files.validate import read_bytes, validate
 
@@ -42,7 +42,6 @@ __all__ = [
     "processor",
     "read_file",
     "recipe_path",
-    "shipped_recipes",
     "write_bytes",
     "write_file",
     "write_text",

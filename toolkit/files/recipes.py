@@ -7,20 +7,28 @@ import os
 import re
 from pathlib import Path
 
-import toolkit
 from toolkit.errors import InputError, nearest
 from toolkit.files.recipe import NAME_PATTERN, Recipe
 from toolkit.files.safe_yaml import load_yaml
+from toolkit.files.shipped import shipped_recipes
 from toolkit.files.validate import validate
 
 AnyPath = str | os.PathLike[str]
 
 
-def shipped_recipes() -> Path:
-    """The folder of recipes inside the installed package, or the repository's in a source tree."""
-    package = Path(toolkit.__file__).parent
-    installed = package / "_data" / "recipes"
-    return installed if installed.is_dir() else package.parent / "recipes"
+def is_recipe(source: AnyPath) -> bool:
+    """Whether a command that takes a plan or a recipe was given a recipe: a name, YAML, or JSON that has a model.
+
+    JSON that is not there or cannot be read is left for whoever reads it as a plan to say.
+    """
+    path = Path(source)
+    if path.suffix != ".json":
+        return True
+    try:
+        content = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return False
+    return isinstance(content, dict) and "model" in content
 
 
 def recipe_path(recipe: AnyPath) -> Path:

@@ -17,6 +17,7 @@ from toolkit.files.io import digest, load_recipe, read_file, recipe_path
 from toolkit.files.plan import Plan
 from toolkit.files.profile import Profile
 from toolkit.files.recipe import Recipe
+from toolkit.files.recipes import is_recipe
 from toolkit.files.tuning import Tuning
 from toolkit.files.validation import Validation
 
@@ -51,7 +52,7 @@ def gather(source: str, folder: Path | None = None) -> Material:
 
     `InputError` where `source` itself cannot be read.
     """
-    if source.endswith(".json"):
+    if not is_recipe(source):
         path = Path(source)
         plan = read_file(Plan, path)
         found = Material(plan.recipe, fit=plan.fit, plan=plan, sources=[_source("plan", path)])

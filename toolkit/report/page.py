@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import jinja2
 
 import toolkit
-from toolkit.files.templates import shipped_templates
+from toolkit.files.shipped import shipped_templates
 from toolkit.report.environment import environment_section
 from toolkit.report.fits import fit_section
 from toolkit.report.material import Material

@@ -25,7 +25,7 @@ from starlette.responses import Response
 
 import toolkit
 from toolkit.files.plan import Plan
-from toolkit.files.templates import shipped_templates
+from toolkit.files.shipped import shipped_templates
 from toolkit.files.tuning import Value
 from toolkit.serve.driver import Driver
 from toolkit.serve.errors import ApiError
