@@ -20,10 +20,18 @@ def _resolve_recipe(recipe: Path | None) -> Path | None:
     return None if recipe is None else recipe_path(recipe)
 
 
+def resolve_fit(fit: Path | None) -> Path | None:
+    """A fit's file, from what an option was given: a path, or a name."""
+    from toolkit.files.fits import fit_path
+
+    return None if fit is None else fit_path(fit)
+
+
 RecipeArgument = Annotated[
     Path,
     typer.Argument(metavar="RECIPE", callback=_resolve_recipe, help="A recipe's file, or the name of a shipped one."),
 ]
+FIT_HELP = "fit.json, from `llmctl fit`, or the name of a recipe whose fit ships."
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object to stdout; notes go to stderr.")]
 
 

@@ -21,10 +21,14 @@ def warn_of_foreign(text: str) -> None:
 
 def read_fit(path: Path, recipe: Path, *, force: bool) -> Fit:
     """The fit of `recipe`. `StaleError` for another's, or of sections that changed; with `force` a warning."""
-    from toolkit.errors import StaleError
+    from toolkit.errors import InputError, StaleError
     from toolkit.files.fit import Fit
+    from toolkit.files.fits import shipped_fit
     from toolkit.files.io import read_file
 
+    if not path.exists() and shipped_fit(recipe.stem):
+        remedy = f"make it with `llmctl profile` and `llmctl fit`, or take the one that ships: --fit {recipe.stem}"
+        raise InputError(f"{path}: no such file", remedy)
     try:
         return read_file(Fit, path, {"recipe": recipe})
     except StaleError as error:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from toolkit.cli.arguments import JsonOption, SetOption, open_recipe, parse_settings
+from toolkit.cli.arguments import FIT_HELP, JsonOption, SetOption, open_recipe, parse_settings, resolve_fit
 from toolkit.cli.output import emit, note, table
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ PLAN = Path("plan.json")
 Source = Annotated[
     Path, typer.Argument(metavar="RECIPE|PLAN.json", help="A recipe, with --fit; or a plan, with --target.")
 ]
-FitOption = Annotated[Path | None, typer.Option("--fit", help="With a recipe: fit.json, from `llmctl fit`.")]
+FitOption = Annotated[Path | None, typer.Option("--fit", callback=resolve_fit, help=f"With a recipe: {FIT_HELP}")]
 TuningOption = Annotated[Path | None, typer.Option("--tuning", help="tuning.json; without it, the recipe's policy.")]
 PolicyOption = Annotated[
     str | None, typer.Option("--policy", help="This policy, with --set's parameters, instead of the tuning's.")

@@ -7,6 +7,8 @@ from typing import Annotated, Literal
 
 import typer
 
+from toolkit.cli.arguments import resolve_fit
+
 # the headings under which `--help` lists them
 WHAT, CALLERS, LOAD, WATCHING = "What runs", "Who may call", "Overload and the end", "Watching it"
 
@@ -27,7 +29,13 @@ PlanOption = Annotated[
     Path | None, typer.Option("--plan", rich_help_panel=WHAT, help="plan.json, from `llmctl render`.")
 ]
 FitOption = Annotated[
-    Path | None, typer.Option("--fit", rich_help_panel=WHAT, help="With a recipe: its fit.json; the plan is made here.")
+    Path | None,
+    typer.Option(
+        "--fit",
+        callback=resolve_fit,
+        rich_help_panel=WHAT,
+        help="With a recipe: its fit.json, or the name of a recipe whose fit ships; the plan is made here.",
+    ),
 ]
 TuningOption = Annotated[Path | None, typer.Option("--tuning", rich_help_panel=WHAT, help="With --fit: tuning.json.")]
 HostOption = Annotated[

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 TraceOption = Annotated[str, typer.Option(help="A trace file, or the name of a shipped trace.")]
 FitOption = Annotated[
-    str, typer.Option(help="The fit of the simulated engine, or 'unit-step': a clock that counts decode steps.")
+    str, typer.Option(help="fit.json, the name of a recipe whose fit ships, or 'unit-step': a clock that counts steps.")
 ]
 WorkersOption = Annotated[int | None, typer.Option(min=1, help="Workers; default: as profiled, or 1.")]
 MaxNewTokensOption = Annotated[
@@ -40,15 +40,17 @@ def open_stage(trace: str, fit: str, max_new_tokens: int | None, fit_lengths: bo
     """Read both; lengths are scaled into the fitted model's context where asked for."""
     from toolkit.cli.basis import note_basis
     from toolkit.files.fit import Fit
+    from toolkit.files.fits import fit_path
     from toolkit.files.io import read_file
     from toolkit.sim.worlds import UNIT_STEP, USUAL_LIMIT
     from toolkit.traces.read import read_trace
     from toolkit.traces.scale import scale_lengths
     from toolkit.traces.shipped import trace_path
 
-    fitted = None if fit == UNIT_STEP and not Path(fit).exists() else read_file(Fit, fit)
-    if fitted:
-        note_basis(fitted, Path(fit))
+    path = None if fit == UNIT_STEP and not Path(fit).exists() else fit_path(fit)
+    fitted = read_file(Fit, path) if path else None
+    if path and fitted:
+        note_basis(fitted, path)
     requests, _ = read_trace(trace_path(trace))
     if fitted and fit_lengths:
         requests = scale_lengths(requests, fitted.engine.max_model_len, max_new_tokens or USUAL_LIMIT)

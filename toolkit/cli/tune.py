@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from toolkit.cli.arguments import JsonOption, RecipeArgument, open_recipe
+from toolkit.cli.arguments import FIT_HELP, JsonOption, RecipeArgument, open_recipe, resolve_fit
 
 if TYPE_CHECKING:
     from toolkit.files.fit import Fit
@@ -63,7 +63,7 @@ ForceOption = Annotated[bool, typer.Option("--force", help="Tune with a fit that
 
 def command(
     recipe: RecipeArgument,
-    fit: Annotated[Path, typer.Option(help="The fit of this recipe's engine.")] = Path("fit.json"),
+    fit: Annotated[Path, typer.Option(callback=resolve_fit, help=FIT_HELP)] = Path("fit.json"),
     trace: Annotated[str, typer.Option(help="A trace file, or the name of a shipped trace.")] = "chat-small",
     out: Annotated[Path, typer.Option(help="Where to write the result.")] = Path("tuning.json"),
     policies: PoliciesOption = None,

@@ -1,4 +1,4 @@
-"""Finding what ships with the package beside its code: recipes, and templates of files and pages."""
+"""Finding what ships beside the code: recipes, profiles with their fits, templates of files and pages."""
 
 from __future__ import annotations
 
@@ -10,6 +10,11 @@ import toolkit
 def shipped_recipes() -> Path:
     """The folder of recipes inside the installed package, or the repository's in a source tree."""
     return _shipped("recipes")
+
+
+def shipped_profiles() -> Path:
+    """The same of profiles: a folder for each recipe, with profile.json and fit.json."""
+    return _shipped("profiles")
 
 
 def shipped_templates() -> Path:

@@ -1,0 +1,79 @@
+"""The profiles that ship: made from the shipped recipes as they are, with their fits; found by name."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from toolkit.cli import main
+from toolkit.errors import InputError
+from toolkit.files.fit import Fit
+from toolkit.files.fits import fit_path, shipped_fit
+from toolkit.files.io import head, load_recipe, read_file, recipe_path
+from toolkit.files.profile import Profile
+from toolkit.files.shipped import shipped_profiles, shipped_recipes
+from toolkit.profiling.analytic import analytic_profile
+
+NAMES = sorted(path.parent.name for path in shipped_profiles().glob("*/fit.json"))
+GPU_RECIPES = [
+    path.stem for path in sorted(shipped_recipes().glob("*.yaml")) if load_recipe(path).hardware.device == "cuda"
+]
+
+
+def run(given: list[str]) -> object:
+    with pytest.raises(SystemExit) as ended:
+        main.run(given)
+    return ended.value.code
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_profile_and_fit_are_of_the_recipe_as_it_is(name: str) -> None:
+    folder, recipe = shipped_profiles() / name, recipe_path(name)
+    assert read_file(Profile, folder / "profile.json", {"recipe": recipe}).recipe_name == name
+    assert read_file(Fit, folder / "fit.json", {"recipe": recipe, "profile": folder / "profile.json"})
+
+
+@pytest.mark.parametrize("name", GPU_RECIPES)
+def test_who_has_no_gpu_can_tune_for_one(name: str) -> None:
+    """Analytic, marked so, and what `llmctl profile --analytic` makes today."""
+    shipped = read_file(Profile, shipped_profiles() / name / "profile.json")
+    made = analytic_profile(load_recipe(recipe_path(name)), head({"recipe": recipe_path(name)}))
+    own = {"tool_version", "environment", "inputs"}
+    assert shipped.model_dump(exclude=own) == made.model_dump(exclude=own), "see profiles/README.md"
+    assert read_file(Fit, shipped_profiles() / name / "fit.json").engine.analytic
+
+
+def test_a_fit_is_a_path_or_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    shipped = shipped_profiles() / "tiny-llama-cpu" / "fit.json"
+    assert fit_path("tiny-llama-cpu") == shipped == shipped_fit("tiny-llama-cpu")
+    assert fit_path("fit.json") == Path("fit.json")  # whoever reads it says that it is not there
+    (tmp_path / "tiny-llama-cpu").write_text("a file of that name comes first")
+    assert fit_path("tiny-llama-cpu") == Path("tiny-llama-cpu")
+
+
+def test_a_name_that_is_none_gets_the_nearest() -> None:
+    with pytest.raises(InputError, match="no such file, and no fit of that name ships") as caught:
+        fit_path("llama-3.1-8b-h20")
+    assert caught.value.hint == "did you mean 'llama-3.1-8b-h200'?"
+    assert shipped_fit("../recipes") is None
+
+
+def test_tune_without_a_fit_names_the_one_that_ships(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run(["tune", "qwen3-8b-h200"]) == 2
+    assert "--fit qwen3-8b-h200" in capsys.readouterr().err
+
+
+def test_commands_take_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run(["render", "tiny-llama-cpu", "--fit", "tiny-llama-cpu"]) == 0
+    assert run(["simulate", "--fit", "tiny-llama-cpu", "--trace", "chat-small", "--policy", "slice"]) == 0
+    assert (tmp_path / "plan.json").exists()
+
+
+def test_the_readme_of_the_profiles_lists_them_all() -> None:
+    text = (shipped_profiles() / "README.md").read_text()
+    assert re.findall(r"^\| `([^`]+)` \|", text, re.M) == NAMES

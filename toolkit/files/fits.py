@@ -1,0 +1,36 @@
+"""Finding fits: files, and those that ship under the names of their recipes."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from toolkit.errors import InputError, nearest
+from toolkit.files.recipe import NAME_PATTERN
+from toolkit.files.shipped import shipped_profiles
+
+AnyPath = str | os.PathLike[str]
+FIT = "fit.json"
+
+
+def fit_path(fit: AnyPath) -> Path:
+    """A fit's file: a path, or the bare name of a recipe whose fit ships. `InputError` for a name of neither.
+
+    What looks like a file and is not there is left for whoever reads it to say.
+    """
+    path, text = Path(fit), os.fspath(fit)
+    if path.exists() or path.suffix == ".json" or not re.fullmatch(NAME_PATTERN, text):
+        return path
+    return shipped_fit(text) or _unknown(text)
+
+
+def shipped_fit(recipe: str) -> Path | None:
+    """The fit that ships for the shipped recipe of this name; None: there is none."""
+    path = shipped_profiles() / recipe / FIT
+    return path if re.fullmatch(NAME_PATTERN, recipe) and path.is_file() else None
+
+
+def _unknown(name: str) -> Path:
+    known = [path.parent.name for path in shipped_profiles().glob(f"*/{FIT}")]
+    raise InputError(f"{name}: no such file, and no fit of that name ships", nearest(name, known))
