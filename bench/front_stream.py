@@ -6,8 +6,8 @@
 where workers report each step at once, so that hardly any tokens share an event. The bare endpoints give one event per
 token and know nothing: FastAPI's StreamingResponse over an asynchronous generator that writes OpenAI's chunk with
 `json.dumps`, and a raw ASGI application with the bytes ready; both on uvicorn with uvloop and httptools, FastAPI's also
-on asyncio and h11, and, with `--granian`, both on granian, which that interpreter has. In each repeat every server is
-asked once, in another order. Clients are raw sockets in a process of their own.
+on asyncio and h11, and, with `--granian`, ours and both bare ones on granian, which that interpreter has. In each
+repeat every server is asked once, in another order. Clients are raw sockets in a process of their own.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class Served:
     def cpu_s(self) -> float:
         """Of the process that serves, and for granian of its worker; not of ours' workers, whose engine is a fake."""
         one = psutil.Process(self.process.pid)
-        parts = [one, *(one.children() if "granian" in self.name else ())]
+        parts = [one, *(one.children() if self.name.endswith("on granian") and "ours" not in self.name else ())]
         return sum(part.cpu_times().user + part.cpu_times().system for part in parts)
 
     def end(self) -> None:
@@ -133,18 +133,26 @@ def free_port() -> int:
         return int(one.getsockname()[1])
 
 
+def write_plan(folder: Path, flush_s: float) -> str:
+    """Where the plan of our server lies, whose workers report this often."""
+    folder.mkdir()
+    plan = fake_plan(folder, eos_one_in=0)
+    engine = plan.recipe.engine.model_copy(update={"flush_s": flush_s})
+    text = plan.model_copy(update={"recipe": plan.recipe.model_copy(update={"engine": engine})}).model_dump_json()
+    (folder / "plan.json").write_text(text)
+    return str(folder / "plan.json")
+
+
 def start_all(folder: str, granian: str | None) -> list[Served]:
     Path(folder, "bare.py").write_text(BARE)
     servers = []
     for name, flush_s in (("ours", 0.05), ("ours, every step", 0.0)):
-        place = Path(folder, name.replace(", ", "-").replace(" ", "-"))
-        place.mkdir()
-        plan = fake_plan(place, eos_one_in=0)
-        engine = plan.recipe.engine.model_copy(update={"flush_s": flush_s})
-        text = plan.model_copy(update={"recipe": plan.recipe.model_copy(update={"engine": engine})}).model_dump_json()
-        (place / "plan.json").write_text(text)
-        command = (sys.executable, "-m", "toolkit", "serve", str(place / "plan.json"), "--json", "--admission", "queue")
+        plan = write_plan(Path(folder, name.replace(", ", "-").replace(" ", "-")), flush_s)
+        command = (sys.executable, "-m", "toolkit", "serve", plan, "--json", "--admission", "queue")
         servers.append(Served(name, command, ".", 0))
+        if granian:
+            command = (granian, str(Path(__file__).with_name("front_granian.py")), plan)
+            servers.append(Served(f"{name}, on granian", command, ".", 0))
     uvicorn = (sys.executable, "-m", "uvicorn", "--log-level", "critical", "--no-access-log", "--port")
     for name, app, extra in (
         ("FastAPI on uvicorn", "bare:app", ()),
@@ -188,7 +196,7 @@ def main() -> None:
         rate = statistics.median(run.tokens_per_s for run in found)
         ours = f"{statistics.median(shares):5.0f} % ({min(shares):.0f} to {max(shares):.0f})"
         cost = f"{events:6,.0f} events {cpu_us / events:5.0f} us CPU per event {cpu_us / total:5.1f} per token"
-        print(f"{name:27} {rate:8,.0f} tokens/s {ours} {cost}")
+        print(f"{name:28} {rate:8,.0f} tokens/s {ours} {cost}")
 
 
 if __name__ == "__main__":

@@ -198,10 +198,31 @@ def test_the_cache_counts_padding_and_all_steps_of_what_runs():
         assert found["llmctl_requests_running"] == 2
         assert found["llmctl_kv_cache_usage_ratio"] == 2 * (5 + 8) / 8192
         assert found["llmctl_worker_load_seconds[0]"] > 0
+        assert found["llmctl_worker_requests_running[0]"] == 2
+        assert found["llmctl_worker_kv_cache_usage_ratio[0]"] == found["llmctl_kv_cache_usage_ratio"]
         http.workers.finish()
         await asking
 
     ask(test, workers=HandWorkers())
+
+
+def test_actual_and_predicted_batch_times_are_each_workers_own():
+    async def test(http: httpx.AsyncClient) -> None:
+        for _ in range(2):  # the second goes to the other worker, which was idle for longer
+            asking = asyncio.create_task(http.post("/v1/completions", json={"prompt": "hello", "max_tokens": 8}))
+            await turns(60)
+            (worker,) = http.workers.running
+            http.driver.flights[worker].batch.started_s -= 3.0 * worker
+            http.workers.finish(worker)
+            await asking
+        found = scrape((await http.get("/metrics")).text)
+        for kind in ("", "predicted_"):
+            parts = [found[f"llmctl_worker_{kind}batch_seconds_total[{worker}]"] for worker in (0, 1)]
+            assert sum(parts) == found[f"llmctl_{kind}batch_seconds_total"]
+            assert all(parts)
+        assert found["llmctl_worker_batch_seconds_total[1]"] >= 3.0
+
+    ask(test, workers=HandWorkers(2))
 
 
 def test_histogram_bounds_are_inclusive():

@@ -152,6 +152,22 @@ def test_workers_are_told_apart():
     in_a_loop(test)
 
 
+def test_the_ratio_of_each_worker_is_of_the_last_minute():
+    stats, clock = Stats(), iter(range(10**6))
+    history = History(stats, lambda: gauges(make_driver(HandWorkers(2))), lambda: 2.0 * next(clock))
+
+    def last() -> list[float | None]:
+        history.sample()
+        return json.loads(bytes(history.points[-1]))[COLUMNS.index("worker_batch_ratios")]
+
+    assert last() == [None, None]
+    stats.compared[1].took_s, stats.compared[1].predicted_s = 3.0, 2.0
+    assert last() == [None, 1.5]
+    for _ in range(TRAILING):
+        history.sample()
+    assert last() == [None, None]
+
+
 def test_a_page_gets_only_the_points_that_it_does_not_have():
     async def test():
         async with client() as http:
@@ -353,6 +369,8 @@ def test_values_appear_change_under_load_and_come_back_after_a_restart(browser):
             server.sample()
             shows(page, SERVED, "5")
             assert page.locator("#charts path.s0").first.get_attribute("d").count("L") == 1  # two points, one line
+            assert page.locator("#workers .spark path.s0").first.get_attribute("d").startswith("M")
+            assert re.fullmatch(r"\d+\.\d\d ×", page.locator("#workers td:nth-child(5)").first.text_content())
             assert page.title() == "toy · llmctl"
             assert seen.complaints == []
             assert seen.hosts == {f"127.0.0.1:{server.port}"}

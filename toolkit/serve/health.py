@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from toolkit.files.identity import identity
 from toolkit.sched.footprint import footprint
+from toolkit.sched.types import Worker
 from toolkit.serve.driver import Driver
 from toolkit.serve.live import Flight
 from toolkit.serve.liveness import silent
-from toolkit.serve.metrics import Gauges
+from toolkit.serve.metrics import Gauges, WorkerGauges
 
 
 def problem(driver: Driver) -> str:
@@ -30,30 +31,43 @@ def is_ready(driver: Driver) -> bool:
 
 def gauges(driver: Driver) -> Gauges:
     """What metrics read at a scrape."""
-    workers = driver.scheduler.workers
-    capacity = sum(facts.capacity_tokens for facts in driver.facts.values())
-    used = sum(kv_tokens(driver))
+    workers = worker_gauges(driver)
+    capacity = sum(one.kv_capacity or 0 for one in workers)
+    used = sum(one.kv_tokens for one in workers)
     return Gauges(
         driver.running,
         driver.waiting,
         min(used / capacity, 1.0) if capacity else 0.0,
         capacity,
-        sum(worker.alive for worker in workers),
-        [worker.load_s for worker in workers],
+        workers,
         driver.forecast.now(driver.now_s).ttft_s,
         identity(next(iter(driver.facts.values()))) if driver.facts else {},
     )
 
 
-def kv_tokens(driver: Driver) -> list[int]:
-    """What each worker's running batches may fill of its KV cache."""
-    used = [footprint(worker).taken + worker.held.tokens for worker in driver.scheduler.workers]
-    for worker, flight in driver.flights.items():
-        used[worker] += 0 if flight.batch.keep_cache else _padded_tokens(flight)
-    return used
+def worker_gauges(driver: Driver) -> list[WorkerGauges]:
+    """Each worker, as metrics and the status page show it."""
+    return [
+        WorkerGauges(
+            worker.alive,
+            worker.load_s,
+            _rows(worker, driver.flights.get(worker.index)),
+            footprint(worker).taken + worker.held.tokens + _padded_tokens(driver.flights.get(worker.index)),
+            driver.facts[worker.index].capacity_tokens if worker.index in driver.facts else None,
+        )
+        for worker in driver.scheduler.workers
+    ]
 
 
-def _padded_tokens(flight: Flight) -> int:
-    """What the batch may fill at most: every row is padded to the longest, and runs for all steps (SCLS Eq. 5)."""
+def _rows(worker: Worker, flight: Flight | None) -> int:
+    if flight is None or flight.batch.keep_cache:
+        return len(worker.residents)
+    return sum(not live.status for live in flight.lives)
+
+
+def _padded_tokens(flight: Flight | None) -> int:
+    """What a slice may fill at most: every row is padded to the longest, and runs for all steps (SCLS Eq. 5)."""
+    if flight is None or flight.batch.keep_cache:
+        return 0
     batch = flight.batch
     return batch.size * (batch.input_length + batch.steps)

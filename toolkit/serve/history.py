@@ -6,7 +6,7 @@ Made from what `Stats` counts anyway: nothing is added to the path of a request.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -27,6 +27,7 @@ COLUMNS = (
     *("time_s", "running", "waiting", "kv_share", "requests_per_s", "output_tokens_per_s", "input_tokens_per_s"),
     *(f"{latency}_{percentile}_s" for latency in LATENCIES for percentile in SHOWN),
     *("batch_ratio", "attainment", "failed_per_s", "oom_events"),
+    "worker_batch_ratios",  # a list, by worker
 )
 
 
@@ -39,8 +40,7 @@ class Counts(NamedTuple):
     within: int
     output_tokens: int
     input_tokens: int
-    batch_s: float
-    predicted_s: float
+    compared: tuple[tuple[float, float], ...]  # by worker: seconds that batches took, and were predicted to take
     oom: int
     restarts: int
     extrapolated: int
@@ -66,6 +66,7 @@ class History:
         self._stats = stats
         self._gauges = gauges
         self._now_s = now_s
+        self._workers = len(gauges().workers)
         self._trail: deque[Counts] = deque([self._count()._replace(at_s=0.0)], maxlen=TRAILING + 1)
 
     def sample(self) -> None:
@@ -94,10 +95,10 @@ class History:
         ended = now.well + now.failed - old.well - old.failed
         return (now.within - old.within) / ended if ended else None
 
-    def _point(self, before: Counts, now: Counts) -> list[float | int | None]:
+    def _point(self, before: Counts, now: Counts) -> list[float | int | list[float | None] | None]:
         old, gauges = self._trail[0], self._gauges()
         span_s = max(now.at_s - old.at_s, 1e-9)
-        predicted_s = now.predicted_s - old.predicted_s
+        compared = [(b[0] - a[0], b[1] - a[1]) for a, b in zip(old.compared, now.compared, strict=True)]
         latencies = [self.recent(f"{latency}_{share}_s") for latency in LATENCIES for share in SHOWN]
         point = [
             now.at_s,
@@ -108,12 +109,13 @@ class History:
             (now.output_tokens - old.output_tokens) / span_s,
             (now.input_tokens - old.input_tokens) / span_s,
             *latencies,
-            (now.batch_s - old.batch_s) / predicted_s if predicted_s > 0 else None,
+            _ratio(compared),
             self.attainment(),
             (now.failed - old.failed) / span_s,
             now.oom - before.oom,
         ]
-        return [round(value, 6) if isinstance(value, float) else value for value in point]
+        ratios = [None if (ratio := _ratio([one])) is None else round(ratio, 3) for one in compared]
+        return [*(round(value, 6) if isinstance(value, float) else value for value in point), ratios]
 
     def _note(self, before: Counts, now: Counts) -> None:
         """Troubles since the last point, one line for each kind."""
@@ -139,8 +141,7 @@ class History:
             stats.within_targets,
             stats.generation_tokens,
             stats.prompt_tokens,
-            stats.batch_s,
-            stats.predicted_batch_s,
+            tuple((stats.compared[k].took_s, stats.compared[k].predicted_s) for k in range(self._workers)),
             stats.oom_events,
             stats.worker_restarts,
             stats.extrapolated_batches,
@@ -151,3 +152,9 @@ class History:
     def _histogram(self, name: str) -> Histogram:
         histogram: Histogram = getattr(self._stats, name)
         return histogram
+
+
+def _ratio(compared: Sequence[tuple[float, float]]) -> float | None:
+    """Seconds over predicted seconds, of all together; None where nothing was predicted."""
+    took_s, predicted_s = (sum(one[part] for one in compared) for part in (0, 1))
+    return took_s / predicted_s if predicted_s > 0 else None

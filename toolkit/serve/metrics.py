@@ -18,6 +18,21 @@ from prometheus_client.core import (
 from toolkit.serve.stats import Histogram, Stats
 
 
+class WorkerGauges(NamedTuple):
+    """One worker at the moment of a scrape. `kv_tokens` are what its batches may fill at most, padding included."""
+
+    alive: bool
+    load_s: float
+    rows: int  # requests in it
+    kv_tokens: int
+    kv_capacity: int | None  # None while it has never been loaded
+
+    @property
+    def kv_usage(self) -> float:
+        """0..1."""
+        return min(self.kv_tokens / self.kv_capacity, 1.0) if self.kv_capacity else 0.0
+
+
 class Gauges(NamedTuple):
     """What is read at the moment of a scrape."""
 
@@ -25,8 +40,7 @@ class Gauges(NamedTuple):
     waiting: int
     kv_usage: float  # 0..1
     kv_tokens: int
-    workers_alive: int
-    worker_load_s: Sequence[float]
+    workers: Sequence[WorkerGauges]
     predicted_ttft_s: float
     engine: Mapping[str, str]  # `toolkit.files.identity` of the workers' engine
 
@@ -55,9 +69,10 @@ class Exposition:
             "llmctl_kv_cache_usage_ratio", "Share of KV cache that running batches may fill.", labels, now.kv_usage
         )
         yield _gauge("llmctl_kv_cache_tokens", "Tokens that the workers' KV caches hold.", labels, now.kv_tokens)
-        yield _gauge("llmctl_workers_alive", "Workers that can take batches.", labels, now.workers_alive)
+        alive = sum(one.alive for one in now.workers)
+        yield _gauge("llmctl_workers_alive", "Workers that can take batches.", labels, alive)
         yield _gauge("llmctl_engine_info", "What runs, in labels.", labels | dict(now.engine), 1)
-        yield _worker_loads(now.worker_load_s, labels)
+        yield from self._workers(now.workers, labels)
         yield _gauge(
             "llmctl_predicted_ttft_seconds", "First token of a request that came now.", labels, now.predicted_ttft_s
         )
@@ -91,6 +106,17 @@ class Exposition:
             stats.reporting_s,
         )
 
+    def _workers(self, workers: Sequence[WorkerGauges], labels: dict[str, str]) -> Iterator[Metric]:
+        """What each worker does; as many series as there are workers. Actual over predicted is the last two's."""
+        for name, text, attribute in _OF_WORKERS:
+            yield _by_worker(GaugeMetricFamily, name, text, labels, [getattr(one, attribute) for one in workers])
+        compared = [self._stats.compared[index] for index in range(len(workers))]
+        took, predicted = [one.took_s for one in compared], [one.predicted_s for one in compared]
+        name = "llmctl_worker_{}batch_seconds"
+        yield _by_worker(CounterMetricFamily, name.format(""), "As llmctl_batch_seconds_total.", labels, took)
+        text = "As llmctl_predicted_batch_seconds_total."
+        yield _by_worker(CounterMetricFamily, name.format("predicted_"), text, labels, predicted)
+
     def _vllm(self, now: Gauges) -> Iterator[Metric]:
         stats, labels = self._stats, {"model_name": self._model, "engine": "0"}
         yield _gauge("vllm:num_requests_running", "As llmctl_requests_running.", labels, now.running)
@@ -121,6 +147,11 @@ _OWN_HISTOGRAMS = {
     "llmctl_hop_seconds": ("hop", "From the end of a worker's batch to the start of the next, where one was there."),
     "llmctl_batch_time_ratio": ("batch_ratio", "Actual over predicted batch time, for the steps that ran."),
 }
+_OF_WORKERS = (
+    ("llmctl_worker_load_seconds", "Estimated seconds of work given to a worker (SCLS Eq. 11).", "load_s"),
+    ("llmctl_worker_requests_running", "Requests in a worker.", "rows"),
+    ("llmctl_worker_kv_cache_usage_ratio", "Share of its KV cache that its batches may fill.", "kv_usage"),
+)
 _VLLM_HISTOGRAMS = {
     "vllm:time_to_first_token_seconds": ("ttft", "As llmctl_ttft_seconds."),
     "vllm:inter_token_latency_seconds": ("itl", "As llmctl_itl_seconds."),
@@ -136,11 +167,16 @@ def _gauge(name: str, text: str, labels: dict[str, str], value: float) -> Metric
     return family
 
 
-def _worker_loads(loads_s: Sequence[float], labels: dict[str, str]) -> Metric:
-    text = "Estimated seconds of work given to a worker (SCLS Eq. 11)."
-    family = GaugeMetricFamily("llmctl_worker_load_seconds", text, labels=[*labels, "worker"])
-    for worker, load_s in enumerate(loads_s):
-        family.add_metric([*labels.values(), str(worker)], load_s)
+def _by_worker(
+    kind: type[GaugeMetricFamily] | type[CounterMetricFamily],
+    name: str,
+    text: str,
+    labels: dict[str, str],
+    values: Sequence[float],
+) -> Metric:
+    family = kind(name, text, labels=[*labels, "worker"])
+    for worker, value in enumerate(values):
+        family.add_metric([*labels.values(), str(worker)], value)
     return family
 
 

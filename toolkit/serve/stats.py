@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -89,6 +89,14 @@ def quantile(bounds: Sequence[float], counts: Sequence[int], share: float) -> fl
 
 
 @dataclass(slots=True)
+class Compared:
+    """Seconds that a worker's batches took, of those that the law can be held against, and what it says of them."""
+
+    took_s: float = 0.0
+    predicted_s: float = 0.0
+
+
+@dataclass(slots=True)
 class Stats:
     """All counters of one server. Times in seconds.
 
@@ -109,8 +117,7 @@ class Stats:
     ended: Counter[str] = field(default_factory=Counter)
     within_targets: int = 0  # of those that ended well, as `toolkit.metrics.meets_sla` has it
     batches: int = 0
-    batch_s: float = 0.0  # of batches that the law can be held against
-    predicted_batch_s: float = 0.0  # what it says of them
+    compared: defaultdict[int, Compared] = field(default_factory=lambda: defaultdict(Compared))  # by worker
     extrapolated_batches: int = 0
     oom_events: int = 0
     preemptions: int = 0
@@ -125,6 +132,14 @@ class Stats:
     @property
     def worker_restarts(self) -> int:
         return self.restarts.total()
+
+    @property
+    def batch_s(self) -> float:
+        return sum(one.took_s for one in self.compared.values())
+
+    @property
+    def predicted_batch_s(self) -> float:
+        return sum(one.predicted_s for one in self.compared.values())
 
     def count_tokens(self, tokens: int, arrival_s: float, last_token_s: float, now_s: float) -> None:
         """`tokens` came at once, the ones before at `last_token_s` (NaN: they are the first)."""
@@ -168,7 +183,7 @@ class Stats:
             iterations = steps - law.prefill_emits_token
             expected_s = law.prefill_s(batch.size, batch.input_length)
             expected_s += law.decode_s(batch.size, batch.input_length, iterations)
-            self._compare(now_s - batch.started_s, expected_s)
+            self._compare(batch.worker, now_s - batch.started_s, expected_s)
 
     def count_round(self, batch: Batch, result: RoundResult, now_s: float, worker: Worker) -> None:
         """A round has ended, of which the worker's residents do not know yet."""
@@ -180,7 +195,7 @@ class Stats:
             expected_s = law.round_s + _prefills_s(batch, law) + len(result.ended) * law.leave_s(length)
             expected_s += law.decode_s(rows, length, result.steps) if result.steps else 0.0
             expected_s += _transfers_s(batch, worker)
-            self._compare(now_s - batch.started_s, expected_s)
+            self._compare(batch.worker, now_s - batch.started_s, expected_s)
 
     def count_engine(self, event: BatchDone | RoundDone, *, follows: bool) -> None:
         """What the worker says of a batch's times; `follows`: it had been sent as soon as the one before had ended."""
@@ -197,11 +212,11 @@ class Stats:
         self.oom_events += failure == "oom"
         self.extrapolated_batches += rows > self.max_batch_size or length > self.max_length
 
-    def _compare(self, took_s: float, expected_s: float) -> None:
+    def _compare(self, worker: int, took_s: float, expected_s: float) -> None:
         if expected_s > 0:
             self.batch_ratio.observe(took_s / expected_s)
-            self.batch_s += took_s
-            self.predicted_batch_s += expected_s
+            self.compared[worker].took_s += took_s
+            self.compared[worker].predicted_s += expected_s
 
 
 def _transfers_s(batch: Batch, worker: Worker) -> float:

@@ -29,7 +29,7 @@ from toolkit.files.shipped import shipped_templates
 from toolkit.files.tuning import Value
 from toolkit.serve.driver import Driver
 from toolkit.serve.errors import ApiError
-from toolkit.serve.health import gauges, is_ready, kv_tokens, problem
+from toolkit.serve.health import gauges, is_ready, problem, worker_gauges
 from toolkit.serve.history import COLUMNS, KEPT, SAMPLE_S, History
 
 PAGE, DATA = "/", "/status.json"
@@ -122,30 +122,24 @@ class Status:
         }
 
     def _workers(self) -> list[dict[str, Any]]:
-        driver, used = self._driver, kv_tokens(self._driver)
+        driver = self._driver
         return [
             {
                 "state": self._state(worker.index, alive=worker.alive),
-                "rows": self._rows(worker.index),
-                "kv_tokens": used[worker.index],
-                "kv_capacity": driver.facts[worker.index].capacity_tokens if worker.index in driver.facts else None,
+                "rows": now.rows,
+                "kv_tokens": now.kv_tokens,
+                "kv_capacity": now.kv_capacity,
                 "load_s": round(worker.load_s, 3),
                 "oom_events": worker.oom_events,
                 "restarts": driver.stats.restarts[worker.index],
             }
-            for worker in driver.scheduler.workers
+            for worker, now in zip(driver.scheduler.workers, worker_gauges(driver), strict=True)
         ]
 
     def _state(self, worker: int, *, alive: bool) -> str:
         if worker not in self._driver.facts:
             return "loading"
         return "lost" if not alive else "running" if worker in self._driver.flights else "idle"
-
-    def _rows(self, worker: int) -> int:
-        flight = self._driver.flights.get(worker)
-        if flight is None or flight.batch.keep_cache:
-            return len(self._driver.scheduler.workers[worker].residents)
-        return sum(not live.status for live in flight.lives)
 
     def _totals(self) -> dict[str, Any]:
         stats = self._driver.stats
