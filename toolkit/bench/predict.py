@@ -9,7 +9,7 @@ from toolkit.estimators.laws import WithOverhead
 from toolkit.files.plan import Plan
 from toolkit.sched.policies import make_any
 from toolkit.sim.api import SimResult, simulate, world_from_fit
-from toolkit.sim.front import NO_DELAY, FrontDelay
+from toolkit.sim.front import FrontDelay
 from toolkit.traces.types import Trace
 
 
@@ -18,11 +18,12 @@ class Conditions:
     """What a fit cannot know of a server as it runs now; a warm-up shows it.
 
     Every batch takes `slowdown` times as long as the scheduler believes; clients see tokens later by the `front`'s
-    delay. `finished` are the output lengths that the scheduler has seen before: Past-Future admits by them.
+    delay (None: what the fit knows of it). `finished` are the output lengths that the scheduler has seen before:
+    Past-Future admits by them.
     """
 
     slowdown: float = 1.0
-    front: FrontDelay = NO_DELAY
+    front: FrontDelay | None = None
     finished: tuple[int, ...] = ()
 
 
@@ -48,6 +49,7 @@ def predicted(plan: Plan, trace: Trace, conditions: Conditions = AS_FITTED) -> S
     world = world.under(policy)
     slowed = WithOverhead(world.latency, 0.0, conditions.slowdown)
     paged = world.paged.slowed(conditions.slowdown) if world.paged else None
-    world = replace(world, latency=slowed, believed=world.latency, finished=conditions.finished, front=conditions.front)
+    front = world.front if conditions.front is None else conditions.front
+    world = replace(world, latency=slowed, believed=world.latency, finished=conditions.finished, front=front)
     world = replace(world, paged=paged)
     return simulate(trace, policy, world)

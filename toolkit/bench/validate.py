@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from toolkit.files.validation import MetricError, RequestError, WindowResult
 from toolkit.metrics import Served
+from toolkit.traces.types import Trace
+from toolkit.traces.write import to_ms
 
 METRICS = ("throughput_rps", "ttft_mean_s", "tpot_mean_s", "e2e_mean_s", "e2e_p95_s")
 HELD_TO = ("throughput_rps", "ttft_mean_s", "tpot_mean_s", "e2e_mean_s")  # what --max-error is about
@@ -63,6 +66,35 @@ def request_errors(pairs: Sequence[Pair]) -> list[RequestError]:
             )
         )
     return found
+
+
+class RequestLine(msgspec.Struct, frozen=True):
+    """A request of a validation, as measured and as predicted. A prediction of a warm-up knows nothing of today."""
+
+    window: int
+    part: str  # warm-up or window
+    timestamp: float  # ms
+    input_length: int
+    output_length: int
+    ttft_ms: float | None
+    e2e_ms: float | None
+    predicted_ttft_ms: float | None
+    predicted_e2e_ms: float | None
+
+
+def request_lines(number: int, part: str, trace: Trace, pair: Pair) -> list[str]:
+    """The requests of window `number`'s `part`, a line of JSON each; None stands where one was not served."""
+    latencies = [
+        [to_ms(value) if ok else None for value, ok in zip(_latency(one, name).tolist(), one.ok.tolist(), strict=True)]
+        for one in (pair.measured, pair.predicted)
+        for name in ("ttft", "e2e")
+    ]
+    columns = (trace.arrival_s.tolist(), trace.prompt_tokens.tolist(), trace.output_tokens.tolist(), *latencies)
+    encode = msgspec.json.Encoder().encode
+    return [
+        encode(RequestLine(number, part, to_ms(arrival_s), *rest)).decode() + "\n"
+        for arrival_s, *rest in zip(*columns, strict=True)
+    ]
 
 
 def beyond(metrics: Sequence[MetricError], max_error_percent: float) -> list[MetricError]:

@@ -20,7 +20,7 @@ from toolkit.bench.report import Front, Warmup
 from toolkit.endpoints.stream import Sample
 from toolkit.endpoints.target import Target
 from toolkit.errors import InputError
-from toolkit.sim.front import NO_DELAY, FrontDelay
+from toolkit.sim.front import FrontDelay
 from toolkit.traces.types import Trace
 
 TOOK, PREDICTED = "llmctl_batch_seconds_total", "llmctl_predicted_batch_seconds_total"
@@ -113,6 +113,6 @@ def warm_up(target: Target, trace: Trace, load: Load, on_done: Callable[[], None
 
 
 def conditions(slowdown: float, front: Front | None, finished: Sequence[int]) -> Conditions:
-    """What a prediction may know; without a `front` its delay is taken for nothing."""
-    delay = FrontDelay(front.first_s, front.last_s) if front else NO_DELAY
+    """What a prediction may know; without a `front`, what the fit knows of one."""
+    delay = FrontDelay(front.first_s, front.last_s) if front else None
     return Conditions(slowdown, delay, tuple(finished))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,6 +15,7 @@ from toolkit.cli.basis import VALIDATION, warn_of_foreign
 if TYPE_CHECKING:
     from toolkit.bench.client import Load
     from toolkit.bench.predict import Conditions
+    from toolkit.bench.report import Warmup
     from toolkit.bench.validate import Pair
     from toolkit.endpoints.target import Target
     from toolkit.files.plan import Plan
@@ -47,6 +50,10 @@ def command(
     model: Annotated[str | None, typer.Option(help="The model's name; default: the first that the server has.")] = None,
     api_key: Annotated[str, typer.Option(envvar="LLMCTL_API_KEY", help="The server's key.")] = "",
     seed: Annotated[int, typer.Option(min=0, help="Seed of the windows' places and of the prompts.")] = 0,
+    save_requests: Annotated[
+        Path | None,
+        typer.Option(help="JSONL: every request, those of warm-ups too, as measured and as predicted."),
+    ] = None,
     force: Annotated[
         bool, typer.Option("--force", help="Go on though the plan is of another device, engine, version or model.")
     ] = False,
@@ -65,14 +72,15 @@ def command(
     from toolkit.cli.output import emit, note
     from toolkit.endpoints.target import find_target
     from toolkit.errors import LlmctlError, TargetMissedError
-    from toolkit.files.io import check_writable, read_file, write_file
+    from toolkit.files.io import check_writable, read_file, write_file, write_text
     from toolkit.files.plan import Plan
     from toolkit.traces.read import read_trace
     from toolkit.traces.shipped import trace_path
     from toolkit.traces.windows import split_windows
 
     written = out or plan.with_name(VALIDATION)
-    check_writable(written)
+    for file in filter(None, (written, save_requests)):
+        check_writable(file)
     planned = read_file(Plan, plan)
     path = trace_path(trace)
     target = find_target(url or _address(planned), model or planned.recipe.engine.served_model, api_key)
@@ -91,6 +99,8 @@ def command(
         raise LlmctlError("not one window was replayed to its end", "nothing was written")
     result = session.validation(path, plan, whole.notes)
     write_file(result, written)
+    if save_requests:
+        write_text(save_requests, "".join(session.lines))
     emit(as_json, result, lambda: show(result))
     note(f"wrote {written}")
     if interrupted:
@@ -127,13 +137,14 @@ class _Session:
     def __init__(self, target: Target, plan: Plan, whole: Trace, load: Load, warmup_s: float) -> None:
         self._target, self._plan, self._whole, self._load, self._warmup_s = target, plan, whole, load, warmup_s
         self.results: list[WindowResult] = []
+        self.lines: list[str] = []  # the requests, as JSON
         self._pairs: list[Pair] = []
         self._finished: list[int] = []  # output lengths that the server's scheduler has seen
 
     def run(self, windows: list[Window]) -> bool:
         """Replay them; whether that was interrupted."""
         for number, window in enumerate(windows, start=1):
-            shown = self._warm_up(window)
+            shown = self._warm_up(number, window)
             if shown is None or self._replay(number, len(windows), window, shown):
                 return True
         return False
@@ -153,9 +164,8 @@ class _Session:
             requests=request_errors(self._pairs),
         )
 
-    def _warm_up(self, window: Window) -> Conditions | None:
-        """What other requests show of the server as it is now, where it tells; None: interrupted."""
-        from toolkit.bench.client import run
+    def _warm_up(self, number: int, window: Window) -> Conditions | None:
+        """What other requests show of the server as it is now; None: interrupted."""
         from toolkit.bench.foreign import tells_of_its_laws
         from toolkit.bench.predict import Conditions, predict
         from toolkit.bench.warmup import conditions, others, warm_up
@@ -166,19 +176,40 @@ class _Session:
         if not count:
             return Conditions(finished=tuple(self._finished))
         trace = others(self._whole, window.end_s, count)
-        self._finished += trace.output_tokens.tolist()
         with progress("warming up", count) as advance:
-            if not tells_of_its_laws(self._plan, self._target):
-                interrupted, warm = run(self._target, trace, self._load, advance).interrupted, None
-            else:
+            if tells_of_its_laws(self._plan, self._target):
                 warm, interrupted = warm_up(self._target, trace, self._load, advance)
+            else:
+                warm, interrupted = self._look(number, trace, advance)
         if interrupted:
             return None
+        self._finished += trace.output_tokens.tolist()
         return (
             conditions(warm.slowdown, warm.front, self._finished)
             if warm
             else Conditions(finished=tuple(self._finished))
         )
+
+    def _look(self, number: int, trace: Trace, advance: Callable[[], None]) -> tuple[Warmup | None, bool]:
+        """`warm_up` of a server that tells nothing of its batches."""
+        from toolkit.bench.client import run
+        from toolkit.bench.outside import seen_by_clients
+        from toolkit.bench.predict import Conditions, predicted
+        from toolkit.bench.report import served
+        from toolkit.bench.validate import Pair
+
+        finished = tuple(self._finished)
+        expected = predicted(self._plan, trace, Conditions(finished=finished)).served
+        replay = run(self._target, trace, replace(self._load, seed=self._load.seed + 1), advance)
+        if replay.interrupted:
+            return None, True
+        self._keep(number, "warm-up", trace, Pair(served(replay.samples), expected))
+        return seen_by_clients(self._plan, trace, replay.samples, finished), False
+
+    def _keep(self, number: int, part: str, trace: Trace, pair: Pair) -> None:
+        from toolkit.bench.validate import request_lines
+
+        self.lines += request_lines(number, part, trace, pair)
 
     def _replay(self, number: int, count: int, window: Window, shown: Conditions) -> bool:
         from toolkit.bench.client import run
@@ -190,14 +221,15 @@ class _Session:
         from toolkit.metrics import summarize
 
         sla = self._plan.recipe.sla
+        simulated = predicted(self._plan, window.trace, shown)
         with progress(f"window {number} of {count}", len(window.trace)) as advance:
             replay = run(self._target, window.trace, self._load, advance)
         if replay.interrupted:
             return True
-        simulated = predicted(self._plan, window.trace, shown)
         measured = served(replay.samples)
         self._finished += window.trace.output_tokens.tolist()
         self._pairs.append(Pair(measured, simulated.served))
+        self._keep(number, "window", window.trace, self._pairs[-1])
         self.results.append(
             WindowResult(
                 start_s=window.start_s,
@@ -205,8 +237,8 @@ class _Session:
                 requests=len(replay.samples),
                 failed=sum(bool(sample.failure) for sample in replay.samples),
                 slowdown=shown.slowdown,
-                front_first_s=shown.front.first_s,
-                front_last_s=shown.front.last_s,
+                front_first_s=shown.front.first_s if shown.front else 0.0,
+                front_last_s=shown.front.last_s if shown.front else 0.0,
                 measured=summarize(measured, sla),
                 predicted=simulated.metrics(sla),
             )

@@ -21,6 +21,7 @@ class Laws:
     `rounds` and `round_memory` are those of a worker that keeps its rows; without measured rounds, those of batches.
     Without a measured link to host memory there is no `swap` and there are no `host_tokens`. `joining` is how rows join
     the engine's running batch where that is one padded slab; None: its memory is paged. `slots` rows run at once.
+    `front_s` of a server's time to a first token in rounds nobody else waits for.
     """
 
     latency: WithOverhead
@@ -31,6 +32,7 @@ class Laws:
     host_tokens: int = 0
     joining: Joining | None = None
     slots: int = NO_LIMIT
+    front_s: float = 0.0
     rounds: LatencyLaw = field(kw_only=True)
     round_memory: MemoryLaw = field(kw_only=True)
 
@@ -46,13 +48,28 @@ def laws_from_fit(fit: Fit) -> Laws:
     in_rounds = replace(engine, padded=joining is not None)
     rounds: LatencyLaw = latency
     round_memory = memory
+    front_s = 0.0
     if fit.engine.is_server:  # its laws are of what clients see: HTTP, which whole slices add once, is in each already
-        rounds = in_rounds
+        rounds, front_s = without_front(in_rounds)
     elif fit.rounds:
         rounds = law_of_rounds(in_rounds, fit.rounds)
         round_memory = ZetaMemory(fit.memory.capacity_tokens, fit.rounds.usable_share)
     measured = latency, engine, memory, edge, swap, host_tokens, joining, slots
-    return Laws(*measured, rounds=rounds, round_memory=round_memory)
+    return Laws(*measured, front_s, rounds=rounds, round_memory=round_memory)
+
+
+def without_front(seen: SegmentedLaw) -> tuple[SegmentedLaw, float]:
+    """What clients see of a server, as its engine's own law and the seconds that HTTP and text take besides.
+
+    A first token takes both, and only the engine's part holds up those who decode. The pass that computes a prompt
+    costs what a step of one row does, and more for each of its tokens: what a prompt of no length takes beyond that
+    step is the front's. It is taken for the same with every request, in and out together.
+    """
+    front_s = seen.prefill_s(1, 0.0) - seen.decode_s(1, 0.0, 1)
+    least_s = min(seen.prefill_s(segment.batch_size_min, 0.0) for segment in seen.prefill)
+    front_s = max(min(front_s, least_s), 0.0)
+    inside = [each.model_copy(update={"const": each.const - front_s}) for each in seen.prefill]
+    return replace(seen, prefill=tuple(inside)), front_s
 
 
 def memory_from_fit(fit: MemoryFit) -> tuple[MemoryLaw, MemoryEdge]:

@@ -9,7 +9,7 @@ from functools import partial
 
 from toolkit.errors import InputError
 from toolkit.estimators.edge import MemoryEdge, uniform_draw
-from toolkit.estimators.load import laws_from_fit
+from toolkit.estimators.load import Laws, laws_from_fit
 from toolkit.files.fit import Fit
 from toolkit.metrics import Served, sla_ratios, summarize
 from toolkit.sched.policies.vllm import VllmPolicy
@@ -30,11 +30,12 @@ from toolkit.traces.types import Trace
 
 @dataclass(slots=True, frozen=True)
 class RoundLaws:
-    """What a worker takes and holds when it runs rounds. `believed` as in `World`."""
+    """What a worker takes and holds when it runs rounds. `believed` and `front` as in `World`."""
 
     latency: LatencyLaw
     memory: MemoryLaw
     believed: LatencyLaw | None = None
+    front: FrontDelay = NO_DELAY
 
 
 @dataclass(slots=True, frozen=True)
@@ -84,7 +85,8 @@ class World:
         laws = self.rounds if policy.continuous else None
         if laws is None:
             return self
-        return replace(self, latency=laws.latency, memory=laws.memory, believed=laws.believed, rounds=None)
+        taken = replace(self, latency=laws.latency, memory=laws.memory, believed=laws.believed, rounds=None)
+        return taken if laws.front == NO_DELAY else replace(taken, front=laws.front)
 
     def engine(self) -> PagedEngine:
         """The engine whose own scheduler is simulated. `InputError` where there is none."""
@@ -131,11 +133,15 @@ def world_from_fit(fit: Fit, *, workers: int, max_new_tokens: int, seed: int = 0
         valid=Validity.of(fit),
         swap=laws.swap,
         host_tokens=laws.host_tokens,
-        rounds=None if laws.rounds is laws.latency else RoundLaws(laws.rounds, laws.round_memory),
+        rounds=None if laws.rounds is laws.latency else _round_laws(laws),
         joining=laws.joining,
         slots=laws.slots,
         paged=PagedEngine.of(fit.steps, fit.memory.capacity_tokens) if fit.steps else None,
     )
+
+
+def _round_laws(laws: Laws) -> RoundLaws:
+    return RoundLaws(laws.rounds, laws.round_memory, front=FrontDelay(laws.front_s, laws.front_s))
 
 
 @dataclass(slots=True, frozen=True)
@@ -200,7 +206,8 @@ def simulate(trace: Trace, policy: AnyPolicy, world: World) -> SimResult:
         front = engine.front(rows) if world.front == NO_DELAY else world.front
     else:
         assert not isinstance(policy, BuiltIn)
-        refusals, capacity_tokens = _run(requests, policy, world.under(policy), ledger), world.memory.usable_tokens
+        world = world.under(policy)
+        refusals, capacity_tokens = _run(requests, policy, world, ledger), world.memory.usable_tokens
         front = world.front
     return SimResult(front.seen(ledger.served()), counters(ledger, len(refusals), capacity_tokens), refusals)
 
