@@ -106,3 +106,28 @@ def test_weights_that_leave_no_cache_are_refused():
     head = {"tool_version": "0", "environment": samples.ENVIRONMENT, "inputs": {}}
     with pytest.raises(InputError, match=r"12\.6 GiB, leave no KV cache"):
         analytic_profile(recipe(memory_gib=12.0), head)
+
+
+def test_a_mixed_pass_is_its_parts_on_one_reading_of_the_weights():
+    line = Roofline(PEAKS, SIZES, REACHED)
+    moved = 1 * 10 + 50
+    flops = 2 * 1000 * 51 + 4 * 2 * 10 * (10 + 50 * 50 / 2)
+    assert line.pass_s(51, 10 + 50 * 50 / 2, moved) == 0.01 + max(flops / 0.5e6, (2000 + moved * 4) / 0.8e5)
+    assert line.pass_s(3 * 50, 3 * 50 * 50 / 2, 3 * 50) == line.prefill_s(3, 50)
+
+
+def test_vllm_gets_passes_too_so_that_its_flags_can_be_tuned_before_it_was_measured():
+    wanted = recipe()
+    wanted = wanted.model_copy(
+        update={
+            "engine": wanted.engine.model_copy(update={"name": "vllm"}),
+            "policy": wanted.policy.model_copy(update={"name": "vllm", "parameters": {}}),
+        }
+    )
+    made = analytic_profile(wanted, {"tool_version": "0", "environment": samples.ENVIRONMENT, "inputs": {}})
+    assert made.steps
+    assert made.steps.blocks == made.engine.capacity_tokens // 16
+    fitted = fit_profile(made)
+    assert fitted.steps
+    assert fitted.steps.error.median_percent < 5.0
+    assert fitted.steps.valid.tokens_max > 4096

@@ -80,6 +80,16 @@ def test_a_recipe_fits_its_own_hardware(path: Path) -> None:
     assert checks["hardware"].status in ("ok", "note")  # a note where this machine has fewer CPUs than threads
 
 
+def test_a_recipe_for_vllm_asks_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LLMCTL_VLLM_PYTHON", "/nowhere/python")
+    found = {
+        check.name: check for check in check_recipe(open_recipe(shipped_recipes() / "tiny-llama-vllm.yaml"), CPU_ONLY)
+    }
+    assert found["engine"].status == "missing"
+    assert found["engine"].found.startswith("/nowhere/python: cannot be run")
+    assert "pip install 'vllm" in found["engine"].remedy
+
+
 def test_7b_on_an_a100_holds_the_papers_120_000_tokens() -> None:
     path = shipped_recipes() / "llama-2-7b-a100-80gb.yaml"
     found = {check.name: check.found for check in check_recipe(open_recipe(path), CPU_ONLY)}

@@ -85,7 +85,7 @@ def show(fit: Fit, fitted: FittedProfile | None = None) -> None:
 
 
 def _of_rounds(fit: Fit) -> list[tuple[object, ...]]:
-    """The lines of rounds and of swaps."""
+    """The lines of rounds, of swaps, and of a paged engine's passes."""
     lines: list[tuple[object, ...]] = []
     if fit.rounds:
         overhead = fit.rounds.overhead
@@ -95,6 +95,9 @@ def _of_rounds(fit: Fit) -> list[tuple[object, ...]]:
             lines.append((name, _terms(part), *_errors(part.error), f"{part.error.points} points"))
     if fit.swap and fit.swap.error:
         lines.append(("swap", _swap(fit.swap), *_errors(fit.swap.error), f"{fit.swap.error.points} points"))
+    if fit.steps:
+        form = f"knots {', '.join(map(str, fit.steps.knots))}"
+        lines.append(("pass", form, *_errors(fit.steps.error), f"{fit.steps.valid.tokens_max:,} new tokens"))
     return lines
 
 

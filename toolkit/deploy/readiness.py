@@ -13,8 +13,9 @@ import psutil
 
 from toolkit.deploy.checks import GIB, MIB, Check, gib
 from toolkit.deploy.machine import model_cache, usable_cpus
+from toolkit.endpoints.vllm_command import vllm_python, vllm_version
 from toolkit.engines.devices import CudaDevice, Devices
-from toolkit.errors import InputError
+from toolkit.errors import InputError, LlmctlError
 from toolkit.files.recipe import ModelSpec, Recipe
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -27,7 +28,16 @@ def check_recipe(recipe: Recipe, devices: Devices) -> list[Check]:
     if recipe.engine.url is not None:
         remedy = "start it before you profile; nothing of it has to be on this machine"
         return [Check("engine", "note", f"a server at {recipe.engine.url}", remedy)]
-    return [_check_hardware(recipe, devices), _check_model(recipe.model), _check_capacity(recipe)]
+    checks = [_check_hardware(recipe, devices), _check_model(recipe.model), _check_capacity(recipe)]
+    return [*checks, _check_vllm(recipe)] if recipe.engine.name == "vllm" else checks
+
+
+def _check_vllm(recipe: Recipe) -> Check:
+    python = vllm_python(recipe)
+    try:
+        return Check("engine", "ok", f"vLLM {vllm_version(recipe)}, of {python}")
+    except LlmctlError as error:
+        return Check("engine", "missing", error.message, error.hint or "")
 
 
 def check_kv_bytes(model: ModelSpec) -> None:

@@ -57,19 +57,19 @@ class Roofline:
 
     def prefill_s(self, batch_size: int, input_length: int) -> float:
         """A pass over [N, L] tokens: 2 FLOPs per weight and token, and causal attention's 2 L^2 per width and layer."""
-        n, length, sizes = batch_size, input_length, self.sizes
-        attention = 2.0 * sizes.layers * sizes.attention_width * n * length * length
-        flops = 2.0 * sizes.weights * n * length + attention
-        return self._pass_s(flops, sizes.weight_bytes + n * length * sizes.kv_bytes_per_token)
+        n, length = batch_size, input_length
+        return self.pass_s(n * length, n * length * length / 2, n * length)
 
     def decode_s(self, batch_size: int, cached_length: int) -> float:
         """A step of N rows: every weight and every cached key and value is read once."""
-        n, length, sizes = batch_size, cached_length, self.sizes
-        flops = 2.0 * sizes.weights * n + 4.0 * sizes.layers * sizes.attention_width * n * length
-        return self._pass_s(flops, sizes.weight_bytes + n * length * sizes.kv_bytes_per_token)
+        n, length = batch_size, cached_length
+        return self.pass_s(n, n * length, n * length)
 
-    def _pass_s(self, flops: float, traffic_bytes: float) -> float:
-        reached = self.efficiency
+    def pass_s(self, tokens: int, attended: float, moved: int) -> float:
+        """Any pass: its new tokens, the keys that they attend to, summed, and cached tokens read or written."""
+        sizes, reached = self.sizes, self.efficiency
+        flops = 2.0 * sizes.weights * tokens + 4.0 * sizes.layers * sizes.attention_width * attended
+        traffic_bytes = sizes.weight_bytes + moved * sizes.kv_bytes_per_token
         computing_s = flops / (self.peaks.flops_per_s * reached.compute)
         moving_s = traffic_bytes / (self.peaks.bytes_per_s * reached.traffic)
         return reached.pass_s + max(computing_s, moving_s)

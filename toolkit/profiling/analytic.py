@@ -11,10 +11,20 @@ from dataclasses import dataclass
 
 from toolkit.errors import InputError
 from toolkit.estimators.roofline import Efficiency, Peaks, Roofline, Sizes, fit_efficiency
+from toolkit.estimators.steps import chunk_attended
 from toolkit.files.io import Head
-from toolkit.files.profile import DecodePoint, EngineFacts, MemoryPoint, PrefillPoint, Profile, SlicePoint
+from toolkit.files.profile import (
+    DecodePoint,
+    EngineFacts,
+    MemoryPoint,
+    PrefillPoint,
+    Profile,
+    SlicePoint,
+    StepPoint,
+    StepsProfile,
+)
 from toolkit.files.recipe import Recipe
-from toolkit.profiling.grid import GridPoint, Kind, Shape, grid, slice_shapes
+from toolkit.profiling.grid import PROMPTS, GridPoint, Kind, Shape, grid, slice_shapes
 from toolkit.profiling.memory import probe_shapes, safe_tokens
 
 GIB = 1 << 30
@@ -22,6 +32,8 @@ MIB = 1 << 20
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 ASSUMED = Efficiency(compute=0.5, traffic=0.7, pass_s=0.005)  # what a plain eager engine reaches, roughly; not measured
 SAFE_VOCABULARY = 256
+BLOCK_TOKENS = 16  # of a KV block, as vLLM has it on a GPU
+PASS_TOKENS = 8192  # new tokens in the largest pass: what tuning searches up to
 
 
 @dataclass(slots=True, frozen=True)
@@ -71,6 +83,7 @@ def analytic_profile(recipe: Recipe, head: Head, basis: Basis | None = None) -> 
         slices=[_slice(shape, line) for shape in shapes.values()],
         memory=probes,
         failed=skipped,
+        steps=_steps(recipe, facts, line) if recipe.engine.name == "vllm" else None,
     )
 
 
@@ -152,6 +165,47 @@ def _probe(length: int, steps: int, capacity: int) -> MemoryPoint:
 
 def _of(points: Sequence[GridPoint], kind: Kind) -> list[tuple[int, int]]:
     return [(point.batch_size, point.length) for point in points if point.kind == kind]
+
+
+def _steps(recipe: Recipe, facts: EngineFacts, line: Roofline) -> StepsProfile:
+    """Passes of a paged engine over the recipe's grid: rows that decode, and chunks beside them or alone.
+
+    What lies between two passes is in `pass_s`, and what a client waits besides is not known: 0.
+    """
+    spec, vllm = recipe.profile, recipe.engine.vllm
+    block_tokens = (vllm.block_size if vllm else None) or BLOCK_TOKENS
+    lengths = sorted(set(spec.cached_lengths))
+    few = sorted({lengths[0], lengths[len(lengths) // 2], lengths[-1]})  # a roofline is linear in them
+    decoding = [(0, 0), *((n, length) for n in spec.batch_sizes for length in few)]
+    chunks = [(0, 0), *((k, length) for k in (1, PROMPTS) for length in spec.input_lengths)]
+    return StepsProfile(
+        block_tokens=block_tokens,
+        blocks=facts.capacity_tokens // block_tokens,
+        max_num_batched_tokens=PASS_TOKENS,
+        async_scheduling=False,
+        points=[
+            _step(line, rows, cached, count, length)
+            for rows, cached in decoding
+            for count, length in chunks
+            if rows + count and rows + count * length <= PASS_TOKENS
+        ],
+        front=[],
+    )
+
+
+def _step(line: Roofline, rows: int, cached: int, chunks: int, length: int) -> StepPoint:
+    """A pass of rows that have `cached` tokens each, beside whole prompts of `length`."""
+    attended = chunks * chunk_attended(0, length)
+    moved = rows * cached + chunks * length
+    return StepPoint(
+        decodes=rows,
+        decode_cached=rows * cached,
+        prefills=chunks,
+        prefill_tokens=chunks * length,
+        prefill_attended=attended,
+        seconds=[line.pass_s(rows + chunks * length, rows * cached + attended, moved)],
+        host_s=[],
+    )
 
 
 def _slice(shape: Shape, line: Roofline) -> SlicePoint:
