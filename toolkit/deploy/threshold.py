@@ -78,7 +78,7 @@ def _start_at_once(trace: Trace, policy: AnyPolicy, world: World) -> int:
         return min(policy.max_num_seqs * world.workers, len(trace))
     assert not isinstance(policy, BuiltIn)
     world = world.under(policy)
-    scheduler = Scheduler(policy, [world.worker(k) for k in range(world.workers)], seed=world.seed)
+    scheduler = Scheduler(policy, world.scheduled(), seed=world.seed)
     for request in requests_of(trace, world.max_new_tokens)[0]:
         scheduler.submit(request, 0.0)
     return sum(batch.size for batch in scheduler.tick(0.0))

@@ -20,6 +20,7 @@ from toolkit.sched.history import History
 from toolkit.sched.protocols import LooksBack, MemoryLaw, Policy, Ranks, Reorders, Reschedules
 from toolkit.sched.ranked import RankedInbox
 from toolkit.sched.rounds import Rounds
+from toolkit.sched.stranded import RETURN_S, Stranded
 from toolkit.sched.types import Batch, BatchResult, Job, Refusal, Request, RoundResult, View, Worker
 
 MAX_STRIKES = 2  # a job that failed this often alone is given up
@@ -31,7 +32,7 @@ class Scheduler:
 
     Args:
         policy: decides what runs where and when.
-        workers: one `Worker` per engine instance, numbered from 0.
+        workers: one `Worker` per engine instance, numbered from 0; of one kind, or of several with own laws.
         history: how many finished output lengths the policy may look back on, where it does not say so itself.
         seed: of the policy's random draws.
         finished: output lengths of requests that ended before, which a policy looks back on like those to come.
@@ -60,17 +61,21 @@ class Scheduler:
         self._rounds = Rounds()
         self._reschedules = policy if isinstance(policy, Reschedules) else None
         self._reorders = policy if isinstance(policy, Reorders) else None
+        longest = _usable if policy.continuous else _longest_alone
+        for worker in self.workers:
+            worker.longest = longest(worker.memory)
+        self._longest = max(worker.longest for worker in self.workers)
+        self._stranded = Stranded(self.workers)
         self._view = View(self._pool, self.workers, -math.inf, self._finished, np.random.default_rng(seed))
         if isinstance(policy, Ranks):
             for worker in self.workers:
                 worker.inbox = RankedInbox(policy.standings(worker.latency))
-        longest = _usable if policy.continuous else _longest_alone
-        self._longest = max(longest(worker.memory) for worker in self.workers)
 
     @property
     def wake_at_s(self) -> float:
         """When to tick again though nothing happened; infinity: no need."""
-        return self._view.due_s if self._pool else math.inf
+        due_s = self._view.due_s if self._pool else math.inf
+        return min(due_s, self._stranded.wake_at_s) if self._view.mixed else due_s
 
     @property
     def jobs(self) -> int:
@@ -91,7 +96,7 @@ class Scheduler:
         """Requests that wait to run: in the pool, at a worker, preempted, or in a batch in its queue."""
         queued = sum(batch.size for worker in self.workers for batch in worker.queue)
         at_workers = sum(worker.inbox.waiting + len(worker.held) + len(worker.swapped) for worker in self.workers)
-        return len(self._pool) + queued + at_workers
+        return len(self._pool) + len(self._stranded.jobs) + queued + at_workers
 
     def submit(self, request: Request, now_s: float) -> Refusal | None:
         """A request arrives. A `Refusal`, and no further trace of it, where it can never fit."""
@@ -112,6 +117,8 @@ class Scheduler:
 
     def tick(self, now_s: float) -> list[Batch]:
         """The batches to start now, at most one per worker."""
+        if self._view.mixed:
+            self._give_up(now_s)
         if self._reschedules is not None:
             self._release(self._reschedules.release(self._view, now_s), now_s)
         if self._pool:
@@ -234,6 +241,8 @@ class Scheduler:
                     self._interrupt(worker.index)
                 return
         waiting = self.workers[job.home].inbox if job.home >= 0 else self._pool
+        if job in self._stranded.jobs:
+            waiting = self._stranded.jobs
         if job in waiting:
             waiting.remove(job)
             self._end(job)
@@ -255,6 +264,10 @@ class Scheduler:
         worker.alive = False
         self._view.workers_changed()
         self._rounds.lose(worker, now_s)
+        mixed = self._view.mixed
+        if mixed:
+            self._stranded.lost(now_s)
+            self._stranded.divide(self._pool)
         if not any(other.alive for other in self.workers):
             return  # what waits here, waits for this worker to come back
         inbox, worker.inbox = worker.inbox, worker.inbox.emptied()
@@ -262,13 +275,18 @@ class Scheduler:
         queue, worker.queue = worker.queue, deque()
         worker.load_s = 0.0
         for batch in queue:
-            batch.worker = self._least_loaded(worker).index
-            self._enqueue(batch)
+            if mixed:
+                self._place(batch, batch.jobs, worker)
+            else:
+                batch.worker = self._least_loaded(worker).index
+                self._enqueue(batch)
 
     def worker_ready(self, index: int, now_s: float) -> None:
         """A worker that was lost is back."""
         self.workers[index].alive = True
         self._view.workers_changed()
+        if self._view.mixed:
+            self._stranded.divide(self._pool)
 
     def take_refusals(self) -> list[Refusal]:
         """Requests given up on since the last call."""
@@ -276,11 +294,20 @@ class Scheduler:
         return refusals
 
     def _to_pool(self, jobs: Iterable[Job]) -> None:
+        stranded = self._stranded
         for job in jobs:
             job.ticket = self._tickets
             job.home = -1
             self._tickets += 1
-            self._pool.append(job)
+            (self._pool if job.limit_tokens <= stranded.limit else stranded.jobs).append(job)
+
+    def _give_up(self, now_s: float) -> None:
+        """Those whose workers were lost, and did not come back."""
+        for job in self._stranded.given_up(now_s):
+            tokens, job.cancelled = job.limit_tokens, True  # not a length to look back on
+            reason = f"prompt + max_tokens is {tokens} tokens; workers that hold so many are lost since {RETURN_S:g} s"
+            self._refusals.append(Refusal(job.request_id, reason))
+            self._end(job)
 
     def _release(self, jobs: Sequence[Job], now_s: float) -> None:
         """They leave their workers, whose next round tells the engine, and wait in the pool behind all others."""
@@ -358,8 +385,27 @@ class Scheduler:
         where = self._least_loaded(worker) if failure == "crashed" else worker
         half = (len(jobs) + 1) // 2
         for part in (jobs[half:], jobs[:half]):  # the first half ends up at the front
-            if part:
+            if part and failure == "crashed" and self._view.mixed:
+                self._place(batch, part, worker, first=True)
+            elif part:
                 self._enqueue(_retry(batch, part, where), first=True)
+
+    def _place(self, batch: Batch, jobs: Sequence[Job], lost: Worker, *, first: bool = False) -> None:
+        """Jobs of a batch of `lost` go where they fit by that worker's laws, in smaller batches if they must.
+
+        One that nobody else alive holds waits in the queue of `lost`, alone.
+        """
+        able = [
+            other for other in self.workers if other.alive and other is not lost and _fits(other, jobs, batch.steps)
+        ]
+        if able or len(jobs) == 1:
+            where = min(able, key=lambda other: (other.load_s, other.index), default=lost)
+            self._enqueue(_retry(batch, jobs, where), first=first)
+            return
+        half = (len(jobs) + 1) // 2
+        parts = (jobs[half:], jobs[:half]) if first else (jobs[:half], jobs[half:])
+        for part in parts:
+            self._place(batch, part, lost, first=first)
 
     def _least_loaded(self, lost: Worker) -> Worker:
         """Of the workers that are alive, others than `lost` first."""
@@ -380,7 +426,15 @@ _FAILED = {
 }
 
 
-def _retry(batch: Batch, jobs: list[Job], worker: Worker) -> Batch:
+def _fits(worker: Worker, jobs: Sequence[Job], steps: int) -> bool:
+    """Whether the worker's memory has room for a static batch of these jobs."""
+    if not all(worker.holds(job) for job in jobs):
+        return False
+    longest = np.array([max(job.length for job in jobs)])
+    return len(jobs) == 1 or int(worker.memory.max_batch(longest, steps, 0.0)[0]) >= len(jobs)
+
+
+def _retry(batch: Batch, jobs: Sequence[Job], worker: Worker) -> Batch:
     """A part of a failed batch as a batch of its own, estimated by the worker's law."""
     length = max(job.length for job in jobs)
     steps = min(batch.steps, max(job.remaining_limit for job in jobs))

@@ -190,6 +190,9 @@ class Worker:
     oom_events: int = 0
     residents: Residents = field(default_factory=Residents)
     slots: int = NO_LIMIT  # the most residents that the engine can have
+    longest: int = (
+        NO_LIMIT  # the longest prompt + output that its memory holds alone, in tokens; the scheduler's to say
+    )
     stepped_s: float = 0.0  # when its last decode step ended, as far as it was reported
     swap: SwapLaw | None = None
     host_tokens: int = 0
@@ -214,6 +217,25 @@ class Worker:
         """`Batch.chunk_tokens` where a policy wants `tokens`: 0 where newcomers are shaped into the batch."""
         return 0 if self.joining == "shape" else tokens
 
+    def holds(self, job: Job) -> bool:
+        """Whether the job can run here to its end, whatever it generates: in a fleet it goes nowhere else."""
+        return job.limit_tokens <= self.longest
+
+    def is_like(self, other: Worker) -> bool:
+        """Whether the two are of one kind: they take as long and hold as much."""
+        return (
+            self.latency == other.latency
+            and self.memory == other.memory
+            and self.swap == other.swap
+            and (self.host_tokens, self.joining, self.slots) == (other.host_tokens, other.joining, other.slots)
+        )
+
+    def left_s(self, now_s: float) -> float:
+        """Of `load_s`, without what its running batch has done by now."""
+        running = self.running
+        done_s = min(now_s - running.started_s, running.estimated_s) if running else 0.0
+        return max(self.load_s - done_s, 0.0)
+
     @property
     def idle(self) -> bool:
         return self.alive and self.running is None and not self.queue
@@ -221,7 +243,11 @@ class Worker:
 
 @dataclass(slots=True)
 class View:
-    """What a policy may look at. The lists are the scheduler's own, live: read them, never write."""
+    """What a policy may look at. The lists are the scheduler's own, live: read them, never write.
+
+    Where workers are `mixed`, of several kinds, every job of the pool has somebody alive who holds it
+    (`Worker.holds`), and is not given to anybody else.
+    """
 
     pool: Sequence[Job]  # waiting and not routed, oldest ticket first
     workers: Sequence[Worker]
@@ -232,9 +258,12 @@ class View:
     prioritised: bool = False  # some request had another priority than the default: until then nobody has to look
     arrived: list[int] = field(default_factory=list)  # workers that jobs were routed to since the last plan
     free: list[Worker] = field(init=False)  # alive and running nothing, by index: those that a plan can be for
+    mixed: bool = field(init=False)
+    kinds: list[list[Worker]] = field(init=False)  # of mixed workers those alive, by kind; the longest holder's last
     _alive: list[Worker] = field(init=False)
 
     def __post_init__(self) -> None:
+        self.mixed = not all(worker.is_like(self.workers[0]) for worker in self.workers)
         self.workers_changed()
 
     @property
@@ -249,6 +278,18 @@ class View:
         """The scheduler says that a worker was lost or came back."""
         self._alive = [worker for worker in self.workers if worker.alive]
         self.free = [worker for worker in self._alive if worker.running is None]
+        self.kinds = _by_kind(self._alive) if self.mixed else []
+
+
+def _by_kind(workers: Sequence[Worker]) -> list[list[Worker]]:
+    kinds: list[list[Worker]] = []
+    for worker in workers:
+        kind = next((kind for kind in kinds if kind[0].is_like(worker)), None)
+        if kind is None:
+            kinds.append([worker])
+        else:
+            kind.append(worker)
+    return sorted(kinds, key=lambda kind: kind[0].longest)
 
 
 @dataclass(slots=True)  # not frozen: one is made per tick, and freezing triples its price

@@ -145,7 +145,7 @@ class Forecast:
         rows = min(_fitting(workers[0], length, steps), math.ceil(pooled / len(workers)))
         prefill_s = law.prefill_s(rows, length)
         batch_s = prefill_s + law.decode_s(rows, length, steps)
-        start_s = _last_start_s([_left_s(worker, now_s) for worker in workers], batch_s, math.ceil(pooled / rows))
+        start_s = _last_start_s([worker.left_s(now_s) for worker in workers], batch_s, math.ceil(pooled / rows))
         turn_s = start_s + batch_s
         slices = math.ceil(self._output.value / steps)
         alone_s = slices * (law.prefill_s(1, length) + law.decode_s(1, length, steps))
@@ -168,13 +168,6 @@ class Forecast:
         met = min(max(len(worker.residents) for worker in workers) + entering, max(places))
         e2e_s = wait_s + stay_s(met)
         return Told(wait_s + entering * prefill_s, e2e_s, e2e_s - stay_s(1))
-
-
-def _left_s(worker: Worker, now_s: float) -> float:
-    """Of what it was given (SCLS Eq. 11), without what its batch has done."""
-    running = worker.running
-    done_s = min(now_s - running.started_s, running.estimated_s) if running else 0.0
-    return max(worker.load_s - done_s, 0.0)
 
 
 def _last_start_s(left_s: list[float], batch_s: float, batches: int) -> float:

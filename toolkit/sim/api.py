@@ -54,6 +54,9 @@ class World:
     requests that ended before the first arrives, for policies that look back. `joining` is how rows join a worker's
     running batch where that is one padded slab, as on the engine `rebatch`; None: memory is paged. `front` is what
     clients see besides: HTTP, tokenizing and the stream.
+
+    A fleet has `others`: further kinds of workers behind the same scheduler, each a world of its own as far as
+    its workers go. They are numbered after these, kind by kind.
     """
 
     latency: LatencyLaw
@@ -79,9 +82,23 @@ class World:
     finished: tuple[int, ...] = ()
     front: FrontDelay = NO_DELAY
     paged: PagedEngine | None = None
+    others: tuple[World, ...] = ()
+
+    @property
+    def kinds(self) -> tuple[World, ...]:
+        """This and the others."""
+        return (self, *self.others)
+
+    @property
+    def size(self) -> int:
+        """Workers of all kinds."""
+        return sum(kind.workers for kind in self.kinds)
 
     def under(self, policy: AnyPolicy) -> World:
         """The same world with the laws of what `policy` runs: batches or rounds."""
+        if self.others:
+            alone = replace(self, others=()).under(policy)
+            return replace(alone, others=tuple(kind.under(policy) for kind in self.others))
         laws = self.rounds if policy.continuous else None
         if laws is None:
             return self
@@ -90,6 +107,11 @@ class World:
 
     def engine(self) -> PagedEngine:
         """The engine whose own scheduler is simulated. `InputError` where there is none."""
+        if self.others:
+            raise InputError(
+                "policy 'vllm' is one engine's own scheduler: no fleet is behind it",
+                "choose a policy of ours, or simulate each kind with its own fit",
+            )
         if self.paged is None:
             raise InputError(
                 "policy 'vllm' needs the law of vLLM's forward passes, which is not in this fit",
@@ -97,8 +119,10 @@ class World:
             )
         return self.paged
 
-    def range_of(self, policy: str) -> Validity | PassRange | None:
-        """Where the laws were measured that hold under the policy of this name."""
+    def range_of(self, policy: str) -> Validity | PassRange | str | None:
+        """Where the laws were measured that hold under the policy of this name; of several kinds in words."""
+        if self.others:
+            return "; or ".join(dict.fromkeys(str(kind.valid) for kind in self.kinds if kind.valid)) or None
         return self.valid if self.paged is None or policy != VllmPolicy.name else self.paged.valid
 
     def worker(self, index: int) -> Worker:
@@ -114,6 +138,17 @@ class World:
             joining=self.joining,
             slots=self.slots,
         )
+
+    def scheduled(self) -> list[Worker]:
+        """All workers as the scheduler knows them, numbered from 0."""
+        kinds = [kind for kind in self.kinds for _ in range(kind.workers)]
+        return [kind.worker(index) for index, kind in enumerate(kinds)]
+
+
+def fleet(kinds: Sequence[World]) -> World:
+    """One world with the workers of all `kinds`; what is not of workers is as in the first."""
+    first, *others = kinds
+    return replace(first, others=tuple(others))
 
 
 def world_from_fit(fit: Fit, *, workers: int, max_new_tokens: int, seed: int = 0, flush_s: float = 0.0) -> World:
@@ -196,7 +231,7 @@ def simulate(trace: Trace, policy: AnyPolicy, world: World) -> SimResult:
     `InputError` where the policy is built into an engine that `world` has no laws of.
     """
     requests, outputs = requests_of(trace, world.max_new_tokens, limits_hold=world.limits_hold)
-    ledger = Ledger(trace.arrival_s.tolist(), outputs, world.workers)
+    ledger = Ledger(trace.arrival_s.tolist(), outputs, world.size)
     if world.token_gaps:
         ledger.token_gaps = TokenGaps()
     if isinstance(policy, VllmPolicy):
@@ -217,15 +252,24 @@ def _run(requests: Sequence[Request], policy: Policy, world: World, ledger: Ledg
     if isinstance(policy, Oracle):
         outputs = zip(requests, ledger.output_tokens, strict=True)
         policy = policy.told({request.request_id: tokens for request, tokens in outputs})
-    workers = [world.worker(k) for k in range(world.workers)]
-    scheduler = Scheduler(policy, workers, seed=world.seed, finished=world.finished)
-    return run(scheduler, requests, virtual_workers(policy, world, ledger, requests), drain=world.drain)
+    scheduler = Scheduler(policy, world.scheduled(), seed=world.seed, finished=world.finished)
+    workers = [*virtual_workers(policy, world, ledger, requests)]
+    books = [ledger.of_kind() for _ in world.others]
+    for kind, book in zip(world.others, books, strict=True):
+        workers += virtual_workers(policy, kind, book, requests, first=len(workers))
+    refused = run(scheduler, requests, workers, drain=world.drain)
+    for kind, book in zip(world.others, books, strict=True):
+        ledger.add(book, world.memory.usable_tokens / kind.memory.usable_tokens)
+    return refused
 
 
 def virtual_workers(
-    policy: Policy, world: World, ledger: Ledger, requests: Sequence[Request]
+    policy: Policy, world: World, ledger: Ledger, requests: Sequence[Request], *, first: int = 0
 ) -> Sequence[VirtualWorker]:
-    """The workers that run what `policy` decides, and write into `ledger`, whose order is that of `requests`."""
+    """The workers that run what `policy` decides, and write into `ledger`, whose order is that of `requests`.
+
+    Of a fleet those of the first kind, numbered from `first`; each kind has a ledger (`Ledger.of_kind`).
+    """
     number = {request.request_id: k for k, request in enumerate(requests)}
     latency, valid = world.latency, world.valid
     if valid is not None and valid.holds(requests, ledger.output_tokens):
@@ -236,7 +280,9 @@ def virtual_workers(
             padded = SlabWorker if valid is None else partial(CountingSlabWorker, valid)
             rounds = partial(padded, joining=world.joining, capacity_tokens=world.memory.usable_tokens)
         return [
-            rounds(k, latency, ledger, number, world.round_runs_out, swap=world.swap, future=world.future_memory)
+            rounds(
+                first + k, latency, ledger, number, world.round_runs_out, swap=world.swap, future=world.future_memory
+            )
             for k in range(world.workers)
         ]
     batches = SimWorker if valid is None else partial(CountingSimWorker, valid)

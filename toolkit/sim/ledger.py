@@ -32,10 +32,10 @@ class Ledger:
     early_returns: int = 0
     oom_batches: int = 0
     extrapolated: int = 0  # batches or rounds outside the range that the laws were measured in
-    memory_token_steps: int = 0  # tokens in the cache, padding included, summed over decode steps
-    peak_tokens: int = 0  # the most tokens in one worker's cache
+    memory_token_steps: float = 0  # tokens in the cache, padding included, summed over decode steps
+    peak_tokens: float = 0  # the most tokens in one worker's cache
     attempts: int = 0  # static batches, or attempts to admit for which the peak to come was asked for
-    future_token_attempts: int = 0  # that peak, by the true lengths, summed over them
+    future_token_attempts: float = 0  # that peak, by the true lengths, summed over them
     token_gaps: TokenGaps | None = None  # where they are asked for
     evictions: int = 0
     reroutes: int = 0  # residents who left their worker after a slice
@@ -58,6 +58,25 @@ class Ledger:
         self.busy_s = [0.0] * self.workers
         self.completed_s = [0.0] * self.workers
 
+    def of_kind(self) -> Ledger:
+        """Books for the workers of another kind: what happens to requests is written into the same lists.
+
+        What is counted is counted anew, since tokens mean another share of another memory.
+        """
+        other = Ledger([], self.output_tokens, 0, token_gaps=self.token_gaps)
+        for name in SHARED:
+            setattr(other, name, getattr(self, name))
+        return other
+
+    def add(self, other: Ledger, usable_ratio: float) -> None:
+        """Count what `other` has counted, whose workers' memory is 1 / `usable_ratio` of that of those here."""
+        for name in COUNTED:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        for name in TOKENS:
+            setattr(self, name, getattr(self, name) + getattr(other, name) * usable_ratio)
+        self.peak_tokens = max(self.peak_tokens, other.peak_tokens * usable_ratio)
+        self.peak_host_tokens = max(self.peak_host_tokens, other.peak_host_tokens)
+
     def served(self) -> Served:
         """The requests as arrays for `toolkit.metrics`."""
         ok = np.array(self.ok)
@@ -69,3 +88,12 @@ class Ledger:
             max_gap_s=np.array(self.max_gap_s),
             ok=ok,
         )
+
+
+SHARED = ("arrival_s", "first_token_s", "last_token_s", "max_gap_s", "ok", "busy_s", "completed_s")
+TOKENS = ("memory_token_steps", "future_token_attempts")  # sums of them
+COUNTED = (
+    *("batches", "rows", "pad_tokens", "invalid_tokens", "decoding_steps", "early_returns", "oom_batches"),
+    *("extrapolated", "attempts", "evictions", "reroutes", "rounds", "row_steps"),
+    *("swaps_out", "swaps_in", "swapped_tokens", "swap_wait_s"),
+)

@@ -70,13 +70,18 @@ class ContinuousPolicy(ABC):
         """
         return NO_LIMIT
 
+    @property
+    def most_rows(self) -> int:
+        """The most residents that the policy has on any worker."""
+        return NO_LIMIT
+
     def rows(self, worker: Worker) -> int:
         """The most residents that the worker may have."""
-        return worker.row_limit
+        return min(self.most_rows, worker.row_limit)
 
     def route(self, view: View, now_s: float) -> Sequence[int] | None:
         alive = view.alive()
-        return ROUTERS[self.router](view, alive) if alive else None
+        return ROUTERS[self.router](view, alive, self.most_rows) if alive else None
 
     def plan(self, view: View, now_s: float) -> Decision:
         batches = [self._round(view, worker) for worker in view.free if worker.inbox or worker.residents.jobs]

@@ -19,8 +19,9 @@ class FcfsPolicy(ContinuousPolicy):
 
     max_batch_size: int = knob(32, low=1, search=(1, 256), log=True, doc="the most rows that run at once on a worker")
 
-    def rows(self, worker: Worker) -> int:
-        return min(self.max_batch_size, worker.row_limit)
+    @property
+    def most_rows(self) -> int:
+        return self.max_batch_size
 
     def hopeful(self, worker: Worker, job: Job, there: Footprint) -> bool:
         return there.promised_with(job.limit_tokens) <= worker.capacity_tokens

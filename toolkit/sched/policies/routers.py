@@ -2,45 +2,62 @@
 
 A router is a function of the view that gives each pooled job a worker, in the pool's order. It counts
 work in tokens, and knows of output lengths only what has ended before.
+
+Where workers are of several kinds, each is asked by its own laws how fast it is with a full memory
+(`toolkit.sched.pace`): who is twice as fast gets twice as much, counted in requests or in tokens, and memory is counted
+in shares of what a worker has. A job goes only where its longest possible end has room.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
 from toolkit.sched.footprint import peak_to_come
+from toolkit.sched.pace import by_pace, tokens_per_s
 from toolkit.sched.residents import GENERATED, LENGTH
 from toolkit.sched.types import Job, View, Worker
 
-Router = Callable[[View, Sequence[Worker]], Sequence[int]]
+Router = Callable[[View, Sequence[Worker], int], Sequence[int]]  # and the most rows that the policy runs on a worker
 
 
-def round_robin(view: View, alive: Sequence[Worker]) -> Sequence[int]:
-    """In turn, by the order of arrival."""
+def round_robin(view: View, alive: Sequence[Worker], rows: int) -> Sequence[int]:
+    """In turn, by the order of arrival; of several kinds the faster ones more often."""
+    if view.mixed:
+        expected = expected_output(view)
+        return [by_pace(job, holders(alive, job), expected, rows).index for job in view.pool]
     return [alive[job.ticket % len(alive)].index for job in view.pool]
 
 
-def least_loaded(view: View, alive: Sequence[Worker]) -> Sequence[int]:
-    """To the worker with the fewest tokens outstanding: what its jobs hold, and what they are expected to add."""
-    return _to_least(view, alive, view.pool)
+def least_loaded(view: View, alive: Sequence[Worker], rows: int) -> Sequence[int]:
+    """To the worker with the fewest tokens outstanding: what its jobs hold, and what they are expected to add.
+
+    Of several kinds, where these take the least time with the request's own.
+    """
+    return _to_least(view, alive, view.pool, rows)
 
 
-def max_min(view: View, alive: Sequence[Worker]) -> Sequence[int]:
+def max_min(view: View, alive: Sequence[Worker], rows: int) -> Sequence[int]:
     """As least-loaded, the longest of those who came together first (SCLS 4.5, Eq. 11)."""
     order = sorted(range(len(view.pool)), key=lambda k: -view.pool[k].length)
-    homes = dict(zip(order, _to_least(view, alive, [view.pool[k] for k in order]), strict=True))
+    homes = dict(zip(order, _to_least(view, alive, [view.pool[k] for k in order], rows), strict=True))
     return [homes[k] for k in range(len(order))]
 
 
-def future_memory(view: View, alive: Sequence[Worker]) -> Sequence[int]:
+def future_memory(view: View, alive: Sequence[Worker], _rows: int) -> Sequence[int]:
     """To the worker whose memory will peak lowest with the request (Past-Future, Eq. 2-4, by expected lengths)."""
     expected = expected_output(view)
     added: dict[int, list[Job]] = {worker.index: [] for worker in alive}
+
+    def peak(worker: Worker, job: Job) -> float:
+        tokens = _peak(worker, [*added[worker.index], job], expected)
+        return tokens / worker.capacity_tokens if view.mixed else tokens
+
     homes = []
     for job in view.pool:
-        best = min(alive, key=lambda worker: (_peak(worker, [*added[worker.index], job], expected), worker.index))
+        able = holders(alive, job) if view.mixed else alive
+        best = min(able, key=lambda worker: (peak(worker, job), worker.index))
         added[best.index].append(job)
         homes.append(best.index)
     return homes
@@ -52,15 +69,33 @@ def expected_output(view: View) -> int:
     return int(lengths.mean()) if len(lengths) else 1
 
 
-def _to_least(view: View, alive: Sequence[Worker], jobs: Sequence[Job]) -> list[int]:
+def holders(workers: Sequence[Worker], job: Job) -> list[Worker]:
+    """Those of a mixed fleet who hold the job to its longest end."""
+    return [worker for worker in workers if worker.holds(job)]
+
+
+def _to_least(view: View, alive: Sequence[Worker], jobs: Sequence[Job], rows: int) -> list[int]:
     expected = expected_output(view)
     loads = {worker.index: _outstanding(worker, expected) for worker in alive}
     homes = []
     for job in jobs:
-        index = min(loads, key=lambda k: (loads[k], k))
-        loads[index] += job.length + max(expected - job.generated, 1)
+        own = job.length + max(expected - job.generated, 1)
+        if view.mixed:
+            index = soonest(holders(alive, job), loads, own, job, expected, rows)
+        else:
+            index = min(loads, key=lambda k: (loads[k], k))
+        loads[index] += own
         homes.append(index)
     return homes
+
+
+def soonest(able: Sequence[Worker], loads: Mapping[int, int], own: int, job: Job, expected: int, rows: int) -> int:
+    """Who of `able` would be done first with its tokens outstanding and the job's own."""
+
+    def done_s(worker: Worker) -> float:
+        return (loads[worker.index] + own) / tokens_per_s(worker, job, expected, rows)
+
+    return min(able, key=lambda worker: (done_s(worker), worker.index)).index
 
 
 def _outstanding(worker: Worker, expected: int) -> int:

@@ -1,7 +1,8 @@
 """Sequence-level scheduling (SLS): what SCLS is measured against.
 
 Requests go to the workers in turn; a worker takes a fixed number of them, first come first served, and runs the batch
-until its longest output ends (SCLS paper, section 5.1).
+until its longest output ends (SCLS paper, section 5.1). In a fleet of several kinds the turns come by how fast they
+are, and a batch has no more rows than its worker's memory.
 """
 
 from __future__ import annotations
@@ -11,7 +12,10 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import ClassVar
 
+import numpy as np
+
 from toolkit.sched.policies.parameters import knob, validate
+from toolkit.sched.policies.routers import round_robin
 from toolkit.sched.types import Batch, Decision, Job, View, Worker
 
 
@@ -33,17 +37,25 @@ class SequencePolicy:
 
     def route(self, view: View, now_s: float) -> Sequence[int] | None:
         alive = view.alive()
+        if view.mixed and alive:
+            return round_robin(view, alive, self.batch_size)
         return [alive[job.ticket % len(alive)].index for job in view.pool] if alive else None
 
     def plan(self, view: View, now_s: float) -> Decision:
-        return Decision([self._batch(worker) for worker in view.free if worker.inbox and not worker.queue])
+        return Decision([self._batch(view, worker) for worker in view.free if worker.inbox and not worker.queue])
 
-    def _batch(self, worker: Worker) -> Batch:
+    def _batch(self, view: View, worker: Worker) -> Batch:
         jobs = tuple(islice(worker.inbox, self.batch_size))
-        length = max(job.length for job in jobs)
-        longest = max(job.remaining_limit for job in jobs)
-        steps = min(self.slice_tokens or longest, longest)
+        length, steps = self._sizes(jobs)
+        while view.mixed and len(jobs) > int(worker.memory.max_batch(np.array([length]), steps, 0.0)[0]) > 0:
+            jobs = jobs[:-1]  # one number of rows cannot suit unequal memories
+            length, steps = self._sizes(jobs)
         return Batch(worker.index, jobs, steps, length, serving_s(worker, jobs, length, steps))
+
+    def _sizes(self, jobs: Sequence[Job]) -> tuple[int, int]:
+        """The longest input, and the steps of a batch."""
+        longest = max(job.remaining_limit for job in jobs)
+        return max(job.length for job in jobs), min(self.slice_tokens or longest, longest)
 
 
 def serving_s(worker: Worker, jobs: Sequence[Job], input_length: int, steps: int) -> float:

@@ -2,7 +2,8 @@
 
 Every T seconds all pooled requests are batched so that the total serving time is least (Algorithm 1); the batches go to
 the least loaded workers, longest first (Eq. 11); T adapts to the load (Eq. 12). Requests that have not ended return to
-the pool with what they generated as part of their input. Sections 4.4 to 4.6 of the SCLS paper.
+the pool with what they generated as part of their input. Sections 4.4 to 4.6 of the SCLS paper. Workers of several
+kinds are beyond it: `toolkit.sched.policies.shares` says who gets what, and each kind then goes on as in the paper.
 """
 
 from __future__ import annotations
@@ -10,12 +11,14 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import ClassVar
 
 import numpy as np
 
 from toolkit.sched.kernels import split_by_serving_time
 from toolkit.sched.policies.parameters import knob, validate
+from toolkit.sched.policies.shares import share_out
 from toolkit.sched.types import Batch, Decision, Job, View, Worker
 
 
@@ -54,6 +57,8 @@ class SlicePolicy:
     def plan(self, view: View, now_s: float) -> Decision:
         if not view.pool:
             return Decision()
+        if view.mixed:
+            return self._plan_mixed(view, now_s)
         alive = view.alive()
         waiting = now_s < view.due_s and not (self.eager and any(not worker.queue for worker in view.free))
         if waiting or not alive:
@@ -61,6 +66,26 @@ class SlicePolicy:
         batches = self.batch(view.pool, alive[0])
         least_load_s = (offload_max_min if self.max_min else offload_in_turn)(batches, alive)
         interval_s = max(self.interval_factor * least_load_s, self.min_interval_s)  # Eq. 12
+        return Decision(batches, wake_at_s=now_s + interval_s)
+
+    def _plan_mixed(self, view: View, now_s: float) -> Decision:
+        """As `plan`, each kind of workers batching its share of the pool by its own laws.
+
+        Between two batchings only who is idle is given anything: what is best run by those who are busy waits for them,
+        in the pool, where more may join it.
+        """
+        idle = {worker.index for worker in view.free if not worker.queue}
+        due = now_s >= view.due_s
+        if not view.kinds or not (due or (self.eager and idle)):
+            return Decision()
+        jobs = sorted(view.pool, key=attrgetter("length"))
+        batches = share_out(jobs, view.kinds, self.batch, offload_max_min if self.max_min else offload_in_turn, now_s)
+        if not due:
+            return Decision([batch for batch in batches if batch.worker in idle])
+        loads_s = {worker.index: worker.load_s for worker in view.alive()}
+        for batch in batches:
+            loads_s[batch.worker] += batch.estimated_s
+        interval_s = max(self.interval_factor * min(loads_s.values()), self.min_interval_s)
         return Decision(batches, wake_at_s=now_s + interval_s)
 
     def batch(self, pool: Sequence[Job], worker: Worker) -> list[Batch]:

@@ -18,7 +18,7 @@ from toolkit.sched.footprint import Footprint, peak_to_come
 from toolkit.sched.kernels import admit_knowing, slices_left
 from toolkit.sched.policies.continuous import ContinuousPolicy
 from toolkit.sched.policies.parameters import choice, knob
-from toolkit.sched.policies.routers import ROUTERS
+from toolkit.sched.policies.routers import ROUTERS, expected_output, holders, soonest
 from toolkit.sched.residents import GENERATED, JOINED, LENGTH, LIMIT
 from toolkit.sched.types import Job, View, Worker
 
@@ -30,7 +30,8 @@ class SliceContinuousPolicy(ContinuousPolicy):
     """SCLS with caches that stay. Slices end at attempts to admit, so they are rounded up to `interval_steps`.
 
     What a worker has promised is the sum of L + S over residents and those who wait (Eq. 5, in tokens); requests are
-    routed to the least promised, the longest first (Eq. 11 with memory as the load).
+    routed to the least promised, the longest first (Eq. 11 with memory as the load); where workers are of several
+    kinds, to the one that what it promised takes the least time.
     """
 
     name: ClassVar[str] = "slice-continuous"
@@ -51,18 +52,32 @@ class SliceContinuousPolicy(ContinuousPolicy):
                 over = [job for job in worker.residents.jobs if self._is_over(worker, job)]
                 if over:
                     free = free or {other.index: self._free(other) for other in view.alive()}
-                    leaving += self._leaving(worker, over, free)
+                    leaving += self._leaving(view, worker, over, free)
         return leaving
 
     def route(self, view: View, now_s: float) -> Sequence[int] | None:
         alive = view.alive()
         if self.router != SLICES or not alive:
             return ContinuousPolicy.route(self, view, now_s)
+        if view.mixed:
+            return self._route_mixed(view, alive)
         free = {worker.index: self._free(worker) for worker in alive}
         homes = [-1] * len(view.pool)
         for k in sorted(range(len(homes)), key=lambda k: -view.pool[k].length):
             homes[k] = most = max(free, key=lambda index: (free[index], -index))
             free[most] -= view.pool[k].length + self._period()
+        return homes
+
+    def _route_mixed(self, view: View, alive: Sequence[Worker]) -> list[int]:
+        """To whom what was promised will take the least time, by his own laws, the job's own part with it."""
+        promised = {worker.index: worker.capacity_tokens - self._free(worker) for worker in alive}
+        homes, expected = [-1] * len(view.pool), expected_output(view)
+        for k in sorted(range(len(homes)), key=lambda k: -view.pool[k].length):
+            job = view.pool[k]
+            homes[k] = soonest(
+                holders(alive, job), promised, job.length + self._period(), job, expected, self.most_rows
+            )
+            promised[homes[k]] += job.length + self._period()
         return homes
 
     def admit(self, view: View, worker: Worker, candidates: Sequence[Job]) -> int:
@@ -83,7 +98,7 @@ class SliceContinuousPolicy(ContinuousPolicy):
         nearest = int(self._left(worker).min())
         return min(nearest, first) if entering else nearest
 
-    def _leaving(self, worker: Worker, over: Sequence[Job], free: dict[int, int]) -> list[Job]:
+    def _leaving(self, view: View, worker: Worker, over: Sequence[Job], free: dict[int, int]) -> list[Job]:
         """Who of those whose slice is over leaves, in the order of admission. Takes what moves off `free`."""
         used, left = self._outlook(worker)
         staying = np.ones(len(used), dtype=np.bool_)
@@ -98,7 +113,7 @@ class SliceContinuousPolicy(ContinuousPolicy):
             if not crowded and (room or staying.sum() == 1):
                 continue
             needs = int(used[job.slot]) + self._period()
-            moves = target != here and free[target] - needs - margin >= free[here]
+            moves = target != here and free[target] - needs - margin >= free[here] and view.workers[target].holds(job)
             if not moves and (room or not crowded):
                 continue
             leaving.append(job)

@@ -1,0 +1,260 @@
+"""A fleet: workers of unequal speed and memory behind one scheduler, each by its own laws."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_sim_contract import CASES, HOST_TOKENS, LAW, trace_of
+
+from toolkit.estimators.laws import WithOverhead
+from toolkit.estimators.memory import ZetaMemory
+from toolkit.estimators.swap import LinearSwap
+from toolkit.sched.pace import by_pace, requests_per_s
+from toolkit.sched.policies import POLICIES, make_policy
+from toolkit.sched.scheduler import Scheduler
+from toolkit.sched.stranded import RETURN_S
+from toolkit.sched.types import BatchResult, Job, Request, View, Worker
+from toolkit.sim.api import World, fleet, simulate
+from toolkit.traces.types import Trace
+
+SMALL, LARGE = 180, 400  # tokens; a request has up to 180
+SLOWER = 4.0
+requests = st.lists(
+    st.tuples(st.floats(0, 2), st.integers(1, 100), st.integers(1, 80), st.integers(1, 80)), min_size=1, max_size=40
+)
+
+
+def world(workers: int, capacity: int = LARGE, slowdown: float = 1.0, joining=None) -> World:
+    law, link = WithOverhead(LAW, 0.0, slowdown), LinearSwap(2e-3, 4e4, 8e4)
+    return World(law, ZetaMemory(capacity), workers, 80, swap=link, host_tokens=HOST_TOKENS, joining=joining)
+
+
+def unequal(large: int = 1, small: int = 2, joining=None) -> World:
+    return fleet([world(large, joining=joining), world(small, SMALL, SLOWER, joining)])
+
+
+def crowd(count: int = 120, longest: int = 60, seconds: float = 1.0) -> Trace:
+    rng = np.random.default_rng(3)
+    arrival = np.sort(rng.uniform(0, seconds, count))
+    return Trace(arrival, rng.integers(1, 100, count), rng.integers(1, longest, count), np.full(count, longest))
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("joining", [None, "embed"])
+def test_a_fleet_of_one_kind_is_the_plain_world(case, joining):
+    name, parameters = CASES[case]
+    policy, plain = make_policy(name, parameters), replace(world(3, joining=joining), future_memory=True)
+    written = fleet([replace(plain, workers=1), replace(plain, workers=2)])
+    expected, actual = simulate(crowd(), policy, plain), simulate(crowd(), policy, written)
+    assert actual.metrics({}) == pytest.approx(expected.metrics({}), rel=1e-12)
+    assert np.array_equal(actual.served.finish_s, expected.served.finish_s)
+
+
+class Watch:
+    """Holds the decisions of a static policy against the memory of whom they are for."""
+
+    continuous = False
+
+    def __init__(self, policy):
+        self.name, self._policy = policy.name, policy
+
+    def route(self, view, now_s):
+        return self._policy.route(view, now_s)
+
+    def plan(self, view, now_s):
+        decision = self._policy.plan(view, now_s)
+        for batch in decision.batches:
+            worker = view.workers[batch.worker]
+            longest = max(job.limit_tokens for job in batch.jobs)
+            assert longest <= worker.longest
+            ends = min(batch.input_length + batch.steps, longest)
+            assert batch.size == 1 or batch.size * ends <= worker.capacity_tokens
+            law, steps = worker.latency, batch.steps - worker.latency.prefill_emits_token
+            by_own = law.prefill_s(batch.size, batch.input_length) + law.decode_s(batch.size, batch.input_length, steps)
+            assert batch.estimated_s == pytest.approx(by_own)
+        return decision
+
+
+STATIC = [case for case, (name, _) in CASES.items() if not POLICIES[name].continuous]
+
+
+@given(rows=requests, case=st.sampled_from(STATIC))
+@settings(max_examples=60, deadline=None)
+def test_no_batch_is_larger_than_the_memory_of_the_worker_that_gets_it(rows, case):
+    name, parameters = CASES[case]
+    result = simulate(trace_of(rows), Watch(make_policy(name, parameters)), unequal())
+    assert result.served.ok.all()
+
+
+@given(
+    rows=requests,
+    case=st.sampled_from(sorted(set(CASES) - set(STATIC) - {"aggressive, overfilling"})),
+    joining=st.sampled_from([None, "embed", "shape"]),
+)
+@settings(max_examples=80, deadline=None)
+def test_rounds_stay_within_the_memory_of_each_worker(rows, case, joining):
+    name, parameters = CASES[case]
+    result = simulate(trace_of(rows), make_policy(name, parameters), unequal(joining=joining))
+    assert result.served.ok.all()
+    metrics = result.metrics({})
+    assert metrics["peak_memory_percent"] <= 100.0
+    assert metrics["oom_percent"] == 0.0
+
+
+class Counting(Watch):
+    """Counts the rows that each worker is given."""
+
+    def __init__(self, policy):
+        super().__init__(policy)
+        self.continuous, self.rows = policy.continuous, {}
+
+    def plan(self, view, now_s):
+        decision = self._policy.plan(view, now_s)
+        for batch in decision.batches:
+            self.rows[batch.worker] = self.rows.get(batch.worker, 0) + batch.size
+        return decision
+
+
+@pytest.mark.parametrize("case", ["slice", "slice, in turn", "sequence", "conservative", "baton", "fcfs",
+                                  "aggressive, least-loaded", "conservative, max-min",
+                                  "past-future, future-memory"])  # fmt: skip
+def test_the_faster_one_gets_more(case):
+    name, parameters = CASES[case]
+    counting = Counting(make_policy(name, parameters))
+    simulate(crowd(300), counting, unequal(1, 1))
+    assert counting.rows[0] > 1.5 * counting.rows[1]
+
+
+def test_requests_that_only_the_larger_one_holds_never_go_to_the_smaller():
+    trace = Trace(np.zeros(6), np.full(6, 200), np.full(6, 20), np.full(6, 20))
+    for name in ("slice", "sequence", "past-future", "slice-continuous", "mlfq"):
+        result = simulate(trace, make_policy(name, {}), unequal())
+        assert result.served.ok.all()
+        assert result.counters["utilisation_worker_1_percent"] == 0.0
+
+
+def test_what_fits_nowhere_is_refused_with_the_most_that_fits():
+    trace = Trace(np.zeros(1), np.full(1, LARGE), np.full(1, 9), np.full(1, 9))
+    result = simulate(trace, make_policy("slice", {}), unequal())
+    assert [refusal.reason for refusal in result.refusals] == [
+        "prompt + max_tokens is 409 tokens; a worker's memory holds 400"
+    ]
+
+
+def test_knowing_each_workers_law_is_better_than_one_for_all():
+    known = unequal(1, 1)
+    slow = known.others[0]
+    believed = fleet([replace(known, believed=slow.latency, others=()), slow])  # the fast one is thought slow
+    policy = make_policy("slice", {"slice_tokens": 16, "min_interval_s": 0.05})
+    better, worse = (simulate(crowd(300), policy, one).metrics({})["e2e_mean_s"] for one in (known, believed))
+    assert better < worse
+
+
+def test_turns_come_by_how_fast_workers_are():
+    fast, slow = unequal(1, 1).scheduled()
+    pace = [requests_per_s(worker, 50, 20) for worker in (fast, slow)]
+    jobs = [Job(Request(str(k), 0.0, 50, 20), k, 50) for k in range(1000)]
+    share = sum(by_pace(job, [fast, slow], 20, 256) is fast for job in jobs) / len(jobs)
+    assert share == pytest.approx(pace[0] / sum(pace), abs=0.005)
+
+
+def scheduler(policy: str = "slice", **parameters) -> Scheduler:
+    return Scheduler(make_policy(policy, parameters), unequal(1, 1).scheduled())
+
+
+LONG, SHORT = Request("long", 0.0, 300, 20), Request("short", 0.0, 30, 20)
+
+
+def crash(of: Scheduler, worker: int, now_s: float = 1.0) -> None:
+    """What a driver says of a worker that died."""
+    batch = of.workers[worker].running
+    if batch is not None:
+        nothing = [0] * batch.size
+        of.complete(BatchResult(batch.batch_id, worker, nothing, [False] * batch.size, "crashed"), now_s)
+    of.worker_lost(worker, now_s)
+
+
+def running(of: Scheduler) -> dict[str, int]:
+    """Who runs where."""
+    return {job.request_id: w.index for w in of.workers if w.running for job in w.running.jobs}
+
+
+def test_when_a_kind_is_lost_the_others_take_over_whom_they_hold():
+    tested = scheduler()
+    for request in (SHORT, LONG):
+        tested.submit(request, 0.0)
+        tested.tick(0.0)
+    crash(tested, 0)
+    tested.tick(1.0)
+    assert running(tested) == {"short": 1}
+    tested.worker_ready(0, 2.0)
+    tested.tick(2.0)
+    assert running(tested) == {"short": 1, "long": 0}
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_who_needs_a_kind_that_does_not_come_back_is_given_up_and_told_why(before):
+    tested = scheduler()
+    if before:
+        tested.submit(LONG, 0.0)
+        tested.tick(0.0)
+    crash(tested, 0)
+    if not before:
+        tested.submit(LONG, 1.0)
+    assert tested.wake_at_s == 1.0 + RETURN_S
+    assert tested.tick(RETURN_S) == []
+    assert tested.take_refusals() == []
+    assert tested.waiting_jobs == 1
+    tested.tick(1.0 + RETURN_S)
+    assert [refusal.reason for refusal in tested.take_refusals()] == [
+        "prompt + max_tokens is 320 tokens; workers that hold so many are lost since 300 s"
+    ]
+    assert tested.jobs == 0
+
+
+def test_rounds_of_a_lost_kind_go_on_elsewhere_or_wait():
+    tested = scheduler("conservative")
+    for request in (LONG, Request("also short", 0.0, 40, 20)):
+        tested.submit(request, 0.0)
+    tested.tick(0.0)
+    lost = 0
+    crash_round = [job.request_id for job in tested.workers[lost].residents.jobs]
+    tested.worker_lost(lost, 1.0)
+    tested.workers[lost].running = None
+    tested.tick(1.0)
+    assert "long" in crash_round
+    assert {job.request_id for job in tested.workers[1].residents.jobs} == {"also short"}
+    assert tested.waiting_jobs == 1
+    tested.worker_ready(lost, 2.0)
+    tested.tick(2.0)
+    assert {job.request_id for job in tested.workers[lost].residents.jobs} == {"long"}
+
+
+def test_who_is_cancelled_while_his_kind_is_lost_is_gone():
+    tested = scheduler()
+    crash(tested, 0)
+    tested.submit(LONG, 1.0)
+    tested.cancel("long", 1.5)
+    assert tested.jobs == tested.waiting_jobs == 0
+
+
+def test_a_view_groups_the_living_by_kind_the_larger_last():
+    view = View([], unequal(2, 1).scheduled(), 0.0, None, None)
+    for worker, longest in zip(view.workers, (LARGE, LARGE, SMALL), strict=True):
+        worker.longest = longest
+    view.workers[0].alive = False
+    view.workers_changed()
+    assert [[worker.index for worker in kind] for kind in view.kinds] == [[2], [1]]
+    assert not View([], world(3).scheduled(), 0.0, None, None).mixed
+
+
+def test_an_idle_slow_worker_is_not_given_what_a_fast_one_will_have_done_sooner():
+    fast, slow = WithOverhead(LAW, 0.0, 1.0), WithOverhead(LAW, 0.0, 50.0)
+    workers = [Worker(0, fast, ZetaMemory(LARGE)), Worker(1, slow, ZetaMemory(LARGE))]
+    tested = Scheduler(make_policy("slice", {"min_interval_s": 0.001}), workers)
+    for k in range(4):
+        tested.submit(Request(str(k), 0.0, 20, 20), 0.0)
+        tested.tick(0.0)
+    assert workers[1].running is None
