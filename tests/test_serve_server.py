@@ -192,9 +192,9 @@ def test_which_addresses_are_this_machine_alone(host: str, expected: bool):
     assert is_loopback(host) == expected
     if not expected:
         with pytest.raises(InputError, match="can be reached from other machines"):
-            check_exposure(host, "", insecure=False)
-    check_exposure(host, "a key", insecure=False)
-    check_exposure(host, "", insecure=True)
+            check_exposure(host, asks_key=False, insecure=False)
+    check_exposure(host, asks_key=True, insecure=False)
+    check_exposure(host, asks_key=False, insecure=True)
 
 
 def test_addresses_are_shown_as_urls():

@@ -21,6 +21,7 @@ from toolkit.cli.serve_options import (
     InsecureOption,
     KeyFileOption,
     KeyOption,
+    KeysOption,
     NameOption,
     NoticeOption,
     OpenMetricsOption,
@@ -54,6 +55,7 @@ def command(
     port: PortOption = None,
     api_key: KeyOption = "",
     api_key_file: KeyFileOption = None,
+    api_keys: KeysOption = None,
     served_model_name: NameOption = "",
     policy: PolicyOption = None,
     settings: SetOption = None,
@@ -83,7 +85,7 @@ def command(
     """
     import os
 
-    from toolkit.cli.serve_target import place_of, read_key, remembering, serve_managed
+    from toolkit.cli.serve_target import place_of, read_callers, remembering, serve_managed
     from toolkit.serve.assemble import make_limits, make_settings, model_name
     from toolkit.serve.drift import check_of, judge
     from toolkit.serve.launch import Launch, launch
@@ -98,13 +100,14 @@ def command(
     source = place.plan or source
     ray = ray or ("auto" if place.target == "ray" else "")
     os.environ.pop("LLMCTL_API_KEY", None)  # the workers inherit the environment, and run models' own code
-    manager, key = take_notify_socket(), read_key(api_key, api_key_file)
+    manager, (key, keys) = take_notify_socket(), read_callers(api_key, api_key_file, api_keys)
     chosen = _change(_plan(source, plan, fit, tuning, force), policy, settings, workers)
     _check_engine(chosen, engine)
     address = host or chosen.recipe.serve.host
     if chosen.recipe.engine.name == "vllm":
         not_there = {
             "--ray": ray,
+            "--api-keys": api_keys,
             "--request-log": request_log,
             "--allow-end-after": allow_end_after,
             "--vllm-metrics": vllm_metrics,
@@ -124,6 +127,7 @@ def command(
         chosen,
         model=served_model_name,
         api_key=key,
+        keys=keys,
         allow_end_after=allow_end_after,
         vllm_metrics=vllm_metrics,
         open_metrics=open_metrics,

@@ -63,6 +63,16 @@ KeyFileOption = Annotated[
         "--api-key-file", rich_help_panel=CALLERS, help="A file with the key, as service managers hand out secrets."
     ),
 ]
+KeysOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--api-keys",
+        envvar="LLMCTL_API_KEYS",
+        show_default=False,
+        rich_help_panel=CALLERS,
+        help="A file of several keys' sha256, each with a name and limits of its own.",
+    ),
+]
 NameOption = Annotated[
     str, typer.Option("--served-model-name", rich_help_panel=CALLERS, help="What clients call the model.")
 ]

@@ -13,6 +13,7 @@ from toolkit.cli.output import emit, note
 if TYPE_CHECKING:
     from toolkit.deploy.folder import Manifest
     from toolkit.deploy.running import Running, Where
+    from toolkit.files.keys import ApiKey
     from toolkit.files.plan import Plan
 
 HERE = ("local", "ray")  # the server is this process
@@ -153,3 +154,14 @@ def read_key(given: str, file: Path | None) -> str:
     if not key or len(key.split()) != 1:
         raise InputError(f"{file}: no API key in it", "it holds the key alone, in one line")
     return key
+
+
+def read_callers(given: str, file: Path | None, keys: Path | None) -> tuple[str, tuple[ApiKey, ...]]:
+    """The API key, or the keys of a file. `InputError` for both, and for a file that holds none."""
+    from toolkit.errors import InputError
+    from toolkit.files.keys import read_keys
+
+    key = read_key(given, file)
+    if key and keys is not None:
+        raise InputError("there is an API key, and a file of keys", "keep one of --api-keys and --api-key or its kin")
+    return key, read_keys(keys) if keys is not None else ()

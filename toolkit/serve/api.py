@@ -20,6 +20,7 @@ from toolkit.serve.errors import ApiError, on_api_error, on_bug, on_http_excepti
 from toolkit.serve.gate import Gate
 from toolkit.serve.generation import Generation, unknown_model
 from toolkit.serve.health import gauges, is_ready, problem
+from toolkit.serve.keys import Keyring, Visit
 from toolkit.serve.metrics import Exposition
 from toolkit.serve.openapi import document
 from toolkit.serve.schemas import (
@@ -42,7 +43,8 @@ def make_app(driver: Driver, tokenizer: Tokenizer, settings: Settings, status: S
     app.add_exception_handler(ApiError, on_api_error)
     app.add_exception_handler(HTTPException, on_http_exception)
     app.add_exception_handler(Exception, on_bug)
-    routes = Routes(driver, tokenizer, settings)
+    keyring = Keyring(settings.api_key, settings.keys)
+    routes = Routes(driver, tokenizer, settings, keyring)
     for path, endpoint, methods in (
         ("/v1/completions", routes.completions, ["POST"]),
         ("/v1/chat/completions", routes.chat_completions, ["POST"]),
@@ -62,13 +64,13 @@ def make_app(driver: Driver, tokenizer: Tokenizer, settings: Settings, status: S
         app.add_api_route(PAGE, status.page, methods=["GET", "HEAD"], response_model=None)
         app.add_api_route(DATA, status.data, methods=["GET"], response_model=None)
         open_paths += [PAGE, DATA]
-    return Gate(app, api_key=settings.api_key, open_paths=open_paths)
+    return Gate(app, keyring, lambda: driver.now_s, open_paths=open_paths)
 
 
 class Routes:
     """What the routes share."""
 
-    def __init__(self, driver: Driver, tokenizer: Tokenizer, settings: Settings) -> None:
+    def __init__(self, driver: Driver, tokenizer: Tokenizer, settings: Settings, keyring: Keyring) -> None:
         self._driver = driver
         self._tokenizer = tokenizer
         self._settings = settings
@@ -77,16 +79,22 @@ class Routes:
         self._created = int(time.time())
         self._registry = CollectorRegistry()
         self._registry.register(
-            Exposition(driver.stats, lambda: gauges(driver), settings.model, vllm_names=settings.vllm_metrics)
+            Exposition(
+                driver.stats,
+                lambda: gauges(driver),
+                settings.model,
+                vllm_names=settings.vllm_metrics,
+                accounts=keyring.named,
+            )
         )
 
     async def completions(self, request: Request) -> Response:
         form = await self._form(request, CompletionForm)
-        return await self._answer(request, form, await self._generation.completion(form))
+        return await self._answer(request, form, await self._generation.completion(form, Visit.of(request.scope)))
 
     async def chat_completions(self, request: Request) -> Response:
         form = await self._form(request, ChatForm)
-        return await self._answer(request, form, await self._generation.chat(form))
+        return await self._answer(request, form, await self._generation.chat(form, Visit.of(request.scope)))
 
     async def models(self) -> Response:
         return _json({"object": "list", "data": [self._model()]})

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from toolkit.errors import InputError
 from toolkit.estimators.load import laws_from_fit
+from toolkit.files.keys import ApiKey
 from toolkit.files.plan import Plan
 from toolkit.sched.eventlog import Event, Header, Recorder
 from toolkit.sched.policies import ELSEWHERE, make_policy, refuse_unservable
@@ -65,7 +66,9 @@ def make_limits(plan: Plan, admission: str | None, *, replays: bool) -> Limits:
     return Limits.of(plan.recipe.sla) if admission == "targets" else UNLIMITED
 
 
-def make_settings(plan: Plan, *, model: str = "", api_key: str = "", **others: bool) -> Settings:
+def make_settings(
+    plan: Plan, *, model: str = "", api_key: str = "", keys: tuple[ApiKey, ...] = (), **others: bool
+) -> Settings:
     """The front's settings: limits from the plan, the rest as given (`Settings` has the names)."""
     serve, engine = plan.recipe.serve, plan.fit.engine
     return Settings(
@@ -75,5 +78,6 @@ def make_settings(plan: Plan, *, model: str = "", api_key: str = "", **others: b
         max_new_tokens=serve.max_new_tokens,
         max_waiting=serve.max_waiting,
         api_key=api_key,
+        keys=keys,
         **others,
     )

@@ -19,7 +19,10 @@ KINDS = {
 
 
 class ApiError(Exception):
-    """An answer that is not 200. `message` is for the client: the value, the limit, never a path of this machine."""
+    """An answer that is not 200. `message` is for the client: the value, the limit, never a path of this machine.
+
+    `kind` is the body's `type`, where it is not what goes with the status.
+    """
 
     def __init__(
         self,
@@ -27,6 +30,7 @@ class ApiError(Exception):
         *,
         status: int = 400,
         param: str | None = None,
+        kind: str | None = None,
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
@@ -34,6 +38,7 @@ class ApiError(Exception):
         self.message = message
         self.status = status
         self.param = param
+        self.kind = kind or KINDS.get(status, "invalid_request_error")
         self.code = code
         self.headers = dict(headers or {})
 
@@ -51,8 +56,7 @@ class ErrorBody(msgspec.Struct, frozen=True):
 
 def error_body(error: ApiError) -> bytes:
     """The JSON of an error."""
-    kind = KINDS.get(error.status, "invalid_request_error")
-    return msgspec.json.encode(ErrorBody(ErrorDetail(error.message, kind, error.param, error.code)))
+    return msgspec.json.encode(ErrorBody(ErrorDetail(error.message, error.kind, error.param, error.code)))
 
 
 def error_response(error: ApiError) -> Response:

@@ -1,26 +1,32 @@
-"""The ASGI layer before all routes: who may call, and a request id on every response."""
+"""The ASGI layer before all routes: who may call, and how often; and a request id on every response."""
 
 from __future__ import annotations
 
-import hmac
 import re
 import uuid
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from toolkit.serve.errors import ApiError, error_response
+from toolkit.serve.keys import Keyring, Visit
 
 REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
 
 class Gate:
-    """Denies by default: without the key only `open_paths` answer, and nobody learns which other routes exist."""
+    """Denies by default: without a key only `open_paths` answer, and nobody learns which other routes exist.
 
-    def __init__(self, app: ASGIApp, *, api_key: str, open_paths: Collection[str]) -> None:
+    What a key POSTs counts against its limits, on the clock `now_s`.
+    """
+
+    def __init__(
+        self, app: ASGIApp, keyring: Keyring, now_s: Callable[[], float], *, open_paths: Collection[str]
+    ) -> None:
         self._app = app
-        self._key = api_key.encode()
+        self._keyring = keyring
+        self._now_s = now_s
         self._open_paths = frozenset(open_paths)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -30,25 +36,42 @@ class Gate:
         headers = Headers(scope=scope)
         request_id = _request_id(headers)
 
+        account, visit, status = self._keyring.find(headers), None, 0
+
         async def send_with_id(message: Message) -> None:
+            nonlocal status
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)["X-Request-Id"] = request_id
+                status = message["status"]
+                added = MutableHeaders(scope=message)
+                added["X-Request-Id"] = request_id
+                added.update(visit.headers() if visit else {})
             await send(message)
 
-        if self._key and scope["path"] not in self._open_paths and not self._has_key(headers):
-            denied = ApiError(
-                "this server needs its API key, as 'Authorization: Bearer KEY'",
-                status=401,
-                code="invalid_api_key",
-                headers={"WWW-Authenticate": "Bearer"},
-            )
-            await error_response(denied)(scope, receive, send_with_id)
+        if account is None and scope["path"] not in self._open_paths:
+            await error_response(_denied())(scope, receive, send_with_id)
             return
-        await self._app(scope, receive, send_with_id)
+        if account is None or scope["method"] != "POST":
+            await self._app(scope, receive, send_with_id)
+            return
+        visit = Visit(account, self._now_s)
+        try:
+            visit.enter(scope)
+        except ApiError as refusal:
+            await error_response(refusal)(scope, receive, send_with_id)
+            return
+        try:
+            await self._app(scope, receive, send_with_id)
+        finally:
+            visit.leave(status)
 
-    def _has_key(self, headers: Headers) -> bool:
-        scheme, _, given = headers.get("authorization", "").partition(" ")
-        return scheme.lower() == "bearer" and hmac.compare_digest(given.strip().encode("latin-1"), self._key)
+
+def _denied() -> ApiError:
+    return ApiError(
+        "this server needs its API key, as 'Authorization: Bearer KEY'",
+        status=401,
+        code="invalid_api_key",
+        headers={"WWW-Authenticate": "Bearer"},
+    )
 
 
 def _request_id(headers: Headers) -> str:

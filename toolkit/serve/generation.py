@@ -20,6 +20,7 @@ from toolkit.engines.tokenizer import Tokenizer
 from toolkit.errors import InputError
 from toolkit.serve.driver import Driver, RefusedError
 from toolkit.serve.errors import ApiError
+from toolkit.serve.keys import Visit
 from toolkit.serve.live import Ask, Live
 from toolkit.serve.reply import Reply
 from toolkit.serve.responses import ChatShape, CompletionShape, Head
@@ -43,18 +44,20 @@ class Generation:
         self._tokenizer = tokenizer
         self._settings = settings
 
-    async def completion(self, form: CompletionForm) -> Exchange:
+    async def completion(self, form: CompletionForm, visit: Visit) -> Exchange:
         """`ApiError` where it cannot be served; nothing of it is submitted then."""
-        self._admit(form, len(form.prompt))
+        self._admit(form, len(form.prompt), form.max_tokens, visit)
         prompts = await self._prompts(form.prompt)
-        return self._submit(form, prompts, CompletionShape(self._head("cmpl")), form.max_tokens, 16)
+        limits = [self._limit(len(prompt), form.max_tokens, 16) for prompt in prompts]
+        return self._submit(form, prompts, limits, CompletionShape(self._head("cmpl")), visit)
 
-    async def chat(self, form: ChatForm) -> Exchange:
+    async def chat(self, form: ChatForm, visit: Visit) -> Exchange:
         """`ApiError` where it cannot be served."""
-        self._admit(form, 1)
+        asked = form.max_completion_tokens or form.max_tokens
+        self._admit(form, 1, asked, visit)
         prompt = await self.chat_tokens(form.messages)
-        limit = form.max_completion_tokens or form.max_tokens
-        return self._submit(form, [prompt], ChatShape(self._head("chatcmpl")), limit, self._settings.max_new_tokens)
+        limit = self._limit(len(prompt), asked, self._settings.max_new_tokens)
+        return self._submit(form, [prompt], [limit], ChatShape(self._head("chatcmpl")), visit)
 
     async def chat_tokens(self, messages: Sequence[Message]) -> list[int]:
         """The messages in the model's chat template. 'developer' is what newer clients call 'system'."""
@@ -84,8 +87,8 @@ class Generation:
             if not 0 <= token < size:
                 raise ApiError(f"'{param}' holds token {_short(token)}; tokens here are 0 to {size - 1}", param=param)
 
-    def _admit(self, form: GenerationForm, prompts: int) -> None:
-        """Refuse by what is known before any tokenizing: the model, the server's state, the length of the queue."""
+    def _admit(self, form: GenerationForm, prompts: int, max_tokens: int | None, visit: Visit) -> None:
+        """Refuse by what is known before any tokenizing: the model, the server's state, the key's limits, the queue."""
         settings, driver = self._settings, self._driver
         if form.model not in (None, settings.model):
             raise unknown_model(form.model)
@@ -94,6 +97,7 @@ class Generation:
             raise ApiError(text, param="llmctl_end_after")
         self._check_ready()
         choices = prompts * (form.n or 1)
+        visit.admit(choices, choices * (max_tokens or 1))
         told = driver.forecast.now(driver.now_s)
         if driver.waiting + choices > settings.max_waiting:
             text = f"{driver.waiting} requests wait; with {choices} more it would exceed {settings.max_waiting}"
@@ -120,12 +124,12 @@ class Generation:
         self,
         form: GenerationForm,
         prompts: Sequence[list[int]],
+        limits: Sequence[int],
         shape: CompletionShape | ChatShape,
-        limit: int | None,
-        default: int,
+        visit: Visit,
     ) -> Exchange:
-        n = form.n or 1
-        limits = [self._limit(len(prompt), limit, default) for prompt in prompts]
+        """All choices of all prompts; `limits` are how many tokens each prompt's may have."""
+        n, prompt_tokens = form.n or 1, sum(map(len, prompts))
         sampling = self._sampling(form, min(limits))
         reply = Reply(len(prompts) * n, patient=not form.stream)
         asks = [
@@ -139,13 +143,18 @@ class Generation:
             )
             for index in range(reply.choices)
         ]
-        lives = self._submit_all(asks, form.stop, reply)
+        lives: list[Live] = []
+        visit.reserve(
+            prompt_tokens + n * sum(limits),
+            lambda: sum(live.output.tokens for live in lives) + (prompt_tokens if lives else 0),
+        )
+        lives += self._submit_all(asks, form.stop, reply)
 
         def cancel() -> None:
             for live in lives:
                 self._driver.cancel(live)
 
-        return Exchange(reply, shape, sum(map(len, prompts)), cancel)
+        return Exchange(reply, shape, prompt_tokens, cancel)
 
     def _submit_all(self, asks: Sequence[Ask], stops: Sequence[str], reply: Reply) -> list[Live]:
         self._check_ready()  # it may have changed while the prompts were tokenized

@@ -63,7 +63,7 @@ def launch(order: Launch, on_ready: Callable[[str], None], on_checked: OnFound =
     `InputError` for an address, a log or a plan that cannot be used, `ForeignError` for laws of another engine, model
     or device than the workers loaded; `EngineError` where a worker cannot load.
     """
-    check_exposure(order.host, order.settings.api_key, insecure=order.insecure)
+    check_exposure(order.host, asks_key=order.settings.asks_key, insecure=order.insecure)
     with ExitStack() as stack:
         listener = stack.enter_context(listen(order.host, order.port))
         tokenizer = load_tokenizer(order.plan.recipe.model)

@@ -15,6 +15,7 @@ from prometheus_client.core import (
     Metric,
 )
 
+from toolkit.serve.keys import LIMITS, Account
 from toolkit.serve.stats import Histogram, Stats
 
 
@@ -48,16 +49,26 @@ class Gauges(NamedTuple):
 class Exposition:
     """A collector for a prometheus-client registry."""
 
-    def __init__(self, stats: Stats, gauges: Callable[[], Gauges], model: str, *, vllm_names: bool) -> None:
+    def __init__(
+        self,
+        stats: Stats,
+        gauges: Callable[[], Gauges],
+        model: str,
+        *,
+        vllm_names: bool,
+        accounts: Sequence[Account] = (),
+    ) -> None:
         self._stats = stats
         self._gauges = gauges
         self._model = model
         self._vllm_names = vllm_names
+        self._accounts = accounts
 
     def collect(self) -> Iterator[Metric]:
         """Called by the registry at each scrape."""
         gauges = self._gauges()
         yield from self._own(gauges)
+        yield from self._keys({"model_name": self._model})
         if self._vllm_names:
             yield from self._vllm(gauges)
 
@@ -116,6 +127,27 @@ class Exposition:
         yield _by_worker(CounterMetricFamily, name.format(""), "As llmctl_batch_seconds_total.", labels, took)
         text = "As llmctl_predicted_batch_seconds_total."
         yield _by_worker(CounterMetricFamily, name.format("predicted_"), text, labels, predicted)
+
+    def _keys(self, labels: dict[str, str]) -> Iterator[Metric]:
+        """What each key of a keys file took; as many series as there are names in it."""
+        requests = CounterMetricFamily(
+            "llmctl_key_requests", "Requests of a key that were let in.", labels=[*labels, "key"]
+        )
+        tokens = CounterMetricFamily("llmctl_key_tokens", "Prompt and output of a key.", labels=[*labels, "key"])
+        running = GaugeMetricFamily(
+            "llmctl_key_running", "Choices of a key, waiting ones too.", labels=[*labels, "key"]
+        )
+        limited = CounterMetricFamily(
+            "llmctl_key_limited", "Requests of a key that got 429, by limit.", labels=[*labels, "key", "limit"]
+        )
+        for account in self._accounts:
+            values = [*labels.values(), account.name]
+            requests.add_metric(values, account.accepted)
+            tokens.add_metric(values, account.taken_tokens)
+            running.add_metric(values, account.running)
+            for limit in LIMITS:
+                limited.add_metric([*values, limit], account.refused[limit])
+        yield from (requests, tokens, running, limited)
 
     def _vllm(self, now: Gauges) -> Iterator[Metric]:
         stats, labels = self._stats, {"model_name": self._model, "engine": "0"}

@@ -35,13 +35,13 @@ class Ending:
     timeout_s: float = 30.0
 
 
-def check_exposure(host: str, api_key: str, *, insecure: bool) -> None:
+def check_exposure(host: str, *, asks_key: bool, insecure: bool) -> None:
     """`InputError` for an address that others can reach, without a key."""
-    if api_key or insecure or is_loopback(host):
+    if asks_key or insecure or is_loopback(host):
         return
     raise InputError(
         f"host {host} can be reached from other machines, and there is no API key",
-        "set LLMCTL_API_KEY, or serve on 127.0.0.1, or add --insecure",
+        "set LLMCTL_API_KEY, or give --api-keys FILE, or serve on 127.0.0.1, or add --insecure",
     )
 
 

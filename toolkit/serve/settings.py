@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from toolkit.files.keys import ApiKey
+
 
 @dataclass(slots=True, frozen=True)
 class Settings:
     """The front's settings. Lengths in tokens.
 
     `max_new_tokens` bounds what one request may ask for; `max_waiting` how many may wait before new ones get 503.
-    Without an `api_key` everything is open.
+    Who may call has the `api_key`, or one of `keys`, which have limits of their own; with neither everything is open.
     """
 
     model: str
@@ -19,6 +21,7 @@ class Settings:
     max_new_tokens: int
     max_waiting: int
     api_key: str = ""
+    keys: tuple[ApiKey, ...] = ()
     open_metrics: bool = False
     allow_end_after: bool = False
     vllm_metrics: bool = False
@@ -27,3 +30,7 @@ class Settings:
     body_timeout_s: float = 60.0
     keepalive_s: float = 10.0
     write_timeout_s: float = 30.0
+
+    @property
+    def asks_key(self) -> bool:
+        return bool(self.api_key or self.keys)

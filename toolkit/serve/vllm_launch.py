@@ -54,7 +54,7 @@ def launch_vllm(order: VllmLaunch, on_ready: Callable[[str], None]) -> None:
     another CPU or another of vLLM's versions; `EngineError` where vLLM
     is not there, cannot load, or ends by itself.
     """
-    check_exposure(order.host, order.api_key, insecure=order.insecure)
+    check_exposure(order.host, asks_key=bool(order.api_key), insecure=order.insecure)
     refuse_foreign(order.plan.fit.engine, [_here(order.plan)], order.on_foreign)
     with listen(order.host, order.port) as probe:  # said before anything slow is done; vLLM takes the port later
         port = probe.getsockname()[1]

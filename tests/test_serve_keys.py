@@ -1,0 +1,328 @@
+"""Several keys, each with its limits: who gets 429, when no more, and what it costs; and what a keys file may say."""
+
+import asyncio
+import hashlib
+import math
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client.parser import text_string_to_metric_families
+from serving import HandWorkers, Server, client, fake_plan, turns
+
+from toolkit.cli.main import run
+from toolkit.errors import InputError
+from toolkit.files.keys import MAX_KEYS, ApiKey, read_keys
+from toolkit.serve.bucket import Bucket
+from toolkit.serve.driver import Driver
+
+ANA, BEN = "sk-ana-canary", "sk-ben-canary"
+
+
+def key(name: str, secret: str, **limits: int) -> ApiKey:
+    return ApiKey(name=name, sha256=hashlib.sha256(secret.encode()).hexdigest(), **limits)
+
+
+def ask(test: Callable[[httpx.AsyncClient], Coroutine], *keys: ApiKey, **options) -> None:
+    async def run() -> None:
+        async with client(keys=keys, **options) as http:
+            await test(http)
+
+    asyncio.run(run())
+
+
+async def post(http: httpx.AsyncClient, secret: str = ANA, path: str = "/v1/completions", **body) -> httpx.Response:
+    body = {"prompt": "hello", "max_tokens": 4, "temperature": 0} | body
+    return await http.post(path, json=body, headers={"Authorization": f"Bearer {secret}"})
+
+
+class Clock:
+    """What the server takes for the time since it started."""
+
+    now_s = 0.0
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(Driver, "now_s", property(lambda _: made.now_s))
+    return made
+
+
+async def scrape(http: httpx.AsyncClient, secret: str = ANA) -> dict[tuple[str, ...], float]:
+    text = (await http.get("/metrics", headers={"Authorization": f"Bearer {secret}"})).text
+    return {
+        (sample.name, *(sample.labels[label] for label in ("key", "limit") if label in sample.labels)): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if "key" in sample.labels
+    }
+
+
+def test_each_key_opens_and_no_other_does():
+    async def test(http: httpx.AsyncClient) -> None:
+        for secret, status in ((ANA, 200), (BEN, 200), ("sk-other", 401), (key("x", ANA).sha256, 401)):
+            assert (await post(http, secret)).status_code == status
+        assert (await http.get("/v1/models")).status_code == 401
+        assert (await http.get("/health")).status_code == 200
+
+    ask(test, key("ana", ANA), key("ben", BEN))
+
+
+def test_who_sends_too_often_waits_and_others_do_not(clock):
+    async def test(http: httpx.AsyncClient) -> None:
+        assert [(await post(http)).status_code for _ in range(3)] == [200, 200, 429]
+        assert (await post(http, BEN)).status_code == 200
+        refused = await post(http)
+        assert refused.headers["retry-after"] == "30"
+        assert refused.json()["error"]["code"] == "rate_limit_exceeded"
+        assert refused.json()["error"]["type"] == "requests"
+        assert "'ana' sends at most 2 requests a minute; try again in 30s" in refused.json()["error"]["message"]
+        clock.now_s += 29.0
+        assert (await post(http)).status_code == 429
+        clock.now_s += 1.0
+        assert (await post(http)).status_code == 200
+
+    ask(test, key("ana", ANA, requests_per_minute=2), key("ben", BEN, requests_per_minute=2))
+
+
+def test_requests_are_refused_before_their_body_is_read():
+    async def test(http: httpx.AsyncClient) -> None:
+        async def endless():
+            raise AssertionError("the body was read")
+            yield b""
+
+        assert (await post(http)).status_code == 200
+        headers = {"Authorization": f"Bearer {ANA}", "Content-Type": "application/json"}
+        assert (await http.post("/v1/completions", content=endless(), headers=headers)).status_code == 429
+
+    ask(test, key("ana", ANA, requests_per_minute=1))
+
+
+def test_reading_is_free():
+    async def test(http: httpx.AsyncClient) -> None:
+        for path in ("/v1/models", "/metrics", "/version") * 3:
+            assert (await http.get(path, headers={"Authorization": f"Bearer {ANA}"})).status_code == 200
+        assert (await post(http)).status_code == 200
+
+    ask(test, key("ana", ANA, requests_per_minute=1))
+
+
+def test_tokens_are_taken_for_what_may_come_and_given_back_for_what_did_not():
+    async def test(http: httpx.AsyncClient) -> None:
+        first = asyncio.create_task(post(http, max_tokens=50))  # 5 + 50 of 100
+        await turns(60)
+        refused = await post(http, max_tokens=50)
+        assert refused.status_code == 429
+        assert refused.json()["error"]["type"] == "tokens"
+        assert refused.headers["retry-after"] == "3"  # 45 of 50 are there, 100 come in a minute; the prompt is unread
+        assert refused.headers["x-ratelimit-remaining-tokens"] == "45"
+        http.workers.finish(steps=4)  # ended by the worker, so the client leaves
+        first.cancel()
+        await turns(60)
+        answer = await post(http, max_tokens=1, prompt="a" * 600)
+        assert answer.status_code == 400  # too long for the model: costs a request, and no tokens
+        assert answer.headers["x-ratelimit-remaining-tokens"] == "91"  # 5 + 4 were used
+
+    ask(test, key("ana", ANA, tokens_per_minute=100), workers=HandWorkers())
+
+
+def test_all_prompts_and_choices_count():
+    async def test(http: httpx.AsyncClient) -> None:
+        answer = await post(http, prompt=["ab", "cd"], n=2, max_tokens=4)
+        assert answer.json()["usage"]["total_tokens"] == 4 + 16
+        assert answer.headers["x-ratelimit-remaining-tokens"] == str(100 - 4 - 16)
+        assert (await scrape(http))["llmctl_key_tokens_total", "ana"] == 20
+
+    ask(test, key("ana", ANA, tokens_per_minute=100))
+
+
+def test_what_never_fits_is_not_to_be_tried_again():
+    async def test(http: httpx.AsyncClient) -> None:
+        for body in ({"max_tokens": 120}, {"max_tokens": 30, "n": 4}, {"prompt": "a" * 90, "max_tokens": 20}):
+            refused = await post(http, **body)
+            assert (refused.status_code, refused.headers["x-should-retry"]) == (429, "false")
+            assert "retry-after" not in refused.headers
+
+    ask(test, key("ana", ANA, tokens_per_minute=100))
+
+
+def test_choices_at_once_are_bounded_and_places_come_back():
+    async def test(http: httpx.AsyncClient) -> None:
+        running = asyncio.create_task(post(http, n=2, max_tokens=8))
+        await turns(60)
+        refused = await post(http, n=2)
+        assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
+        assert "at most 3 choices at once; 2 are there, and this request asks for 2" in refused.text
+        assert (await post(http, n=4)).headers["x-should-retry"] == "false"
+        found = await scrape(http)
+        assert found["llmctl_key_running", "ana"] == 2
+        assert found["llmctl_key_limited_total", "ana", "concurrent"] == 2
+        http.workers.finish()
+        assert (await running).status_code == 200
+        assert (await scrape(http))["llmctl_key_running", "ana"] == 0
+
+    ask(test, key("ana", ANA, max_concurrent=3), workers=HandWorkers())
+
+
+def test_a_client_that_leaves_gives_its_places_and_tokens_back():
+    async def test(http: httpx.AsyncClient) -> None:
+        leaving = asyncio.create_task(post(http, max_tokens=50, stream=True))
+        await turns(60)
+        leaving.cancel()
+        await turns(60)
+        assert (await scrape(http))["llmctl_key_running", "ana"] == 0
+        again = asyncio.create_task(post(http, max_tokens=50))
+        await turns(60)
+        assert (await scrape(http))["llmctl_key_running", "ana"] == 1
+        again.cancel()
+        await turns(60)
+
+    ask(test, key("ana", ANA, max_concurrent=1, tokens_per_minute=60), workers=HandWorkers())
+
+
+def test_what_the_server_refuses_for_its_own_reasons_is_no_request():
+    async def test(http: httpx.AsyncClient) -> None:
+        http.driver.state = "draining"
+        for _ in range(3):
+            assert (await post(http)).status_code == 503
+        http.driver.state = "ready"
+        assert (await post(http)).status_code == 200
+        assert (await post(http)).status_code == 429
+
+    ask(test, key("ana", ANA, requests_per_minute=1))
+
+
+def test_answers_say_what_is_left_under_openais_names():
+    async def test(http: httpx.AsyncClient) -> None:
+        headers = (await post(http, stream=True)).headers
+        assert {name: value for name, value in headers.items() if name.startswith("x-ratelimit")} == {
+            "x-ratelimit-limit-requests": "60",
+            "x-ratelimit-remaining-requests": "59",
+            "x-ratelimit-reset-requests": "1s",
+            "x-ratelimit-limit-tokens": "100",
+            "x-ratelimit-remaining-tokens": "91",
+            "x-ratelimit-reset-tokens": "6s",
+        }
+        assert not any(name.startswith("x-ratelimit") for name in (await post(http, BEN)).headers)
+
+    ask(test, key("ana", ANA, requests_per_minute=60, tokens_per_minute=100), key("ben", BEN))
+
+
+def test_metrics_are_by_name_and_know_no_key():
+    async def test(http: httpx.AsyncClient) -> None:
+        for secret in (ANA, ANA, BEN, "sk-other"):
+            await post(http, secret)
+        found = await scrape(http)
+        assert found["llmctl_key_requests_total", "ana"] == 1
+        assert found["llmctl_key_limited_total", "ana", "requests"] == 1
+        assert found["llmctl_key_requests_total", "ben"] == 1
+        assert {labels[1] for labels in found} == {"ana", "ben"}
+
+    ask(test, key("ana", ANA, requests_per_minute=1), key("ben", BEN))
+
+
+@given(
+    per_minute=st.integers(1, 1000),
+    asked=st.lists(st.tuples(st.floats(0, 30), st.integers(1, 1000)), max_size=40),
+)
+def test_nobody_gets_more_than_twice_the_limit_in_a_minute(per_minute, asked):
+    bucket, now_s, taken = Bucket(per_minute), 0.0, []
+    for pause_s, amount in asked:
+        now_s += pause_s
+        wait_s = bucket.wait_s(amount, now_s)
+        if math.isfinite(wait_s):
+            now_s += wait_s
+            bucket.take(amount, now_s)
+            taken.append((now_s, amount))
+    for begin_s, _ in taken:
+        assert sum(amount for at_s, amount in taken if 0 <= at_s - begin_s < 60) <= 2 * per_minute + 1e-6
+    if taken:
+        assert sum(amount for _, amount in taken) <= per_minute * (1 + now_s / 60) + 1e-6
+
+
+def test_a_clock_that_goes_back_fills_no_bucket():
+    bucket = Bucket(60)
+    bucket.take(60, 1000.0)
+    assert bucket.wait_s(1, 0.0) == 1.0
+    assert bucket.wait_s(1, 1.0) == 0.0
+
+
+DIGEST = key("x", ANA).sha256
+ENTRY = f"  - name: ana\n    sha256: {DIGEST}\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "there is no list of keys in it"),
+        ("keys: []", "at least 1 item"),
+        (f"keys:\n  - name: ana\n    sha256: {ANA}\n", "keys[0].sha256: should be 64 hexadecimal digits"),
+        (f"keys:\n  - name: ana\n    sha256: {hashlib.sha256(b'').hexdigest()}\n", "the sha256 of nothing at all"),
+        (f"keys:\n  - name: Ana!\n    sha256: {DIGEST}\n", "keys[0].name: 'Ana!'"),
+        (f"keys:\n  - name: ana\n    key: {ANA}\n", "keys[0].key: unknown key"),
+        (f"keys:\n{ENTRY}{ENTRY}", "two keys are called 'ana'"),
+        (f"keys:\n{ENTRY}{ENTRY.replace('ana', 'ben')}", "'ana' and 'ben' have the same key"),
+        (f"keys:\n{ENTRY}    requests_per_minute: 0\n", "keys[0].requests_per_minute: 0: should be greater than 0"),
+        (f"keys:\n{ENTRY}    request_per_minute: 6\n", "did you mean 'requests_per_minute'"),
+        ("keys:\n" + "".join(ENTRY.replace("ana", f"n{k}") for k in range(MAX_KEYS + 1)), f"at most {MAX_KEYS} items"),
+    ],
+)
+def test_what_is_wrong_with_a_keys_file_is_said_without_its_secrets(tmp_path: Path, text, said):
+    path = tmp_path / "keys.yaml"
+    path.write_text(text)
+    with pytest.raises(InputError) as caught:
+        read_keys(path)
+    shown = f"{caught.value.message} {caught.value.hint}"
+    assert said in shown
+    assert ANA not in shown
+
+
+def test_a_keys_file_that_anybody_may_change_is_refused(tmp_path: Path):
+    path = tmp_path / "keys.yaml"
+    path.write_text(f"keys:\n{ENTRY}")
+    assert [one.name for one in read_keys(path)] == ["ana"]
+    path.chmod(0o666)
+    with pytest.raises(InputError, match="every user of this machine may write to it"):
+        read_keys(path)
+
+
+def test_one_key_and_several_contradict_each_other(tmp_path: Path, capsys):
+    fake_plan(tmp_path)
+    (tmp_path / "keys.yaml").write_text(f"keys:\n{ENTRY}")
+    with pytest.raises(SystemExit) as ended:
+        run(["serve", str(tmp_path / "plan.json"), "--api-keys", str(tmp_path / "keys.yaml"), "--api-key", ANA])
+    assert ended.value.code == 2
+    assert "there is an API key, and a file of keys" in capsys.readouterr().err
+
+
+def test_openais_client_waits_as_long_as_it_is_told_and_gives_up_on_what_never_fits(tmp_path: Path, monkeypatch):
+    fake_plan(tmp_path)
+    limits = "    requests_per_minute: 60\n    tokens_per_minute: 2000\n"
+    (tmp_path / "keys.yaml").write_text(f"keys:\n{ENTRY}{limits}")
+    waited: list[float] = []
+    monkeypatch.setattr("time.sleep", waited.append)
+    with (
+        Server(tmp_path / "plan.json", "--api-keys", str(tmp_path / "keys.yaml")) as server,
+        openai.OpenAI(base_url=f"{server.url}/v1", api_key=ANA, max_retries=1) as one,
+        openai.OpenAI(base_url=f"{server.url}/v1", api_key="sk-wrong") as wrong,
+    ):
+        model = server.ready["model"]
+        with pytest.raises(openai.RateLimitError) as caught:
+            one.completions.create(model=model, prompt="a", max_tokens=256, n=16)
+        assert (caught.value.code, caught.value.type) == ("rate_limit_exceeded", "tokens")
+        assert waited == []
+        with pytest.raises(openai.RateLimitError, match="sends at most 60 requests a minute"):
+            ask_often(one, model)
+        assert waited == [1.0]
+        with pytest.raises(openai.AuthenticationError):
+            wrong.models.list()
+
+
+def ask_often(one: openai.OpenAI, model: str) -> None:
+    for _ in range(1000):
+        one.completions.create(model=model, prompt="a", max_tokens=1)

@@ -1,0 +1,169 @@
+"""Whose request it is, and what his key may still take: requests and tokens a minute, choices at once.
+
+A request passes three gates, each as early as it can be asked: its key may send another request (before its body is
+read), may have so many choices at once (before tokenizing), may take so many tokens (once its prompt is counted). The
+last takes what the answer may become, prompt and `max_tokens` for each choice; what was not used goes back when the
+request has ended. So no key gets beyond its limit by asking for much at once. A refusal costs the key nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+from starlette.datastructures import Headers
+from starlette.types import Scope
+
+from toolkit.files.keys import ApiKey
+from toolkit.serve.bucket import MINUTE_S, Bucket
+from toolkit.serve.errors import ApiError
+
+Limit = Literal["requests", "tokens", "concurrent"]
+LIMITS: tuple[Limit, ...] = ("requests", "tokens", "concurrent")
+_SCOPE_KEY = "toolkit.visit"
+
+
+class Account:
+    """What a key has taken. Without a key of its own it is anybody's, and has no limits."""
+
+    def __init__(self, key: ApiKey | None = None) -> None:
+        self.name = key.name if key else ""
+        self.max_concurrent = (key and key.max_concurrent) or math.inf
+        self.requests = Bucket(key.requests_per_minute) if key and key.requests_per_minute else None
+        self.tokens = Bucket(key.tokens_per_minute) if key and key.tokens_per_minute else None
+        self.running = 0  # choices, waiting ones too
+        self.accepted = 0  # requests
+        self.taken_tokens = 0
+        self.refused: Counter[str] = Counter()  # by limit
+
+
+class Keyring:
+    """Everybody's accounts. With neither key nor keys, everybody has the same."""
+
+    def __init__(self, api_key: str = "", keys: Sequence[ApiKey] = ()) -> None:
+        self.named = [Account(key) for key in keys]
+        self._entries = list(zip([key.digest for key in keys], self.named, strict=True))
+        if api_key:
+            self._entries.append((hashlib.sha256(api_key.encode()).digest(), Account()))
+        self._anybody = None if self._entries else Account()
+
+    def find(self, headers: Headers) -> Account | None:
+        """Whose key it is; None: nobody's. All digests are compared, each in constant time."""
+        if self._anybody:
+            return self._anybody
+        scheme, _, given = headers.get("authorization", "").partition(" ")
+        digest = hashlib.sha256(given.strip().encode("latin-1")).digest()
+        found = None
+        for known, account in self._entries:
+            if hmac.compare_digest(digest, known):
+                found = account
+        return found if scheme.lower() == "bearer" else None
+
+
+class Visit:
+    """One request of a key, from its headers until its answer has ended. `now_s` is the serving clock."""
+
+    def __init__(self, account: Account, now_s: Callable[[], float]) -> None:
+        self._account = account
+        self._now_s = now_s
+        self._entered = False
+        self._choices = 0
+        self._reserved = 0
+        self._used: Callable[[], int] = lambda: 0
+
+    @classmethod
+    def of(cls, scope: Scope) -> Visit:
+        """The visit that `scope` belongs to."""
+        visit: Visit = scope[_SCOPE_KEY]
+        return visit
+
+    def enter(self, scope: Scope) -> None:
+        """A request more. `ApiError` where the key may send none now."""
+        account, bucket, now_s = self._account, self._account.requests, self._now_s()
+        wait_s = bucket.wait_s(1, now_s) if bucket else 0.0
+        if bucket and wait_s:
+            raise self._refusal("requests", f"sends at most {bucket.size} requests a minute", wait_s)
+        if account.running >= account.max_concurrent:
+            raise self._crowded(1)
+        if bucket:
+            bucket.take(1, now_s)
+        account.accepted += 1
+        self._entered = True
+        scope[_SCOPE_KEY] = self
+
+    def admit(self, choices: int, tokens: int) -> None:
+        """So many choices, of `tokens` in all at least. `ApiError` where they are too many now."""
+        account = self._account
+        if account.running + choices > account.max_concurrent:
+            raise self._crowded(choices)
+        self._check_tokens(tokens)
+        account.running += choices
+        self._choices = choices
+
+    def reserve(self, tokens: int, used: Callable[[], int]) -> None:
+        """Take what the answer may become; in the end `used` says what it was. `ApiError` where it is too much now."""
+        self._check_tokens(tokens)
+        if self._account.tokens:
+            self._account.tokens.take(tokens, self._now_s())
+        self._reserved, self._used = tokens, used
+
+    def leave(self, status: int) -> None:
+        """The answer has ended. What the server refused for reasons of its own was no request of the key's."""
+        account, now_s, used = self._account, self._now_s(), self._used()
+        account.running -= self._choices
+        account.taken_tokens += used
+        if account.tokens:
+            account.tokens.give_back(self._reserved - used, now_s)
+        if account.requests and self._entered and status in (429, 503):
+            account.requests.give_back(1, now_s)
+
+    def headers(self) -> dict[str, str]:
+        """What is left, under OpenAI's names."""
+        found, now_s = {}, self._now_s()
+        for name, bucket in (("requests", self._account.requests), ("tokens", self._account.tokens)):
+            if bucket:
+                found[f"x-ratelimit-limit-{name}"] = str(bucket.size)
+                found[f"x-ratelimit-remaining-{name}"] = str(max(math.floor(bucket.level(now_s)), 0))
+                found[f"x-ratelimit-reset-{name}"] = _duration(bucket.wait_s(bucket.size, now_s))
+        return found
+
+    def _check_tokens(self, tokens: int) -> None:
+        bucket = self._account.tokens
+        wait_s = bucket.wait_s(tokens, self._now_s()) if bucket else 0.0
+        if bucket and wait_s:
+            text = f"takes at most {bucket.size} tokens a minute, prompt and max_tokens of all choices together"
+            raise self._refusal("tokens", f"{text}; this request may take {tokens}", wait_s)
+
+    def _crowded(self, choices: int) -> ApiError:
+        account = self._account
+        text = f"has at most {account.max_concurrent} choices at once; {account.running} are there"
+        never = choices > account.max_concurrent
+        return self._refusal("concurrent", f"{text}, and this request asks for {choices}", math.inf if never else 1.0)
+
+    def _refusal(self, limit: Limit, text: str, wait_s: float) -> ApiError:
+        """As OpenAI's; its clients wait as long as they are told, and do not try again what can never be."""
+        self._account.refused[limit] += 1
+        kind = "tokens" if limit == "tokens" else "requests"
+        if math.isinf(wait_s):
+            said, headers = "ask for less", {"x-should-retry": "false"}
+        else:
+            said, headers = f"try again in {_duration(wait_s)}", {"Retry-After": str(math.ceil(wait_s))}
+        return ApiError(
+            f"rate limit reached: the key '{self._account.name}' {text}; {said}",
+            status=429,
+            kind=kind,
+            code="rate_limit_exceeded",
+            headers=headers,
+        )
+
+
+def _duration(seconds: float) -> str:
+    """As OpenAI writes it: 250ms, 12s, 6m0s."""
+    if (ms := math.ceil(1000 * seconds)) < 1000:
+        return f"{ms}ms"
+    whole = math.ceil(seconds)
+    return f"{whole}s" if whole < MINUTE_S else f"{whole // 60}m{whole % 60}s"
