@@ -70,7 +70,8 @@ async def not_ready_s(port: int, signalled_s: float) -> float:
 
 
 async def one_round(server: Server, rng: random.Random) -> tuple[Counter[str], float, float]:
-    port, ends = int(server.url.rpartition(":")[2]), Counter()
+    port = int(server.url.rpartition(":")[2])
+    ends: Counter[str] = Counter()
 
     async def client() -> None:
         while server.process.poll() is None and not ends["no connection"]:
@@ -93,11 +94,15 @@ def main() -> int:
     parser.add_argument("--timeout", type=float, default=20.0)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    rng, ends, codes, noticed, took = random.Random(options.seed), Counter(), Counter(), [], []
+    rng = random.Random(options.seed)
+    ends: Counter[str] = Counter()
+    codes: Counter[int | None] = Counter()
+    noticed: list[float] = []
+    took: list[float] = []
     with tempfile.TemporaryDirectory() as folder:
         fake_plan(Path(folder), eos_one_in=0, decode_s=0.004)
-        command = ("--admission", "queue", "--set", "slice_tokens=32")
-        command += ("--shutdown-notice", str(options.notice), "--shutdown-timeout", str(options.timeout))
+        command = ["--admission", "queue", "--set", "slice_tokens=32"]
+        command += ["--shutdown-notice", str(options.notice), "--shutdown-timeout", str(options.timeout)]
         for _ in range(options.rounds):
             with Server(Path(folder) / "plan.json", *command) as server:
                 found, noticed_s, took_s = asyncio.run(one_round(server, rng))

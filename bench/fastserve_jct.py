@@ -20,7 +20,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -108,7 +108,7 @@ def measured(method: tuple[str, str], rate_rps: float, duration_s: float, seed: 
     if isinstance(policy, Oracle):
         policy = policy.told(dict(zip(map(str, range(len(trace))), trace.output_tokens.tolist(), strict=True)))
     watched = Waits(policy)
-    metrics = simulate(trace, watched, WORLD).metrics({})
+    metrics = simulate(trace, cast(Policy, watched), WORLD).metrics({})
     return metrics | {"longest_wait_s": watched.longest_s, "longest_round_s": watched.round_s}
 
 

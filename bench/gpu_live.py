@@ -276,5 +276,8 @@ class KeptWorkers:
     def cancel(self, worker: int, batch_id: int, request_ids: Sequence[str]) -> None:
         self._workers.cancel(worker, batch_id, request_ids)
 
+    def kill(self, worker: int) -> None:
+        self._workers.kill(worker)
+
     async def stop(self) -> None:
         self._on_event = None

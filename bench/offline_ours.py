@@ -113,14 +113,15 @@ class Ours:
     def _law(self) -> SegmentedLaw:
         """Eq. 3 and 4, least squares over relative errors, the best of three timings per point."""
         points = [(1, 32), (1, 256), (8, 32), (8, 256), (32, 32), (32, 192)]
-        laws = []
+        laws: list[tuple[float, float, float, float]] = []
         for timed in (self.engine.time_prefill, self.engine.time_decode):
             seconds = np.array(
                 [min(timed(rows, length, time.perf_counter) for _ in range(3)) for rows, length in points]
             )
             terms = np.array([(rows * length, rows, length, 1.0) for rows, length in points]) / seconds[:, None]
             found = np.linalg.lstsq(terms, np.ones(len(points)), rcond=None)[0].clip(min=0.0)
-            laws.append(tuple(float(one) for one in found))
+            per_nl, per_n, per_l, flat = found.tolist()
+            laws.append((per_nl, per_n, per_l, flat))
         return bilinear_law(laws[0], laws[1], prefill_emits_token=True)
 
 

@@ -41,9 +41,11 @@ from results_file import put_section
 from toolkit.workers.process import engine_environment
 
 HERE = Path(__file__).parent
-SYSTEMS = ("generate", "static-8", "static-16", "static-32", "slices", "generate_batch-0")
-SYSTEMS += ("generate_batch-8", "generate_batch-16", "generate_batch-32")
-SYSTEMS += ("rebatch-slab", "rebatch", "llama.cpp-32", "llama.cpp-64", "vllm")
+SYSTEMS = (
+    *("generate", "static-8", "static-16", "static-32", "slices"),
+    *("generate_batch-0", "generate_batch-8", "generate_batch-16", "generate_batch-32"),
+    *("rebatch-slab", "rebatch", "llama.cpp-32", "llama.cpp-64", "vllm"),
+)
 REFERENCE = "generate"  # whose tokens the others' are compared with
 SAMPLE = 10
 WARM_UP = 6  # requests

@@ -24,7 +24,8 @@ from toolkit.sched.policies import make_policy
 from toolkit.sched.scheduler import Scheduler
 from toolkit.sched.types import Batch, BatchResult, Request, RoundResult, Worker
 from toolkit.serve.live import merge
-from toolkit.workers.child import Channel, Outbox, RunningRound
+from toolkit.workers.channel import SocketChannel
+from toolkit.workers.child import Outbox, RunningRound
 from toolkit.workers.frames import DoneRound, RunRound, front_side, pack, worker_side
 from toolkit.workers.protocol import Times
 
@@ -55,11 +56,10 @@ def frames_us(rows: int, repeats: int) -> dict[str, float]:
     out, back = pack(run), pack(done)
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        channel = Channel(theirs)
+        channel = SocketChannel(theirs)
         outbox = Outbox(channel, NEVER_S, time.perf_counter)
-        outbox.begin(5, at_once=False)
-        outbox.put(steps[0])  # goes out; those that follow wait
-        outbox.begin(5, at_once=False)
+        outbox.begin_round(5, run.plan)
+        outbox.put(steps[0])  # has first tokens, so it goes out; those that follow wait
         running = RunningRound(run, channel, outbox)
         return {
             "a round to the worker: pack": fastest_us(lambda: pack(run), repeats),

@@ -98,11 +98,11 @@ def workload(rate_rps: float, seconds: float = 600.0, seed: int = 0) -> Trace:
     return generate(Arrivals(rate_rps), seconds, prompt, output, seed)
 
 
-def scheduler(engine: Engine, name: str, slice_tokens: int = 128) -> tuple[str, dict[str, Value]]:
+def scheduler(engine: Engine, name: str, slice_tokens: int = 128) -> tuple[str, Mapping[str, Value]]:
     """The policy and the parameters of a scheduler of the paper."""
     pooled = PAPER | {"min_interval_s": engine.gamma_s, "slice_tokens": slice_tokens}
     fixed = pooled | {"interval_factor": 0.0}
-    return {
+    schedulers: dict[str, tuple[str, Mapping[str, Value]]] = {
         "SLS": ("sequence", {"batch_size": engine.batch}),
         "SO": ("sequence", {"batch_size": engine.batch, "slice_tokens": slice_tokens}),
         "PM": ("slice", fixed | {"max_min": False, "max_batch_size": engine.batch}),
@@ -112,7 +112,8 @@ def scheduler(engine: Engine, name: str, slice_tokens: int = 128) -> tuple[str, 
         "SCLS, eager": ("slice", pooled | {"eager": True}),
         "ILS": ("conservative", {}),
         "ILS, 33,792": ("conservative", {}),
-    }[name]
+    }
+    return schedulers[name]
 
 
 def run(case: Case, seed: int = 0) -> Metrics:

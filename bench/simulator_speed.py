@@ -20,8 +20,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from time import process_time
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from toolkit.estimators.laws import bilinear_law
 from toolkit.estimators.memory import ZetaMemory
@@ -81,15 +83,17 @@ def repeated(trace: Trace, times: int) -> Trace:
     """The trace, `times` over, one after the other."""
     span_s = float(trace.arrival_s[-1]) + 1.0
     arrival_s = np.concatenate([trace.arrival_s + k * span_s for k in range(times)])
-    return Trace(arrival_s, *(np.tile(column, times) for column in columns_of(trace)[1:]))
+    _, prompts, outputs, limits = (np.tile(column, times) for column in columns_of(trace))
+    return Trace(arrival_s, prompts, outputs, limits)
 
 
 def first(trace: Trace, count: int) -> Trace:
     """The trace's first requests."""
-    return Trace(*(column[:count] for column in columns_of(trace)))
+    arrival_s, prompts, outputs, limits = (column[:count] for column in columns_of(trace))
+    return Trace(arrival_s, prompts, outputs, limits)
 
 
-def columns_of(trace: Trace) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+def columns_of(trace: Trace) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any], NDArray[Any]]:
     return trace.arrival_s, trace.prompt_tokens, trace.output_tokens, trace.max_tokens
 
 

@@ -99,7 +99,9 @@ def passes_of_case(case: Case) -> list[Any]:
     flags = VllmPolicy(**{name: case[name] for name in names})
     scheduler = PagedScheduler(flags, case["blocks"], case["block_tokens"], ahead=case["ahead"])
     due = [at for at, *_ in case["requests"]]
-    arrived, found, under_way = 0, [], []
+    arrived = 0
+    found: list[Any] = []
+    under_way: list[Any] = []
     while True:
         while arrived < len(due) and due[arrived] <= len(found):
             _, prompt, output, limit = case["requests"][arrived]

@@ -58,7 +58,8 @@ class Driven:
             log_stats=False,
         )
         self.hasher = get_request_block_hasher(case["block_tokens"], sha256)
-        self.case, self.passes = case, []
+        self.case = case
+        self.passes: list[Any] = []
         self.requests: list[Any] = []
         self.under_way: deque[tuple[Any, dict[str, int]]] = deque()
         self.preempted: list[int] = []

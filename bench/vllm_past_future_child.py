@@ -83,7 +83,9 @@ class Bench:
         scheduler._preempt_request = counted
         scheduler.deciding_s = 0.0  # of ours, vLLM's own has none
         timers = Timed(scheduler, "schedule"), Timed(scheduler, "update_from_output")
-        sent, times, tokens = np.zeros(requests), [[] for _ in range(requests)], [[] for _ in range(requests)]
+        sent = np.zeros(requests)
+        times: list[list[float]] = [[] for _ in range(requests)]
+        tokens: list[list[int]] = [[] for _ in range(requests)]
         steps, row_steps, stepping_s, following = 0, 0, 0.0, 0
         start = time.perf_counter()
         while following < min(requests, self.work["clients"]):
