@@ -27,6 +27,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # a checkout that was not installed will do
@@ -88,9 +89,9 @@ def main() -> int:
     if device is None:
         print("error: torch finds no CUDA device; --device cpu with a tiny recipe tries the way out", file=sys.stderr)
         return 1
-    folder = options.out / _slug(device["name"])
-    recipes = options.recipe or [_recipe_of(model, device["memory_gib"]) for model in options.models.split(",")]
-    runs = [Run(path, folder / _model(path), options.device, device["name"], options.quick) for path in recipes]
+    folder = options.out / _slug(device.name)
+    recipes = options.recipe or [_recipe_of(model, device.memory_gib) for model in options.models.split(",")]
+    runs = [Run(path, folder / _model(path), options.device, device.name, options.quick) for path in recipes]
     _say_what_will_be_done(runs)
     try:
         failed = [f"{run.folder.name}: {name}" for run in runs for name in _go(run)]
@@ -117,16 +118,23 @@ def _options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _device(kind: str) -> dict[str, object] | None:
-    """Name and memory of the device; asked in another process, so that this one holds no memory of it."""
+class Device(NamedTuple):
+    """What it runs on."""
+
+    name: str
+    memory_gib: float
+
+
+def _device(kind: str) -> Device | None:
+    """The first device; asked for in another process, so that this one holds no memory of it."""
     if kind == "cpu":
-        return {"name": "cpu", "memory_gib": 0.0}
+        return Device("cpu", 0.0)
     code = "import json; from toolkit.engines.devices import find_devices as f; g = f().gpus; "
-    code += "print(json.dumps([{'name': one.name, 'memory_gib': one.memory_bytes / 2**30} for one in g[:1]]))"
+    code += "print(json.dumps([(one.name, one.memory_bytes / 2**30) for one in g[:1]]))"
     answer = subprocess.run([sys.executable, "-c", code], env=_environment(), capture_output=True, text=True)
     if answer.returncode:
         raise SystemExit(f"error: the GPU cannot be used: {answer.stderr.strip().splitlines()[-1]}")
-    return next(iter(json.loads(answer.stdout.splitlines()[-1])), None)
+    return next((Device(*each) for each in json.loads(answer.stdout.splitlines()[-1])), None)
 
 
 def _recipe_of(model: str, memory_gib: float) -> Path:
