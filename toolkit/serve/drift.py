@@ -3,6 +3,10 @@
 Each point is a slice, or for a continuous policy a round from an empty batch, on all workers at once, as the fit's own
 overhead was measured: so many rows of so many tokens for so many steps. The median of its times is held against the
 law that the scheduler asks. Memory is not tried, nor are points that would take too long.
+
+The stated error is one that 5 % of held-out slices exceed. Of four points one alone would exceed it by chance at 17 of
+100 starts of a healthy machine, several at one or two. What makes a machine slower (other programs, heat, another
+clock) shows at most points. So one of several is told, and not held against the fit.
 """
 
 from __future__ import annotations
@@ -28,6 +32,7 @@ STEPS = 16  # of a point, at most
 RUNS_MIN, RUNS_MAX = 3, 9  # of each point
 LEAST_PERCENT = 10.0  # a fit of a quiet hour promises less than the next hour holds
 BUDGET_S = 3.0
+MAY_EXCEED = 1  # of several points
 
 
 OnFound = Callable[["list[Measured]"], None]
@@ -127,14 +132,18 @@ def check_of(plan: Plan, budget_s: float = BUDGET_S) -> Check:
 
 
 def judge(found: Sequence[Measured], *, strict: bool, say: Callable[[str], None]) -> None:
-    """Say what was found; with `strict`, `TargetMissedError` where a point is beyond the fit's stated error."""
+    """Say what was found; with `strict`, `TargetMissedError` where points are beyond the fit's stated error."""
     if not found:
         say("fit: no point of it could be measured again in the time given")
         return
     allowed = found[0].allowed_percent
     wrong = [one for one in found if one.drifted]
+    if len(wrong) <= MAY_EXCEED < len(found):
+        but = "".join(f"; but for {one.text()}, as one of {len(found)} may by chance" for one in wrong)
+        say(f"fit: measured again at {len(found)} points, within its stated error of {allowed:.0f} %{but}")
+        return
     if not wrong:
-        say(f"fit: measured again at {len(found)} points, within its stated error of {allowed:.0f} %")
+        say(f"fit: measured again at one point, within its stated error of {allowed:.0f} %")
         return
     told = f"beyond its stated error of {allowed:.0f} %: {', '.join(one.text() for one in wrong)}"
     if strict:
