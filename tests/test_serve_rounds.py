@@ -66,6 +66,17 @@ def test_a_round_s_result_names_requests() -> None:
     assert shaped.joined == (("b", 1),)
 
 
+def test_rounds_say_how_many_steps_the_scheduler_counts_before_them() -> None:
+    desk = Desk()
+    assert desk.first.steps_before == 0
+    desk.kept.result(desk.batch, RoundOutput(5, ((0, 0), (1, 0), (2, 0)), (), 0, 0))
+    second = desk.begin(batch())
+    assert second.steps_before == 5
+    desk.give({0: 2, 1: 2, 2: 1})
+    assert desk.kept.failed(desk.batch, "crashed", ()).steps == 2
+    assert desk.begin(batch()).steps_before == 7, "a worker that was started again has made none of them"
+
+
 def test_a_crash_keeps_what_had_come_and_forgets_all_rows() -> None:
     desk = Desk()
     desk.give({0: 3, 1: 3, 2: 2}, 2)

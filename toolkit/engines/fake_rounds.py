@@ -41,7 +41,6 @@ class FakeRoundEngine(FakeEngine):
         self._swapped: dict[int, FakeRow] = {}
         self._entering: dict[int, FakeRow] = {}
         self._passes: Passes[int] = Passes()  # of those who enter
-        self._steps = 0  # decode steps since the start
         self._step_is_due = False  # before the next bounded pass
 
     def run_round(self, plan: Round, on_step: OnStep) -> RoundOutput:
@@ -76,15 +75,14 @@ class FakeRoundEngine(FakeEngine):
                 if newcomers:
                     joined += [(number, steps) for number in newcomers]
                     wanted = on_step(self._advance(newcomers, ended)) and wanted
-            stopped = not (wanted or steps or plan.chunk_tokens or self._steps % plan.stop_every)
+            stopped = not (wanted or steps or plan.chunk_tokens or plan.steps_before % plan.stop_every)
             if ended or stopped or not self._running or not plan.steps:
                 break
             self._wait(self._decode_s(len(self._running), max(row.length for row in self._running.values())))
-            self._steps += 1
             steps += 1
             self._step_is_due = False
             wanted = on_step(self._advance(tuple(self._running), ended)) and wanted
-            over = bool(ended) or steps >= plan.steps or not (wanted or self._steps % plan.stop_every)
+            over = bool(ended) or steps >= plan.steps or not (wanted or (plan.steps_before + steps) % plan.stop_every)
         tokens = self._device_tokens()
         return RoundOutput(steps, tuple(joined), tuple(ended), tokens, tokens)
 

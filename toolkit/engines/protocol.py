@@ -74,6 +74,7 @@ class Round(msgspec.Struct, frozen=True, omit_defaults=True):
     overlap: bool = False  # swaps go on beside the round's compute, where the device can; else it waits for them
     stop_every: int = 1  # a round that is told to stop does so where the count of steps is a multiple of this
     chunk_tokens: int = 0  # of a pass of prefill while rows decode, at most, padding counted; 0: whole prefills
+    steps_before: int = 0  # decode steps that the scheduler has counted: the engine may have made others
 
 
 class RoundOutput(msgspec.Struct, frozen=True):

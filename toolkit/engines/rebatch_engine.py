@@ -50,7 +50,6 @@ class RebatchEngine(TransformersEngine):
         passes = self._prefill_columns, self._padded, self._shape, self.ledger, cache
         self._prefiller = Prefiller(*passes, mixes=self._shapes_in)
         self._parts = RoundParts(self._batch, self._prefiller, self._parked, self._kv_shapes, like, self._synchronize)
-        self._steps = 0  # decode steps since the start
         self._step_is_due = False  # a bounded pass was made since the last: those who run do not wait for two
 
     def run_round(self, plan: Round, on_step: OnStep) -> RoundOutput:
@@ -87,13 +86,12 @@ class RebatchEngine(TransformersEngine):
         self._move(plan)
         progress = _Progress(plan, on_step)
         self._admit(progress)
-        over = progress.is_over(self._steps)
+        over = progress.is_over()
         while (self._batch or self._prefiller.busy) and not over:
             if self._batch:
-                self._steps += 1
                 self._step_is_due = False
                 progress.stepped(self._batch.step())
-            over = progress.is_over(self._steps)
+            over = progress.is_over()
             if not over:
                 self._admit(progress)
                 over = bool(progress.ended)  # who is told to stop does so after a step, not between it and its pass
@@ -165,14 +163,13 @@ class RebatchEngine(TransformersEngine):
         chunk_tokens = progress.plan.chunk_tokens
         while self._prefiller.busy and not (self._batch and self._step_is_due):
             if self._shapes_in and self._batch:
-                if progress.is_over(self._steps):
+                if progress.is_over():
                     return
                 newcomers = self._prefiller.take_waiting()
                 width = max(len(live.row.tokens) for _, live in newcomers)
                 rows = len(self._batch) + len(newcomers)
                 with self.ledger.reserve(self._shape.prefill_bytes(rows, width, self._batch.cache.width)):
                     step = self._batch.step_with(newcomers)
-                self._steps += 1
                 progress.stepped(step)
                 progress.joined_now([number for number, _ in newcomers])
                 return
@@ -221,8 +218,8 @@ class _Progress:
         self.joined: list[tuple[int, int]] = []
         self.ended: list[int] = []
 
-    def is_over(self, steps_in_all: int) -> bool:
-        stopped = not self._is_wanted and steps_in_all % self.plan.stop_every == 0
+    def is_over(self) -> bool:
+        stopped = not self._is_wanted and (self.plan.steps_before + self.steps) % self.plan.stop_every == 0
         if self.plan.chunk_tokens and not self.steps:
             stopped = False  # a bounded pass is followed by its step
         return bool(self.ended) or self.steps >= self.plan.steps or stopped

@@ -24,6 +24,7 @@ class KeptRows:
         self._waited: tuple[int, ...] = ()  # those of them when the round began
         self._received: dict[int, int] = {}  # tokens in this round, by number
         self._ended: list[int] = []  # in this round
+        self._steps = 0  # decode steps as the scheduler counts them, who decides where a round may stop
 
     def begin(self, batch: Batch, live_of: Callable[[str], Live]) -> Round:
         """The round for the engine. `live_of` knows the requests of those who enter."""
@@ -51,6 +52,7 @@ class KeptRows:
             bool(moves and moves.overlap),
             batch.stop_every,
             batch.chunk_tokens,
+            self._steps,
         )
 
     def receive(self, number: int, tokens: int, *, ended: bool) -> Live:
@@ -66,6 +68,7 @@ class KeptRows:
         joined = self._joined(dict(output.joined))
         for number, _ in output.joined:
             self._prefilling.pop(number, None)
+        self._steps += output.steps
         return RoundResult(batch.batch_id, batch.worker, output.steps, self._end(output.ended), joined)
 
     def failed(
@@ -89,6 +92,7 @@ class KeptRows:
         for number in numbers:
             self._drop(number)
         self._stale = numbers if failure == "oom" else []
+        self._steps += steps
         return RoundResult(batch.batch_id, batch.worker, steps, ended, joined, failure, lost)
 
     def _joined(self, after: Mapping[int, int]) -> tuple[tuple[str, int], ...] | None:
