@@ -16,6 +16,7 @@ from toolkit.files.plan import Plan
 from toolkit.files.validation import MetricError, Validation
 
 CANARY = "sk-canary-7f3a9c51"
+LOCAL = {"EXPLAIN.md", "alerts.yaml", "bench.sh", "dashboard.json", "plan.json", "rendered.json", "serve.sh"}
 
 
 @pytest.fixture
@@ -42,7 +43,7 @@ def contents(folder: str) -> dict[str, bytes]:
 def test_a_folder_has_the_plan_its_explanation_and_a_way_to_check_it() -> None:
     assert render("--target", "local", "--out", "here") == 0
     names = {path.name for path in Path("here").iterdir()}
-    assert names == {"EXPLAIN.md", "alerts.yaml", "bench.sh", "plan.json", "rendered.json", "serve.sh"}
+    assert names == LOCAL
     assert Path("here/plan.json").read_bytes() == Path("plan.json").read_bytes()
     assert Path("here/serve.sh").stat().st_mode & 0o100
     manifest = read_manifest(Path("here"))
@@ -103,7 +104,7 @@ def test_what_is_rendered_no_more_is_removed() -> None:
     render("--target", "kubernetes", "--out", "x")
     assert render("--target", "local", "--out", "x") == 0
     left = {path.name for path in Path("x").rglob("*") if path.is_file()}
-    assert left == {"EXPLAIN.md", "alerts.yaml", "bench.sh", "plan.json", "rendered.json", "serve.sh"}
+    assert left == LOCAL
 
 
 @pytest.mark.usefixtures("plan")
@@ -160,11 +161,11 @@ def test_a_plan_needs_a_target_and_a_recipe_a_fit(capsys: pytest.CaptureFixture[
     assert errors == ["error: plan.json is a plan already", "error: a recipe alone is no plan"]
 
 
-@pytest.mark.parametrize("target", ["local", "systemd", "compose", "kubernetes"])
+@pytest.mark.parametrize("target", ["local", "systemd", "compose", "kubernetes", "kuberay"])
 def test_a_secret_in_the_environment_is_in_no_output(
     plan: Plan, target: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name in ("LLMCTL_API_KEY", "HF_TOKEN", "VLLM_API_KEY"):
+    for name in ("LLMCTL_API_KEY", "HF_TOKEN", "VLLM_API_KEY", "RAY_AUTH_TOKEN"):
         monkeypatch.setenv(name, CANARY)
     assert render("--target", target, "--json") == 0
     out, err = capsys.readouterr()

@@ -31,7 +31,7 @@ TargetOption = Annotated[
     typer.Option(
         "--target",
         metavar="TARGET",
-        help="local, systemd, compose, kubernetes, ray, vllm or sglang; see docs/deploying.md.",
+        help="local, systemd, compose, kubernetes, kuberay, ray, vllm or sglang; see docs/deploying.md.",
     ),
 ]
 OutOption = Annotated[

@@ -30,6 +30,7 @@ from toolkit.cli.serve_options import (
     PortOption,
     RayOption,
     RequestLogOption,
+    RoomOption,
     Source,
     StatusOption,
     StrictOption,
@@ -61,6 +62,7 @@ def command(
     settings: SetOption = None,
     workers: WorkersOption = None,
     ray: RayOption = "",
+    room_timeout: RoomOption = 60.0,
     event_log: EventLogOption = None,
     request_log: RequestLogOption = None,
     admission: AdmissionOption = None,
@@ -146,6 +148,7 @@ def command(
         check_of(chosen, seconds) if (seconds := _seconds_of_check(chosen, check)) else None,
         warn_of_foreign if force else None,
         ray,
+        room_timeout,
     )
     where = f" on Ray ({ray})" if ray else ""
     note(f"loading {chosen.workers} workers of {chosen.recipe.name}{where}")

@@ -174,6 +174,16 @@ RayOption = Annotated[
         help="Run the workers on a Ray cluster: a new one here, this machine's, or that of a head.",
     ),
 ]
+RoomOption = Annotated[
+    float,
+    typer.Option(
+        "--room-timeout",
+        min=0,
+        metavar="SECONDS",
+        rich_help_panel=WHAT,
+        help="With --ray: how long the cluster may take to have room for all workers.",
+    ),
+]
 InsecureOption = Annotated[
     bool, typer.Option("--insecure", rich_help_panel=CALLERS, help="Serve other machines without an API key.")
 ]

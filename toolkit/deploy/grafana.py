@@ -64,17 +64,21 @@ class Row:
     panels: Sequence[Panel] = field(default_factory=tuple)
 
 
-def dashboard(sla: Mapping[str, float] | None = None, names: Names = "llmctl") -> dict[str, Any]:
+def dashboard(
+    sla: Mapping[str, float] | None = None, names: Names = "llmctl", of: str = "", description: str = ""
+) -> dict[str, Any]:
     """The dashboard, ready for `json.dumps`; the same arguments give the same one.
 
-    `sla` is a recipe's, for the lines of its targets.
+    `sla` is a recipe's, for the lines of its targets; `of` names a deployment, whose board then is its own, and
+    `description` says where it comes from.
     """
     rows = _rows(sla or {})
     if names == "vllm":
         rows = [row for row in map(_as_vllm, rows) if row.panels]
     return {
-        "uid": f"llmctl-{names}",
-        "title": "llmctl" if names == "llmctl" else "llmctl, vLLM's names",
+        "uid": of or f"llmctl-{names}",  # 40 characters at most
+        "title": of or ("llmctl" if names == "llmctl" else "llmctl, vLLM's names"),
+        "description": description,
         "tags": ["llmctl"],
         "schemaVersion": SCHEMA_VERSION,
         "editable": True,

@@ -7,9 +7,18 @@ from toolkit.deploy.names import check_image
 from toolkit.deploy.order import Order, Reckoned
 
 
-def llmctl_image(order: Order) -> Reckoned[str]:
-    """The image with llmctl in it; `InputError` where the one that was asked for is not pinned."""
+IN_EXTRAS = ("deepspeed", "vllm")  # engines that are extras of the package of the same name
+
+
+def llmctl_image(order: Order, *extras: str) -> Reckoned[str]:
+    """The image with llmctl in it, with what the recipe's engine needs, and what `extras` of the package install.
+
+    `InputError` where the one that was asked for is not pinned.
+    """
     if order.options.image:
         return Reckoned(check_image(order.options.image), "--image")
-    name = f"llmctl:{toolkit.__version__}"
-    return Reckoned(name, f"this llmctl's version; build it in a checkout: docker build -t {name} .")
+    engine = order.plan.recipe.engine.name
+    wanted = sorted({*extras, *((engine,) if engine in IN_EXTRAS else ())})
+    name = "-".join([f"llmctl:{toolkit.__version__}", *wanted])
+    built = f"docker build -t {name}" + (f" --build-arg 'EXTRAS=[{','.join(wanted)}]'" if wanted else "") + " ."
+    return Reckoned(name, f"this llmctl's version; build it in a checkout: {built}")

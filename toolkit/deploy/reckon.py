@@ -61,16 +61,21 @@ def cpus(recipe: Recipe) -> Reckoned[int]:
 
 
 def memory_mib(order: Order) -> Reckoned[int]:
-    """Host memory that a server asks for. On a GPU the weights pass through it once."""
+    """Host memory that a server with all its workers asks for."""
+    each, workers = worker_memory_mib(order), order.plan.recipe.workers
+    source = f"{FRONT_MIB} MiB for the front, and for each of {workers} workers {each.source}"
+    return Reckoned(FRONT_MIB + workers * each.value, source)
+
+
+def worker_memory_mib(order: Order) -> Reckoned[int]:
+    """Host memory of one worker. On a GPU the weights pass through it once."""
     recipe, fit = order.plan.recipe, order.plan.fit
     weights = recipe.model.weight_bytes or 0
     cache = fit.engine.kv_budget_bytes if recipe.hardware.device == "cpu" else 0
     libraries = WORKER_MIB * recipe.engine.tensor_parallel_size  # a process for each share
-    each = libraries + math.ceil((weights + cache) / MIB)
     parts = [f"{libraries} MiB of libraries", f"{math.ceil(weights / MIB):,} MiB of weights"]
     parts += [f"{math.ceil(cache / MIB):,} MiB of KV cache"] if cache else []
-    source = f"{FRONT_MIB} MiB for the front, and for each of {recipe.workers} workers {' + '.join(parts)}"
-    return Reckoned(FRONT_MIB + recipe.workers * each, source)
+    return Reckoned(libraries + math.ceil((weights + cache) / MIB), " + ".join(parts))
 
 
 def replicas(order: Order) -> Reckoned[int]:

@@ -1,16 +1,20 @@
-"""A plan as the files of a target: the target's own, and what every target has: the plan, EXPLAIN.md, bench.sh, alerts.
+"""A plan as the files of a target: the target's own, and what every target has: the plan, EXPLAIN.md, bench.sh;
+alert rules and a dashboard where its metrics are known.
 
 The same order gives the same files, to the byte.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 
 from toolkit.deploy.alerts import rules
 from toolkit.deploy.claims import bench_script, explanation
+from toolkit.deploy.grafana import Names, dashboard
 from toolkit.deploy.order import Order, Rendered
-from toolkit.deploy.targets import compose, kubernetes, local, ray, sglang, systemd, vllm
+from toolkit.deploy.targets import compose, kuberay, kubernetes, local, ray, sglang, systemd, vllm
+from toolkit.deploy.targets.objects import DASHBOARD
 from toolkit.deploy.threshold import waiting_threshold
 from toolkit.errors import InputError, nearest
 from toolkit.files.yaml_text import dump_yaml
@@ -20,12 +24,16 @@ TARGETS: dict[str, Callable[[Order], Rendered]] = {
     "systemd": systemd.render,
     "compose": compose.render,
     "kubernetes": kubernetes.render,
+    "kuberay": kuberay.render,
     "ray": ray.render,
     "vllm": vllm.render,
     "sglang": sglang.render,
 }
 OURS = ("local", "systemd", "compose", "ray")  # whose metrics are llmctl's, with no operator to read rules from objects
-EXECUTABLE = ".sh"
+BOARDS: dict[str, Names] = {
+    **dict[str, Names].fromkeys([*OURS, "kubernetes", "kuberay"], "llmctl"),
+    "vllm": "vllm",  # its own metrics
+}
 
 
 def render_target(target: str, order: Order) -> dict[str, str]:
@@ -40,5 +48,8 @@ def render_target(target: str, order: Order) -> dict[str, str]:
     if target in OURS:
         alerts = rules(order, "", waiting_threshold(order.plan, order.trace))
         files["alerts.yaml"] = dump_yaml([alerts], order.comment())
+    if target in BOARDS:
+        board = dashboard(order.plan.recipe.sla, BOARDS[target], order.name, order.comment())
+        files[DASHBOARD] = json.dumps(board, indent=1) + "\n"
     files["bench.sh"] = bench_script(order, plan_file)
     return {"EXPLAIN.md": explanation(target, order, rendered)} | files

@@ -38,7 +38,7 @@ class Launch:
     """A server to start: what it serves, where, and what it writes down.
 
     `ray` is the cluster that its workers run on (`toolkit.cluster.connect.joined` says what can be given); '' keeps
-    them in processes of this machine.
+    them in processes of this machine. `room_timeout_s` is how long the cluster may take to have room for all of them.
     """
 
     plan: Plan
@@ -53,6 +53,7 @@ class Launch:
     check: Check | None = None  # of the fit, before the first request
     on_foreign: OnForeign | None = None  # told where the engine is not the fitted one; None: it is refused
     ray: str = ""
+    room_timeout_s: float = 60.0
 
 
 def launch(order: Launch, on_ready: Callable[[str], None], on_checked: OnFound = lambda _: None) -> dict[str, int]:
@@ -70,7 +71,7 @@ def launch(order: Launch, on_ready: Callable[[str], None], on_checked: OnFound =
         events = stack.enter_context(EventLog(order.event_log)) if order.event_log else None
         requests = stack.enter_context(TraceLog(order.request_log)) if order.request_log else None
         warm_up(order.plan)
-        workers = stack.enter_context(_workers(order.plan, order.ray))
+        workers = stack.enter_context(_workers(order.plan, order.ray, order.room_timeout_s))
         if order.check:
             workers = CheckedWorkers(workers, order.check, on_checked)
         driver = _driver(order, workers, events, requests)
@@ -85,7 +86,7 @@ def launch(order: Launch, on_ready: Callable[[str], None], on_checked: OnFound =
 
 
 @contextmanager
-def _workers(plan: Plan, ray: str) -> Iterator[Workers]:
+def _workers(plan: Plan, ray: str, room_timeout_s: float) -> Iterator[Workers]:
     """The plan's workers, not started yet; until the block ends, this process belongs to the cluster."""
     recipe, flush_s = plan.recipe, plan.recipe.engine.flush_s
     if not ray:
@@ -95,7 +96,14 @@ def _workers(plan: Plan, ray: str) -> Iterator[Workers]:
     from toolkit.cluster.workers import RayWorkers, Share
 
     with joined(ray, plan.workers * Share.of(recipe.engine, recipe.hardware).cpus):
-        yield RayWorkers(recipe.model, recipe.engine, recipe.hardware, plan.workers, flush_s=flush_s)
+        yield RayWorkers(
+            recipe.model,
+            recipe.engine,
+            recipe.hardware,
+            plan.workers,
+            flush_s=flush_s,
+            room_timeout_s=room_timeout_s,
+        )
 
 
 def _driver(order: Launch, workers: Workers, events: EventLog | None, requests: TraceLog | None) -> Driver:

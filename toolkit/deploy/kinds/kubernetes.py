@@ -21,8 +21,10 @@ class RollingUpdate(Kind):
 
 
 class Strategy(Kind):
-    type: Literal["RollingUpdate"] = "RollingUpdate"
-    rolling_update: RollingUpdate
+    """`rolling_update` where the type is that."""
+
+    type: Literal["RollingUpdate", "Recreate"] = "RollingUpdate"
+    rolling_update: RollingUpdate | None = None
 
 
 class DeploymentSpec(Kind):
@@ -62,7 +64,10 @@ class Service(Kind):
 
 
 class DisruptionSpec(Kind):
-    max_unavailable: Count
+    """`max_unavailable`, or, of pods that no controller of Kubernetes' own made, `min_available` as a number."""
+
+    max_unavailable: Count | None = None
+    min_available: Count | None = None
     selector: Selector
     unhealthy_pod_eviction_policy: Literal["AlwaysAllow"] = "AlwaysAllow"
 
@@ -93,15 +98,17 @@ class PolicyPort(Kind):
 
 
 class Ingress(Kind):
+    """Without `ports`: all."""
+
     sender: list[Peer] = Field(alias="from")
-    ports: list[PolicyPort]
+    ports: list[PolicyPort] | None = None
 
 
 class Egress(Kind):
-    """Without `to`: anywhere."""
+    """Without `to`: anywhere; without `ports`: all."""
 
     to: list[Peer] | None = None
-    ports: list[PolicyPort]
+    ports: list[PolicyPort] | None = None
 
 
 class NetworkPolicySpec(Kind):
@@ -118,11 +125,17 @@ class NetworkPolicy(Kind):
     spec: NetworkPolicySpec
 
 
+class GeneratorOptions(Kind):
+    labels: dict[str, str]
+    disable_name_suffix_hash: bool
+
+
 class ConfigMapGenerator(Kind):
-    """A ConfigMap from files; its name gets their hash, so that new content rolls the pods."""
+    """A ConfigMap from files; its name gets their hash, so that new content rolls the pods, unless `options` forbid."""
 
     name: DnsName
     files: list[str]
+    options: GeneratorOptions | None = None
 
 
 class PatchTarget(Kind):

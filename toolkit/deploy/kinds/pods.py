@@ -39,6 +39,20 @@ class Probe(Kind):
     failure_threshold: Count
 
 
+class Exec(Kind):
+    command: list[str]
+
+
+class Handler(Kind):
+    exec: Exec
+
+
+class Lifecycle(Kind):
+    """What runs, within the grace period, before a container gets SIGTERM."""
+
+    pre_stop: Handler
+
+
 class Resources(Kind):
     requests: dict[str, str]
     limits: dict[str, str]
@@ -137,6 +151,7 @@ class Container(Kind):
     startup_probe: Probe | None = None
     readiness_probe: Probe | None = None
     liveness_probe: Probe | None = None
+    lifecycle: Lifecycle | None = None
     security_context: ContainerSecurity = ContainerSecurity()
     volume_mounts: list[VolumeMount]
 

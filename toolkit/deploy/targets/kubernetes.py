@@ -11,9 +11,7 @@ from pydantic import BaseModel
 
 from toolkit.deploy.alerts import drift_percent, rules
 from toolkit.deploy.images import llmctl_image
-from toolkit.deploy.kinds.base import Metadata, PodMetadata, Selector
 from toolkit.deploy.kinds.kubernetes import (
-    ConfigMapGenerator,
     Deployment,
     DeploymentSpec,
     DisruptionSpec,
@@ -23,9 +21,6 @@ from toolkit.deploy.kinds.kubernetes import (
     PodDisruptionBudget,
     PodTemplate,
     RollingUpdate,
-    Service,
-    ServicePort,
-    ServiceSpec,
     Strategy,
 )
 from toolkit.deploy.kinds.operators import PrometheusRule
@@ -42,7 +37,8 @@ from toolkit.deploy.reckon import (
     startup_s,
 )
 from toolkit.deploy.targets.network import network_policy
-from toolkit.deploy.targets.pods import PORT, labels, pod
+from toolkit.deploy.targets.objects import dashboard_map, metadata, plan_map, pod_metadata, selector, service
+from toolkit.deploy.targets.pods import pod
 from toolkit.deploy.targets.scaling import max_replicas, pod_monitor, scaled_object
 from toolkit.deploy.threshold import waiting_threshold
 from toolkit.files.yaml_text import dump_yaml
@@ -54,14 +50,14 @@ def render(order: Order) -> Rendered:
     threshold = waiting_threshold(order.plan, order.trace)
     core: dict[str, BaseModel] = {
         "deployment.yaml": _deployment(order),
-        "service.yaml": _service(order),
+        "service.yaml": service(order),
         "poddisruptionbudget.yaml": _budget(order),
         "networkpolicy.yaml": network_policy(order),
     }
     watched: dict[str, BaseModel] = {
         "podmonitor.yaml": pod_monitor(order),
         "prometheusrule.yaml": PrometheusRule(
-            metadata=_metadata(order), spec=rules(order, f'namespace="{order.options.namespace}"', threshold)
+            metadata=metadata(order), spec=rules(order, f'namespace="{order.options.namespace}"', threshold)
         ),
     }
     if threshold is not None:
@@ -73,23 +69,15 @@ def render(order: Order) -> Rendered:
     return Rendered(files | {"core/plan.json": order.text}, _told(order, threshold), _start(order))
 
 
-def _metadata(order: Order) -> Metadata:
-    return Metadata(name=order.name, namespace=order.options.namespace, labels=labels(order))
-
-
-def _selector(order: Order) -> Selector:
-    return Selector(match_labels={"app.kubernetes.io/name": order.name})
-
-
 def _deployment(order: Order) -> Deployment:
     return Deployment(
-        metadata=_metadata(order),
+        metadata=metadata(order),
         spec=DeploymentSpec(
             replicas=replicas(order).value,
             progress_deadline_seconds=startup_s().value + 60,
             strategy=Strategy(rolling_update=_rolling(order)),
-            selector=_selector(order),
-            template=PodTemplate(metadata=_pod_metadata(order), spec=pod(order, PROPAGATION_S)),
+            selector=selector(order),
+            template=PodTemplate(metadata=pod_metadata(order), spec=pod(order, PROPAGATION_S)),
         ),
     )
 
@@ -100,30 +88,14 @@ def _rolling(order: Order) -> RollingUpdate:
     return RollingUpdate(max_surge=0, max_unavailable=1) if on_gpus else RollingUpdate(max_surge=1, max_unavailable=0)
 
 
-def _pod_metadata(order: Order) -> PodMetadata:
-    digests = {f"llmctl.io/{role}-sha256": digest for role, digest in order.stamp().items()}
-    return PodMetadata(labels=labels(order), annotations=digests | {"llmctl.io/model": order.plan.recipe.model.source})
-
-
-def _service(order: Order) -> Service:
-    return Service(
-        metadata=_metadata(order),
-        spec=ServiceSpec(
-            selector={"app.kubernetes.io/name": order.name},
-            ports=[ServicePort(name="http", port=PORT, target_port="http")],
-        ),
-    )
-
-
 def _budget(order: Order) -> PodDisruptionBudget:
     return PodDisruptionBudget(
-        metadata=_metadata(order), spec=DisruptionSpec(max_unavailable=1, selector=_selector(order))
+        metadata=metadata(order), spec=DisruptionSpec(max_unavailable=1, selector=selector(order))
     )
 
 
 def _core(order: Order, names: list[str]) -> Kustomization:
-    plan = ConfigMapGenerator(name=f"{order.name}-plan", files=["plan.json"])
-    return Kustomization(namespace=order.options.namespace, resources=names, config_map_generator=[plan])
+    return Kustomization(namespace=order.options.namespace, resources=names, config_map_generator=[plan_map(order)])
 
 
 def _all(order: Order, names: list[str], *, scaled: bool) -> Kustomization:
@@ -132,7 +104,12 @@ def _all(order: Order, names: list[str], *, scaled: bool) -> Kustomization:
         target=PatchTarget(kind="Deployment", name=order.name),
         patch=json.dumps([{"op": "remove", "path": "/spec/replicas"}]),
     )
-    return Kustomization(resources=["core", *names], patches=[removal] if scaled else None)
+    return Kustomization(
+        namespace=order.options.namespace,
+        resources=["core", *names],
+        config_map_generator=[dashboard_map(order)],
+        patches=[removal] if scaled else None,
+    )
 
 
 def _told(order: Order, threshold: Reckoned[int] | None) -> list[Told]:

@@ -32,6 +32,20 @@ PORT = 8000
 PROBE_S = 10
 GPU = "nvidia.com/gpu"
 SECRET_KEY = "api-key"
+PLAN_FOLDER = "/etc/llmctl"
+TMP = Volume(name="tmp", empty_dir=EmptyDir())
+HTTP = ContainerPort(name="http", container_port=PORT)
+FOLDERS = {"HOME": "/tmp", "HF_HOME": "/models", "NUMBA_CACHE_DIR": "/tmp/numba"}
+
+
+def _probe(path: str, period_s: int, failures: int) -> Probe:
+    get = HttpGet(path=path, port="http")
+    return Probe(http_get=get, period_seconds=period_s, timeout_seconds=3, failure_threshold=failures)
+
+
+STARTED = _probe("/ready", 5, startup_s().value // 5)
+READY = _probe("/ready", 5, 3)
+ALIVE = _probe("/health", PROBE_S, 3)
 
 
 def labels(order: Order) -> dict[str, str]:
@@ -41,42 +55,48 @@ def labels(order: Order) -> dict[str, str]:
 
 def pod(order: Order, notice_s: int) -> PodSpec:
     """The pod; `notice_s` is how long it takes requests still after SIGTERM."""
-    on_gpus = gpus(order.plan.recipe).value > 0
     return PodSpec(
         termination_grace_period_seconds=grace_s(drain_s(order), notice_s).value,
-        affinity=affinity(order) if on_gpus else None,
-        tolerations=[Toleration(key=GPU)] if on_gpus else None,
+        affinity=affinity(order),
+        tolerations=tolerations(order),
         containers=[_container(order, notice_s)],
         volumes=volumes(order),
     )
 
 
 def _container(order: Order, notice_s: int) -> Container:
-    args = ["serve", "/etc/llmctl/plan.json", "--host", "0.0.0.0", "--port", str(PORT)]
+    args = ["serve", f"{PLAN_FOLDER}/plan.json", "--host", "0.0.0.0", "--port", str(PORT)]
     args += ["--shutdown-notice", str(notice_s), "--shutdown-timeout", str(drain_s(order).value)]
     return Container(
         name="llmctl",
         image=llmctl_image(order).value,
         command=["llmctl"],
         args=args,
-        ports=[ContainerPort(name="http", container_port=PORT)],
+        ports=[HTTP],
         env=environment(order),
         resources=resources(order),
-        startup_probe=_probe("/ready", 5, startup_s().value // 5),
-        readiness_probe=_probe("/ready", 5, 3),
-        liveness_probe=_probe("/health", PROBE_S, 3),
+        startup_probe=STARTED,
+        readiness_probe=READY,
+        liveness_probe=ALIVE,
         volume_mounts=mounts(),
     )
 
 
 def environment(order: Order) -> list[EnvVar]:
-    """The key by reference, the hub's token where the Secret has one, and folders that can be written."""
-    secrets = {"LLMCTL_API_KEY": SecretKey(name=order.name, key=SECRET_KEY)}
-    if from_hub(order.plan.recipe):
-        secrets["HF_TOKEN"] = SecretKey(name=order.name, key="hf-token", optional=True)
-    folders = {"HOME": "/tmp", "HF_HOME": "/models", "NUMBA_CACHE_DIR": "/tmp/numba"}
-    referred = [EnvVar(name=name, value_from=ValueFrom(secret_key_ref=key)) for name, key in secrets.items()]
-    return referred + [EnvVar(name=name, value=value) for name, value in folders.items()]
+    """The key by reference, and what those who load models need."""
+    return [by_reference(order, "LLMCTL_API_KEY", SECRET_KEY), *loading_environment(order)]
+
+
+def loading_environment(order: Order) -> list[EnvVar]:
+    """The hub's token where the Secret has one, and folders that can be written."""
+    token = [by_reference(order, "HF_TOKEN", "hf-token", optional=True)] if from_hub(order.plan.recipe) else []
+    return token + [EnvVar(name=name, value=value) for name, value in FOLDERS.items()]
+
+
+def by_reference(order: Order, variable: str, key: str, *, optional: bool | None = None) -> EnvVar:
+    """A variable whose value lies in the deployment's Secret."""
+    wanted = SecretKey(name=order.name, key=key, optional=optional)
+    return EnvVar(name=variable, value_from=ValueFrom(secret_key_ref=wanted))
 
 
 def resources(order: Order) -> Resources:
@@ -87,39 +107,43 @@ def resources(order: Order) -> Resources:
     return Resources(requests=asked | devices, limits=devices)
 
 
+PLAN_MOUNT = VolumeMount(name="plan", mount_path=PLAN_FOLDER, read_only=True)
+MODELS_MOUNT = VolumeMount(name="models", mount_path=FOLDERS["HF_HOME"])
+TMP_MOUNT = VolumeMount(name="tmp", mount_path=FOLDERS["HOME"])
+
+
 def mounts() -> list[VolumeMount]:
     """Everything that is written lies in a volume: the root is read-only."""
-    return [
-        VolumeMount(name="plan", mount_path="/etc/llmctl", read_only=True),
-        VolumeMount(name="models", mount_path="/models"),
-        VolumeMount(name="tmp", mount_path="/tmp"),
-    ]
+    return [PLAN_MOUNT, MODELS_MOUNT, TMP_MOUNT]
 
 
 def volumes(order: Order) -> list[Volume]:
     """The plan, the models' cache (a claim where one was named), and room for temporary files."""
-    claim = order.options.model_claim
-    cache = (
-        Volume(name="models", persistent_volume_claim=Claim(claim_name=claim))
-        if claim
-        else Volume(name="models", empty_dir=EmptyDir())
-    )
     plan = Volume(name="plan", config_map=ConfigMapVolume(name=f"{order.name}-plan"))
-    return [plan, cache, Volume(name="tmp", empty_dir=EmptyDir())]
+    return [plan, models_volume(order), TMP]
 
 
-def affinity(order: Order) -> Affinity:
+def models_volume(order: Order) -> Volume:
+    """The models' cache: a claim where one was named, else empty at each start."""
+    claim = order.options.model_claim
+    if claim:
+        return Volume(name="models", persistent_volume_claim=Claim(claim_name=claim))
+    return Volume(name="models", empty_dir=EmptyDir())
+
+
+def tolerations(order: Order) -> list[Toleration] | None:
+    """GPU nodes are often tainted, so that nothing else lands there."""
+    return [Toleration(key=GPU)] if gpus(order.plan.recipe).value else None
+
+
+def affinity(order: Order) -> Affinity | None:
     """Nodes with the GPU that was measured are preferred; NVIDIA's feature discovery labels them so."""
+    if not gpus(order.plan.recipe).value:
+        return None
     product = order.plan.fit.engine.device.replace(" ", "-")
     wanted = NodeRequirement(key="nvidia.com/gpu.product", values=[product])
     return Affinity(
         node_affinity=NodeAffinity(
             preferred=[PreferredNode(weight=100, preference=NodeTerm(match_expressions=[wanted]))]
         )
-    )
-
-
-def _probe(path: str, period_s: int, failures: int) -> Probe:
-    return Probe(
-        http_get=HttpGet(path=path, port="http"), period_seconds=period_s, timeout_seconds=3, failure_threshold=failures
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from toolkit.deploy.kinds.base import Metadata, SecretKey, Selector, TypedSecretKey
+from toolkit.deploy.kinds.base import SecretKey, TypedSecretKey
 from toolkit.deploy.kinds.operators import (
     MetricsEndpoint,
     PodMonitor,
@@ -15,7 +15,8 @@ from toolkit.deploy.kinds.operators import (
 )
 from toolkit.deploy.order import Order, Reckoned
 from toolkit.deploy.reckon import replicas
-from toolkit.deploy.targets.pods import SECRET_KEY, labels
+from toolkit.deploy.targets.objects import metadata, selector
+from toolkit.deploy.targets.pods import SECRET_KEY
 
 
 def pod_monitor(order: Order) -> PodMonitor:
@@ -27,10 +28,8 @@ def pod_monitor(order: Order) -> PodMonitor:
         authorization=TypedSecretKey(credentials=SecretKey(name=order.name, key=SECRET_KEY)),
     )
     return PodMonitor(
-        metadata=_metadata(order),
-        spec=PodMonitorSpec(
-            selector=Selector(match_labels={"app.kubernetes.io/name": order.name}), pod_metrics_endpoints=[endpoint]
-        ),
+        metadata=metadata(order),
+        spec=PodMonitorSpec(selector=selector(order), pod_metrics_endpoints=[endpoint]),
     )
 
 
@@ -38,7 +37,7 @@ def scaled_object(order: Order, threshold: int) -> ScaledObject:
     """As many replicas as keep the mean of those who wait at each below `threshold`."""
     pods = f'namespace="{order.options.namespace}",pod=~"{order.name}-.*"'
     return ScaledObject(
-        metadata=_metadata(order),
+        metadata=metadata(order),
         spec=ScaledObjectSpec(
             scale_target_ref=ScaleTarget(name=order.name),
             polling_interval=15,
@@ -63,7 +62,3 @@ def max_replicas(order: Order) -> Reckoned[int]:
     if order.options.max_replicas:
         return Reckoned(max(order.options.max_replicas, replicas(order).value), "--max-replicas")
     return Reckoned(2 * replicas(order).value, "twice the replicas; say otherwise with --max-replicas")
-
-
-def _metadata(order: Order) -> Metadata:
-    return Metadata(name=order.name, namespace=order.options.namespace, labels=labels(order))

@@ -1,0 +1,286 @@
+"""The target kuberay: its RayCluster held against our models and, where one is at hand, against KubeRay's own CRD."""
+
+import os
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import kubernetes_validate
+import orders
+import pytest
+import samples
+import yaml
+
+import toolkit
+from toolkit.cluster.linger import actors, main, peers, wait
+from toolkit.cluster.workers import Share
+from toolkit.deploy.kinds.raycluster import RayCluster
+from toolkit.deploy.render import render_target
+from toolkit.deploy.targets.raycluster import RAY
+from toolkit.errors import InputError
+from toolkit.files.plan import Plan, PlannedWorkload
+
+CRD = os.environ.get("KUBERAY_CRD", "")
+NEEDS_CRD = "set KUBERAY_CRD to helm-chart/kuberay-operator/crds/ray.io_rayclusters.yaml of KubeRay 1.6 or newer"
+Objects = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def cpu(tmp_path_factory: pytest.TempPathFactory) -> Plan:
+    return orders.plan(tmp_path_factory.mktemp("cpu"))
+
+
+@pytest.fixture(scope="module")
+def gpu(tmp_path_factory: pytest.TempPathFactory) -> Plan:
+    changes = orders.GPU | {"engine": {"name": "transformers", "tensor_parallel_size": 2}}
+    return orders.plan(tmp_path_factory.mktemp("gpu"), fit=samples.fit(), **changes)
+
+
+@pytest.fixture(params=["cpu", "gpu"])
+def plan(request: pytest.FixtureRequest) -> Plan:
+    found: Plan = request.getfixturevalue(request.param)
+    return found
+
+
+def objects(plan: Plan, **options: object) -> Objects:
+    """What is rendered in YAML, by file."""
+    files = render_target("kuberay", orders.order(plan, **options))
+    return {name: yaml.safe_load(text) for name, text in files.items() if name.endswith(".yaml")}
+
+
+def cluster(plan: Plan, **options: object) -> Objects:
+    found: Objects = objects(plan, **options)["core/raycluster.yaml"]
+    return found
+
+
+def groups(data: Objects) -> tuple[Objects, Objects]:
+    """The head's group and the workers'."""
+    (workers,) = data["spec"]["workerGroupSpecs"]
+    return data["spec"]["headGroupSpec"], workers
+
+
+def test_our_model_reads_what_it_wrote_and_nothing_else(plan: Plan) -> None:
+    data = cluster(plan)
+    assert RayCluster.model_validate(data).model_dump(by_alias=True, exclude_none=True) == data
+    data["spec"]["autoscalerOption"] = {}
+    with pytest.raises(ValueError, match="Extra inputs"):
+        RayCluster.model_validate(data)
+
+
+def test_kubernetes_takes_the_pods_of_the_cluster(plan: Plan) -> None:
+    for group in groups(cluster(plan)):
+        pods = {"apiVersion": "v1", "kind": "PodTemplate", "metadata": {"name": "x"}, "template": group["template"]}
+        kubernetes_validate.validate(pods, "1.37", strict=True)
+
+
+def test_kubernetes_takes_everything_that_is_its_own(plan: Plan) -> None:
+    checked = set()
+    for data in objects(plan).values():
+        if data["apiVersion"] in ("v1", "apps/v1", "policy/v1", "networking.k8s.io/v1"):
+            kubernetes_validate.validate(data, "1.37", strict=True)
+            checked.add(data["kind"])
+    assert checked == {"Deployment", "Service", "PodDisruptionBudget", "NetworkPolicy"}
+
+
+def strict(schema: Any) -> Any:
+    """An OpenAPI schema as the API server reads it, but for keys that it would drop: here they are errors."""
+    if isinstance(schema, list):
+        return [strict(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    made = {key: strict(value) for key, value in schema.items()}
+    if schema.get("x-kubernetes-int-or-string"):
+        made.pop("type", None)
+    open_ = "additionalProperties" in schema or schema.get("x-kubernetes-preserve-unknown-fields")
+    if isinstance(schema.get("properties"), dict) and not open_:
+        made["additionalProperties"] = False
+    return made
+
+
+@pytest.fixture(scope="module")
+def crd() -> Any:
+    """The validator of ray.io/v1 in KubeRay's CRD."""
+    if not CRD:
+        pytest.skip(NEEDS_CRD)
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    versions = yaml.load(Path(CRD).read_text(encoding="utf-8"), loader)["spec"]["versions"]
+    (schema,) = [each["schema"]["openAPIV3Schema"] for each in versions if each["name"] == "v1"]
+    return jsonschema.Draft202012Validator(strict(schema))
+
+
+def test_kuberay_takes_the_cluster(crd: Any, plan: Plan) -> None:
+    assert [error.message for error in crd.iter_errors(cluster(plan))] == []
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("surprise", 1), ("authOptions", {"mode": "none"}), ("authOptions", {"mode": "token", "x": 1})]
+)
+def test_the_check_against_the_crd_refuses_what_is_wrong(crd: Any, cpu: Plan, key: str, value: object) -> None:
+    data = cluster(cpu)
+    data["spec"][key] = value
+    assert list(crd.iter_errors(data))
+
+
+def test_a_worker_has_room_for_its_actor_and_the_head_for_none(plan: Plan) -> None:
+    head, workers = groups(cluster(plan))
+    share = Share.of(plan.recipe.engine, plan.recipe.hardware)
+    params = workers["rayStartParams"]
+    assert (int(params["num-cpus"]), int(params["num-gpus"])) == (share.cpus, share.gpus)
+    limits = workers["template"]["spec"]["containers"][0]["resources"]["limits"]
+    assert limits == ({"nvidia.com/gpu": str(share.gpus)} if share.gpus else {})
+    assert {workers[key] for key in ("replicas", "minReplicas", "maxReplicas")} == {plan.workers}
+    assert head["rayStartParams"] == {
+        "num-cpus": "0",
+        "dashboard-host": "127.0.0.1",
+        "object-store-memory": params["object-store-memory"],
+    }
+
+
+def test_who_is_needed_ends_later(plan: Plan) -> None:
+    found = objects(plan)
+    head, workers = groups(found["core/raycluster.yaml"])
+    front = found["core/deployment.yaml"]["spec"]["template"]
+    graces = [each["spec"]["terminationGracePeriodSeconds"] for each in (front, workers["template"], head["template"])]
+    assert graces == sorted(set(graces))
+    hooks = [each["template"]["spec"]["containers"][0]["lifecycle"]["preStop"]["exec"] for each in (workers, head)]
+    assert [" ".join(each["command"]) for each in hooks] == [
+        "python -m toolkit.cluster.linger worker",
+        "python -m toolkit.cluster.linger head 6379",
+    ]
+
+
+def test_the_token_is_the_same_for_all_and_in_no_file(plan: Plan) -> None:
+    found = objects(plan)
+    assert found["core/raycluster.yaml"]["spec"]["authOptions"] == {"mode": "token", "secretName": "llmctl-test"}
+    (container,) = found["core/deployment.yaml"]["spec"]["template"]["spec"]["containers"]
+    variables = {one["name"]: one for one in container["env"]}
+    assert variables["RAY_AUTH_TOKEN"]["valueFrom"]["secretKeyRef"] == {"name": "llmctl-test", "key": "auth_token"}
+    assert variables["RAY_AUTH_MODE"]["value"] == "token"
+    for group in groups(found["core/raycluster.yaml"]):
+        env = group["template"]["spec"]["containers"][0]["env"]
+        assert "LLMCTL_API_KEY" not in [one["name"] for one in env], "callers' key is the front's"
+
+
+def test_a_new_plan_leaves_the_cluster_as_it_is(cpu: Plan) -> None:
+    """Its digests stand in the cluster's metadata; pod templates with them would have it built anew."""
+    other = cpu.model_copy(update={"policy": cpu.policy.model_copy(update={"parameters": {"slice_tokens": 32}})})
+    old, new = (cluster(each) for each in (cpu, other))
+    assert old["spec"] == new["spec"]
+    assert old["metadata"] != new["metadata"]
+
+
+def test_another_cluster_starts_another_front(cpu: Plan) -> None:
+    def mark(**options: object) -> str:
+        template = objects(cpu, **options)["core/deployment.yaml"]["spec"]["template"]
+        found: str = template["metadata"]["annotations"]["llmctl.io/raycluster-sha256"]
+        return found
+
+    assert mark() == mark() != mark(image="llmctl:9-kuberay")
+
+
+def test_only_pods_of_the_deployment_come_to_ray(plan: Plan) -> None:
+    found = objects(plan)
+    ours = [{"podSelector": {"matchLabels": {"app.kubernetes.io/part-of": "llmctl-test"}}}]
+    policy = found["core/networkpolicy-ray.yaml"]["spec"]
+    assert policy["podSelector"] == {"matchLabels": {"ray.io/cluster": "llmctl-test"}}
+    assert policy["ingress"] == [{"from": ours}]
+    callers, ray = found["core/networkpolicy.yaml"]["spec"]["ingress"]
+    assert callers["ports"] == [{"protocol": "TCP", "port": "http"}]
+    assert ray == {"from": ours}
+    pods = [group["template"] for group in groups(found["core/raycluster.yaml"])]
+    for template in [*pods, found["core/deployment.yaml"]["spec"]["template"]]:
+        assert template["metadata"]["labels"]["app.kubernetes.io/part-of"] == "llmctl-test"
+    assert all("app.kubernetes.io/name" not in each["metadata"]["labels"] for each in pods), "the Service's selector"
+
+
+def test_a_budget_is_a_number_since_a_raycluster_has_no_scale(cpu: Plan) -> None:
+    budget = objects(cpu)["core/poddisruptionbudget.yaml"]["spec"]
+    assert (budget["minAvailable"], "maxUnavailable" in budget) == (1, False)
+    one = cpu.model_copy(update={"workers": 1})
+    assert "core/poddisruptionbudget.yaml" not in objects(one), "with one worker it would forbid every eviction"
+
+
+def test_tuned_for_more_workers_they_are_under_one_scheduler(cpu: Plan) -> None:
+    workload = PlannedWorkload(trace="chat-small.jsonl", request_rate_rps=3.5, workers_needed=5)
+    more = cpu.model_copy(update={"workload": workload})
+    assert groups(cluster(more))[1]["replicas"] == 5
+    script = render_target("kuberay", orders.order(more))["core/front.sh"]
+    assert "  --workers 5 \\\n" in script
+    assert "  --ray auto \\\n" in script
+
+
+def test_the_front_asks_where_kuberay_puts_the_head(cpu: Plan) -> None:
+    (container,) = objects(cpu, namespace="llm")["core/deployment.yaml"]["spec"]["template"]["spec"]["containers"]
+    variables = {one["name"]: one.get("value") for one in container["env"]}
+    assert variables["RAY_ADDRESS"] == "llmctl-test-head-svc.llm.svc:6379"
+    assert container["command"] == ["bash", "/etc/llmctl/front.sh"]
+
+
+@pytest.mark.parametrize(
+    "engine", [{"name": "openai", "url": "http://127.0.0.1:8000"}, {"name": "vllm"}], ids=["openai", "vllm"]
+)
+def test_engines_that_are_servers_are_refused(tmp_path: Path, engine: dict[str, object]) -> None:
+    server = orders.GPU | {"engine": engine, "workers": 1, "sla": {}}
+    policy = orders.PlannedPolicy(name="vllm", parameters={}) if engine["name"] == "vllm" else orders.SLICE
+    made = orders.plan(tmp_path, policy, samples.fit(workers=1), **server)
+    with pytest.raises(InputError, match="has no workers that Ray could run"):
+        render_target("kuberay", orders.order(made))
+
+
+def test_replicas_are_refused(cpu: Plan) -> None:
+    with pytest.raises(InputError, match="--replicas 2: under KubeRay one front has all workers"):
+        render_target("kuberay", orders.order(cpu, replicas=2))
+
+
+def test_ray_is_the_version_that_the_image_installs() -> None:
+    pins = (Path(toolkit.__file__).parent.parent / "constraints.txt").read_text(encoding="utf-8")
+    assert re.findall(r"^ray==(.+)$", pins, re.MULTILINE) == [RAY]
+
+
+def test_the_fronts_script_waits_joins_and_becomes_the_server(cpu: Plan, tmp_path: Path) -> None:
+    """With stand-ins for `ray` and `llmctl`: the head answers the second time."""
+    script = tmp_path / "front.sh"
+    script.write_text(render_target("kuberay", orders.order(cpu))["core/front.sh"])
+    stand_in(tmp_path / "ray", 'if [ "$1" = health-check ] && ! [ -e asked ]; then touch asked; echo no; exit 1; fi')
+    stand_in(tmp_path / "llmctl", "")
+    stand_in(tmp_path / "sleep", "")
+    variables = {"PATH": f"{tmp_path}:/usr/bin:/bin", "RAY_ADDRESS": "head:6379", "LLMCTL_API_KEY": "callers"}
+    done = subprocess.run(["bash", script], env=variables, cwd=tmp_path, capture_output=True, text=True, check=True)
+    said = (tmp_path / "said").read_text().splitlines()
+    assert [line.split()[:2] for line in said] == [
+        ["ray", "health-check"],
+        ["sleep", "5"],
+        ["ray", "health-check"],
+        ["ray", "start"],
+        ["llmctl", "serve"],
+    ]
+    assert [line.rsplit(" ", 1)[1] for line in said if "start" in line or "serve" in line] == ["key=", "key=callers"]
+    assert done.stderr == "waiting for the cluster's head at head:6379: no\n"
+
+
+def stand_in(path: Path, body: str) -> None:
+    """A program that writes down how it was called, and whether it was given the callers' key."""
+    note = f'echo "{path.name} $* key=${{LLMCTL_API_KEY:-}}" >> "{path.parent}/said"'
+    path.write_text(f"#!/bin/bash\n{note}\n{body}\n")
+    path.chmod(0o755)
+
+
+def test_a_worker_lingers_while_an_actor_lives() -> None:
+    titles = ["raylet", "ray::WorkerActor.live", "ray::WorkerActor", "ray::IDLE", "python"]
+    assert actors(titles) == 2
+    left, slept = iter([True, True, False]), []
+    wait(lambda: next(left), slept.append)
+    assert len(slept) == 2
+
+
+def test_the_head_counts_other_machines_on_its_port_alone() -> None:
+    open_ = [(6379, "::ffff:10.0.0.3"), (6379, "10.0.0.2"), (6379, "127.0.0.1"), (8265, "10.0.0.9")]
+    assert peers(open_, 6379, ["10.0.0.2", "127.0.0.1"]) == {"10.0.0.3"}
+
+
+@pytest.mark.parametrize("words", [[], ["front"], ["head"], ["head", "x"]])
+def test_lingering_needs_to_know_for_whom(words: list[str]) -> None:
+    with pytest.raises(SystemExit, match="it is 'worker', or 'head PORT'"):
+        main(words)
