@@ -6,7 +6,6 @@ import toolkit
 from toolkit.deploy.names import check_image
 from toolkit.deploy.order import Order, Reckoned
 
-
 IN_EXTRAS = ("deepspeed", "vllm")  # engines that are extras of the package of the same name
 
 
