@@ -307,6 +307,7 @@ def test_with_a_key_everything_else_is_closed():
         for header in ("Bearer wrong", "Bearer", "Basic secret", "Bearer sécret"):
             response = await http.get("/v1/models", headers={"Authorization": header.encode()})
             assert response.status_code == 401
+            assert ("is not one of this server's" in response.text) is header.startswith("Bearer ")
         for path in ("/health", "/ready"):
             assert (await http.get(path)).status_code == 200
         assert (await http.get("/v1/models", headers={"Authorization": "Bearer secret"})).status_code == 200

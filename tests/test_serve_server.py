@@ -110,7 +110,9 @@ def test_a_second_signal_ends_it_at_once():
             interrupt()
             assert "shutting down" in (await response.aread()).decode()
 
-    run(test, Ending(timeout_s=3600.0))
+    said = []
+    run(test, Ending(timeout_s=3600.0, say=said.append))
+    assert said == ["ending: 1 request has 3600 s to finish; a second signal or Ctrl-C ends it now"]
 
 
 class SlowLoaders(HandWorkers):

@@ -144,7 +144,7 @@ def command(
         make_limits(chosen, admission, replays=allow_end_after),
         event_log,
         request_log,
-        Ending(shutdown_notice, shutdown_timeout),
+        Ending(shutdown_notice, shutdown_timeout, note),
         check_of(chosen, seconds) if (seconds := _seconds_of_check(chosen, check)) else None,
         warn_of_foreign if force else None,
         ray,

@@ -16,7 +16,7 @@ from markupsafe import Markup
 from toolkit.units import number
 
 WIDTH, HEIGHT = 420, 260
-LEFT, RIGHT, TOP, BOTTOM = 56, 12, 12, 40
+LEFT, RIGHT, TOP, BOTTOM = 56, 20, 12, 40  # RIGHT: half of a last tick's number
 ROW = 22  # of a bar
 MOST_POINTS = 2000  # of a series that are drawn; more say no more, and weigh
 

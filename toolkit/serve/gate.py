@@ -48,7 +48,7 @@ class Gate:
             await send(message)
 
         if account is None and scope["path"] not in self._open_paths:
-            await error_response(_denied())(scope, receive, send_with_id)
+            await error_response(_denied(headers))(scope, receive, send_with_id)
             return
         if account is None or scope["method"] != "POST":
             await self._app(scope, receive, send_with_id)
@@ -65,9 +65,11 @@ class Gate:
             visit.leave(status)
 
 
-def _denied() -> ApiError:
+def _denied(headers: Headers) -> ApiError:
+    given = headers.get("authorization", "").lower().startswith("bearer ")
+    missing = "this server needs its API key, as 'Authorization: Bearer KEY'"
     return ApiError(
-        "this server needs its API key, as 'Authorization: Bearer KEY'",
+        "the API key is not one of this server's" if given else missing,
         status=401,
         code="invalid_api_key",
         headers={"WWW-Authenticate": "Bearer"},

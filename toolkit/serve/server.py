@@ -12,7 +12,7 @@ import signal
 import socket
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -27,12 +27,20 @@ LAST_BYTES_S = 5  # for final chunks to leave
 ACCEPTED_S = 0.02  # for the loop to accept who has connected, before the listener closes
 
 
+def _nobody(_: str) -> None:
+    """Is told, and does nothing."""
+
+
 @dataclass(slots=True, frozen=True)
 class Ending:
-    """How long a server that was told to stop takes requests still (`notice_s`), and waits for them (`timeout_s`)."""
+    """How long a server that was told to stop takes requests still (`notice_s`), and waits for them (`timeout_s`).
+
+    `say` is told what it waits for, where it does.
+    """
 
     notice_s: float = 0.0
     timeout_s: float = 30.0
+    say: Callable[[str], None] = field(default=_nobody, compare=False)
 
 
 def check_exposure(host: str, *, asks_key: bool, insecure: bool) -> None:
@@ -133,6 +141,10 @@ async def leave(driver: Driver, server: uvicorn.Server, ending: Ending, signals:
     Whoever has connected by then is heard, and whoever has not may try elsewhere at once.
     """
     driver.leaving = True
+    left = driver.running + driver.waiting
+    if left:
+        requests = "1 request has" if left == 1 else f"{left} requests have"
+        ending.say(f"ending: {requests} {ending.timeout_s:g} s to finish; a second signal or Ctrl-C ends it now")
     with suppress(TimeoutError):
         await asyncio.wait_for(signals.second.wait(), ending.notice_s)
     await asyncio.sleep(ACCEPTED_S)
