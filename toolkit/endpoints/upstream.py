@@ -6,15 +6,23 @@ compression and redirects are between the client and the server.
 
 from __future__ import annotations
 
+import asyncio
+import re
+import ssl
 from collections.abc import AsyncIterator, Sequence
 from types import TracebackType
 from typing import Self
 
 import httpx
 
+from toolkit.endpoints.wire import Link, WireError
 from toolkit.errors import InputError
 
 CONNECT_S = 10.0
+IDLE_S = 4.0  # servers close theirs after five and more
+MAX_IDLE = 256
+NOT_IN_A_LINE = re.compile(rb"[\r\n\0]")
+OURS_TO_SAY = (b"host", b"content-length", b"expect")  # a body goes out at once, whatever a client would wait for
 RawHeaders = Sequence[tuple[bytes, bytes]]
 
 # RFC 9110, 7.6.1: these are about one connection, not about the message. `host` names the server, so it is ours to say.
@@ -38,27 +46,29 @@ class UpstreamError(Exception):
 class Answer:
     """An answer whose head is there and whose body is to come."""
 
-    def __init__(self, response: httpx.Response) -> None:
-        self._response = response
-        self.status = response.status_code
-        self.headers = _end_to_end(response.headers.raw)
+    def __init__(self, link: Link, upstream: Upstream) -> None:
+        self._link = link
+        self._upstream = upstream
+        self.status = link.status
+        self.headers = _end_to_end(link.headers)
 
     def header(self, name: str) -> str:
         """'' where it is not there."""
-        value: str = self._response.headers.get(name, "")
-        return value
+        wanted = name.lower().encode("latin-1")
+        found = (value for key, value in self.headers if key.lower() == wanted)
+        return next(found, b"").decode("latin-1")
 
     async def body(self) -> AsyncIterator[bytes]:
         """Pieces as they come. `UpstreamError` where the rest does not come."""
         try:
-            async for piece in self._response.aiter_raw():
+            async for piece in self._link.body(self._upstream.silence_s):
                 yield piece
-        except httpx.TransportError as error:
-            raise _problem(error) from error
+        except WireError as error:
+            raise _problem(error) from None
 
     async def close(self) -> None:
         """Closes the connection of an answer that was not read to its end, which tells the server to stop."""
-        await self._response.aclose()
+        self._upstream.release(self._link)
 
 
 class Upstream:
@@ -76,10 +86,11 @@ class Upstream:
             raise InputError(f"'{url}' is not the URL of a server", "for example http://127.0.0.1:8000")
         if self._url.userinfo or self._url.query or self._url.fragment:
             raise InputError("the URL of the server holds more than its address and a path", "leave the rest out")
+        self.silence_s = silence_s
         self._prefix = self._url.raw_path.rstrip(b"/").removesuffix(b"/v1")
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=256, keepalive_expiry=4.0)
-        timeout = httpx.Timeout(silence_s, connect=CONNECT_S, pool=None)
-        self._client = httpx.AsyncClient(limits=limits, timeout=timeout, trust_env=False, follow_redirects=False)
+        self._tls = ssl.create_default_context() if self._url.scheme == "https" else None
+        self._idle: list[Link] = []  # the last is the youngest
+        self._busy: set[Link] = set()
 
     @property
     def address(self) -> tuple[str, int]:
@@ -91,15 +102,70 @@ class Upstream:
         return str(self._url)
 
     async def send(self, method: str, target: bytes, headers: RawHeaders, body: bytes) -> Answer:
-        """Pass a request on; `target` is its path and query as the client sent them. `UpstreamError`: no answer."""
-        kept = [(b"host", self._url.netloc), *(one for one in _end_to_end(headers) if one[0].lower() != b"host")]
+        """Pass a request on; `target` is its path and query as the client sent them. `UpstreamError`: no answer.
+
+        A kept connection may be closed by the server in the moment in which it is used: if it ends without a byte of an
+        answer, the request goes out once more on a new one, as curl does.
+        """
+        request, bodyless = self._request(method, target, headers, body), method == "HEAD"
         try:
-            url = self._url.copy_with(raw_path=self._prefix + target)
-            return Answer(await self._client.send(httpx.Request(method, url, headers=kept, content=body), stream=True))
-        except httpx.InvalidURL as error:
-            raise UpstreamError("the server behind this one cannot be asked for this path") from error
-        except httpx.TransportError as error:
-            raise _problem(error) from error
+            kept = self._kept()
+            if kept:
+                try:
+                    return await self._ask(kept, request, bodyless=bodyless)
+                except WireError as error:
+                    if kept.heard or error.timed_out:
+                        raise
+            return await self._ask(await self._connect(), request, bodyless=bodyless)
+        except WireError as error:
+            raise _problem(error) from None
+
+    async def _ask(self, link: Link, request: bytes, *, bodyless: bool) -> Answer:
+        self._busy.add(link)
+        try:
+            await link.ask(request, self.silence_s, bodyless=bodyless)
+        except (WireError, asyncio.CancelledError):
+            self.release(link)
+            raise
+        return Answer(link, self)
+
+    def release(self, link: Link) -> None:
+        """Keep a connection whose answer was read, for another request; close any other."""
+        self._busy.discard(link)
+        if link.reusable and len(self._idle) < MAX_IDLE:
+            link.idle_since_s = asyncio.get_running_loop().time()
+            self._idle.append(link)
+        else:
+            link.close()
+
+    def _request(self, method: str, target: bytes, headers: RawHeaders, body: bytes) -> bytes:
+        kept = [one for one in _end_to_end(headers) if one[0].lower() not in OURS_TO_SAY]
+        if body or method not in ("GET", "HEAD", "OPTIONS"):
+            kept.append((b"content-length", b"%d" % len(body)))
+        lines = [b"%s %s HTTP/1.1" % (method.encode("ascii"), self._prefix + target), b"host: " + self._url.netloc]
+        lines += [b"%s: %s" % one for one in kept]
+        if any(NOT_IN_A_LINE.search(line) for line in lines) or b" " in target:
+            raise UpstreamError("the server behind this one cannot be asked for this path")
+        return b"\r\n".join([*lines, b"", body])
+
+    def _kept(self) -> Link | None:
+        """A connection that was used before, and that the server has not closed or is about to."""
+        oldest_s = asyncio.get_running_loop().time() - IDLE_S
+        while self._idle:
+            link = self._idle.pop()
+            if link.reusable and link.idle_since_s > oldest_s:
+                return link
+            link.close()
+        return None
+
+    async def _connect(self) -> Link:
+        host, port = self.address
+        try:
+            async with asyncio.timeout(CONNECT_S):
+                made = await asyncio.get_running_loop().create_connection(Link, host, port, ssl=self._tls)
+        except OSError:  # TimeoutError is one
+            raise UpstreamError("the server behind this one cannot be reached") from None
+        return made[1]
 
     async def __aenter__(self) -> Self:
         return self
@@ -107,7 +173,8 @@ class Upstream:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await self._client.aclose()
+        for link in (*self._idle, *self._busy):
+            link.close()
 
 
 def _end_to_end(headers: RawHeaders) -> list[tuple[bytes, bytes]]:
@@ -118,10 +185,8 @@ def _end_to_end(headers: RawHeaders) -> list[tuple[bytes, bytes]]:
     return [(key, value) for key, value in headers if key.lower() not in HOP_BY_HOP | named]
 
 
-def _problem(error: httpx.TransportError) -> UpstreamError:
+def _problem(error: WireError) -> UpstreamError:
     """In words that name no address: clients of a proxy need not learn what is behind it."""
-    if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
-        return UpstreamError("the server behind this one cannot be reached")
-    if isinstance(error, httpx.TimeoutException):
+    if error.timed_out:
         return UpstreamError("the server behind this one was silent for too long", timed_out=True)
     return UpstreamError("the connection to the server behind this one was lost")

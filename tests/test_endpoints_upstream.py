@@ -1,0 +1,187 @@
+"""What stands behind the recorder: one connection's requests and answers, kept connections, and how they end."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+
+import pytest
+
+from toolkit.endpoints.upstream import Upstream, UpstreamError
+from toolkit.endpoints.wire import MAX_HELD_BYTES
+
+WHOLE = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
+
+
+class Behind:
+    """A server that answers each request with the next of `answers`; at an empty one it closes the connection."""
+
+    def __init__(self, *answers: bytes) -> None:
+        self.answers = list(answers)
+        self.heads: list[bytes] = []
+        self.bodies: list[bytes] = []
+        self.connections = 0
+        self.serving: set[asyncio.Task] = set()
+
+    async def __call__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.connections += 1
+        self.serving.add(asyncio.current_task())
+        try:
+            while self.answers:
+                head = await reader.readuntil(b"\r\n\r\n")
+                answer = self.answers.pop(0)
+                if not answer:
+                    break
+                self.heads.append(head)
+                _, _, length = head.lower().partition(b"content-length: ")
+                self.bodies.append(await reader.readexactly(int(length.split(b"\r\n")[0] or 0)) if length else b"")
+                writer.write(answer)
+                await writer.drain()
+        except (asyncio.IncompleteReadError, ConnectionError):
+            pass
+        writer.close()
+        with suppress(ConnectionError):
+            await writer.wait_closed()
+
+
+def behind(server: Behind, use: Callable[[Upstream], Awaitable[None]], silence_s: float = 30.0) -> None:
+    async def run() -> None:
+        listening = await asyncio.start_server(server, "127.0.0.1", 0)
+        port = listening.sockets[0].getsockname()[1]
+        async with listening, Upstream(f"http://127.0.0.1:{port}", silence_s) as upstream:
+            await use(upstream)
+        await asyncio.wait(server.serving) if server.serving else None
+
+    asyncio.run(run())
+
+
+async def read(upstream: Upstream, method: str = "GET", body: bytes = b"") -> tuple[int, bytes]:
+    answer = await upstream.send(method, b"/x", [(b"x-own", b"1")], body)
+    content = b"".join([piece async for piece in answer.body()])
+    await answer.close()
+    return answer.status, content
+
+
+def test_a_connection_is_kept_and_used_again():
+    server = Behind(WHOLE, WHOLE, WHOLE)
+
+    async def use(upstream: Upstream) -> None:
+        for _ in range(3):
+            assert await read(upstream) == (200, b"ok")
+
+    behind(server, use)
+    assert server.connections == 1
+
+
+def test_the_length_said_is_the_bodys():
+    server = Behind(WHOLE, WHOLE)
+
+    async def use(upstream: Upstream) -> None:
+        await read(upstream, "POST", b"12345")
+        await read(upstream, "POST")
+
+    behind(server, use)
+    assert server.bodies == [b"12345", b""]
+    assert [b"content-length: 0" in head for head in server.heads] == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("method", "sent", "content"),
+    [
+        ("HEAD", b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n", b""),
+        ("GET", b"HTTP/1.1 204 No Content\r\n\r\n", b""),
+        ("GET", b"HTTP/1.1 200 OK\r\n\r\nuntil the end", b"until the end"),
+        ("GET", b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 103 Early Hints\r\nlink: x\r\n\r\n" + WHOLE, b"ok"),
+        ("GET", b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n1\r\no\r\n1\r\nk\r\n0\r\n\r\n", b"ok"),
+    ],
+)
+def test_an_answer_ends_where_http_says(method, sent, content):
+    async def use(upstream: Upstream) -> None:
+        assert (await read(upstream, method))[1] == content
+
+    behind(Behind(sent), use)
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"HTTP/1.1 200 OK\r\ncontent-length: 3\r\n\r\nok",
+        b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n2\r\nok\r\n",
+        b"HTTP/1.1 200 OK\r\ncontent-",
+        b"no HTTP at all\r\n\r\n",
+        b"HTTP/1.1 101 Switching Protocols\r\nupgrade: websocket\r\nconnection: upgrade\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nlong: " + b"x" * (1 << 19) + b"\r\n\r\n",
+    ],
+)
+def test_what_breaks_off_or_is_no_answer_is_an_error(sent):
+    async def use(upstream: Upstream) -> None:
+        with pytest.raises(UpstreamError, match="was lost"):
+            await read(upstream)
+
+    behind(Behind(sent), use)
+
+
+def test_a_kept_connection_that_the_server_closes_costs_no_request():
+    server = Behind(WHOLE, b"", WHOLE)
+
+    async def use(upstream: Upstream) -> None:
+        assert await read(upstream) == (200, b"ok")
+        assert await read(upstream, "POST", b"once") == (200, b"ok")
+
+    behind(server, use)
+    assert (server.connections, server.bodies) == (2, [b"", b"once"])
+
+
+def test_a_new_connection_that_is_closed_is_an_error_at_once():
+    async def use(upstream: Upstream) -> None:
+        with pytest.raises(UpstreamError, match="was lost"):
+            await read(upstream)
+
+    behind(Behind(b""), use)
+
+
+def test_an_answer_that_nobody_reads_on_ends_its_connection():
+    server = Behind(b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\nbegun", WHOLE)
+
+    async def use(upstream: Upstream) -> None:
+        answer = await upstream.send("GET", b"/x", [], b"")
+        await answer.close()
+        assert await read(upstream) == (200, b"ok")
+
+    behind(server, use)
+    assert server.connections == 2
+
+
+def test_a_server_that_says_nothing_is_waited_for_no_longer_than_told():
+    async def use(upstream: Upstream) -> None:
+        with pytest.raises(UpstreamError, match="silent") as caught:
+            await read(upstream)
+        assert caught.value.timed_out
+
+    behind(Behind(b"HTTP/1.1 100 Continue\r\n\r\n", WHOLE), use, silence_s=0.01)
+
+
+def test_a_large_answer_is_held_in_part_and_comes_whole():
+    size = 64 * MAX_HELD_BYTES
+    most = 0
+
+    async def use(upstream: Upstream) -> None:
+        nonlocal most
+        answer = await upstream.send("GET", b"/x", [], b"")
+        total = 0
+        async for piece in answer.body():
+            most, total = max(most, len(piece)), total + len(piece)
+            for _ in range(20):
+                await asyncio.sleep(0)
+        assert total == size
+
+    behind(Behind(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % size + b"x" * size), use)
+    assert most < 8 * MAX_HELD_BYTES
+
+
+@pytest.mark.parametrize("target", [b"/x y", b"/x\r\nhost: other", b"/\0"])
+def test_a_path_cannot_become_a_header(target):
+    async def use(upstream: Upstream) -> None:
+        with pytest.raises(UpstreamError, match="this path"):
+            await upstream.send("GET", target, [], b"")
+
+    behind(Behind(), use)
