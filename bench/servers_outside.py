@@ -151,7 +151,7 @@ def recipe_of(arguments: Arguments, server: str, url: str) -> str:
         "hardware": base["hardware"],
         "engine": engine,
         "profile": {
-            "batch_sizes": [1, 2, 4, 8, 16],
+            "batch_sizes": [1, 2, 3, 4, 6, 8],
             "input_lengths": [32, 128, 384],
             "cached_lengths": [64, 192, 320],
             "memory_lengths": [64],
@@ -264,8 +264,8 @@ def options(words: Sequence[str] | None = None) -> Arguments:
     parser.add_argument("--rate", type=float, default=4.0, help="requests per second")
     parser.add_argument("--windows", type=int, default=5)
     parser.add_argument("--window", type=float, default=20.0, help="seconds of each")
-    parser.add_argument("--warmup", type=float, default=20.0, help="seconds of other requests before each")
-    parser.add_argument("--repeats", type=int, default=3, help="of the profile's points")
+    parser.add_argument("--warmup", type=float, default=15.0, help="seconds of other requests before each")
+    parser.add_argument("--repeats", type=int, default=2, help="of the profile's points")
     parser.add_argument("--seed", type=int, default=0, help="of the windows' places and the prompts")
     parser.add_argument("--port", type=int, default=8771, help="of transformers' `serve`")
     parser.add_argument("--stages", nargs="+", choices=STAGES, default=list(STAGES))

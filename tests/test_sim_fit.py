@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import samples
 
+from toolkit.estimators.load import laws_from_fit
 from toolkit.sched.policies import POLICIES, make_policy
 from toolkit.sim.api import simulate, world_from_fit
 from toolkit.traces.types import Trace
@@ -42,3 +43,18 @@ def test_a_round_of_a_server_elsewhere_takes_what_its_laws_say_which_have_http_i
     law = world.under(make_policy("aggressive", {})).latency
     assert law.prefill_s(1, 64) < 1.0 < world.latency.prefill_s(1, 64)
     assert law.decode_s(4, 64, 8) == pytest.approx(world.latency.decode_s(4, 64, 8) / 1.5)
+
+
+def test_of_a_server_elsewhere_clients_wait_for_http_and_those_who_decode_do_not():
+    fit = samples.fit()
+    slower = [each.model_copy(update={"const": each.const + 0.5}) for each in fit.prefill.segments]
+    prefill = fit.prefill.model_copy(update={"segments": slower})
+    engine = fit.engine.model_copy(update={"engine": "openai"})
+    served = fit.model_copy(update={"engine": engine, "prefill": prefill})
+    world = world_from_fit(served, workers=1, max_new_tokens=64).under(make_policy("aggressive", {}))
+    law, step_s = laws_from_fit(served).engine, laws_from_fit(served).engine.decode_s(1, 0.0, 1)
+    assert world.front.first_s == world.front.last_s == pytest.approx(law.prefill_s(1, 0.0) - step_s)
+    assert world.front.first_s > 0.4
+    assert world.latency.prefill_s(1, 0.0) == pytest.approx(step_s), "a prompt's pass takes what a step does"
+    assert world.latency.prefill_s(1, 32) + world.front.first_s == pytest.approx(law.prefill_s(1, 32))
+    assert world_from_fit(served, workers=1, max_new_tokens=64).front.first_s == 0.0, "whole slices have it in them"

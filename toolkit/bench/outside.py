@@ -8,6 +8,7 @@ is at work, which a profile asks one request at a time for. What is left out: th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -21,8 +22,8 @@ from toolkit.metrics import Served
 from toolkit.sim.front import NO_DELAY
 from toolkit.traces.types import Trace
 
-ROUNDS = 6  # of finding the slowdown
-CLOSE = 1e-3  # relative: a simulation moves in steps
+FACTOR_MAX = 16.0  # a slowdown is between this and its inverse
+HALVINGS = 12  # of that range: to 0.14 %. Rows that last longer meet others, so seconds are no line in the slowdown
 
 Chosen = NDArray[np.bool_]
 
@@ -38,13 +39,14 @@ def seen_by_clients(plan: Plan, trace: Trace, samples: Sequence[Sample], finishe
     seconds, expected = _streamed_s(measured, both), _streamed_s(simulated, both)
     if seconds <= 0.0 or expected <= 0.0:
         return None
-    slowdown = seconds / expected  # almost: who waits longer meets others
-    for _ in range(ROUNDS):
+    low, high = 1.0 / FACTOR_MAX, FACTOR_MAX
+    for _ in range(HALVINGS):
+        slowdown = math.sqrt(low * high)
         simulated = predicted(plan, trace, Conditions(slowdown, NO_DELAY, tuple(finished))).served
-        ratio = seconds / _streamed_s(simulated, both)
-        if abs(ratio - 1.0) < CLOSE:
-            break
-        slowdown *= ratio
+        if _streamed_s(simulated, both) < seconds:
+            low = slowdown
+        else:
+            high = slowdown
     left_s = max(_first_s(measured, both) - _first_s(simulated, both), 0.0)
     return Warmup(
         requests=len(samples),

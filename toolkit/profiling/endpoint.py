@@ -1,9 +1,9 @@
 """An engine that is a server somewhere else, timed from outside: any that speaks OpenAI's API of completions.
 
 Requests are sent together, each with a prompt of its own, so that no cache of prefixes helps. A prefill of [N, L] is N
-requests for one token, from the first that was sent to the last that was answered. A decode step of N rows is read off
-N requests for some tokens: between the first and the last token of the one that came last, where all N decode. What a
-server does with them inside is its own affair: these are the times that its clients see.
+requests for one token, from when they are due to the last answer, connections included. A decode step of N rows is read
+off N requests for some tokens: between the first and the last token of the one that came last, where all N decode. What
+a server does with them inside is its own affair: these are the times that its clients see.
 """
 
 from __future__ import annotations
@@ -62,12 +62,14 @@ class Endpoint:
 
     async def together(self, prompts: Sequence[int], max_tokens: Sequence[int]) -> list[Sample]:
         """Send a request for each prompt length and number of tokens at once. Raises as `at_times` does."""
-        start_s = time.perf_counter()
         samples = [Sample(0.0, length, tokens) for length, tokens in zip(prompts, max_tokens, strict=True)]
-        return await self.at_times(samples, start_s)
+        return await self.at_times(samples)
 
-    async def at_times(self, samples: list[Sample], start_s: float) -> list[Sample]:
-        """Send each when its time has come, seconds after `start_s` of the performance counter, and wait for all.
+    async def at_times(self, samples: list[Sample], start_s: float | None = None) -> list[Sample]:
+        """Send each when its time has come, and wait for all.
+
+        Times count from `start_s` of the performance counter; None: from when all requests are made, and before any
+        has a connection, as in a replay.
 
         Raises `Unmeasurable` with the first failure, or where an output has another length than it was asked for.
         """
@@ -81,8 +83,10 @@ class Endpoint:
             for sample in samples
         ]
 
+        zero_s = time.perf_counter() if start_s is None else start_s
+
         def clock() -> float:
-            return time.perf_counter() - start_s
+            return time.perf_counter() - zero_s
 
         async def send(request: bytes, sample: Sample) -> None:
             if sample.scheduled_s:
@@ -145,7 +149,7 @@ class EndpointBench:
 
     def _prefill_s(self, point: GridPoint) -> float:
         samples = self._together([point.length] * point.batch_size, [1] * point.batch_size)
-        return max(one.last_token_s for one in samples) - min(one.sent_s for one in samples)
+        return max(one.last_token_s for one in samples)
 
     def _decode_s(self, point: GridPoint) -> float:
         """Mean of the steps around the cached length while all rows decode: half of them come before it, half after.
