@@ -1,6 +1,7 @@
 """`llmctl report`: one page, whole and offline, whatever there is of a recipe's files, and whatever it is called."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from toolkit.cli.main import run
 from toolkit.deploy.plan import make_plan
 from toolkit.files.io import head, write_file
 from toolkit.files.validation import MetricError, RequestError, Validation, WindowResult
+from toolkit.report.fits import fit_section
 from toolkit.report.material import gather
 from toolkit.report.page import report
 from toolkit.report.svg import Axes, Series, bars, chart
@@ -135,3 +137,19 @@ def test_a_browser_shows_it_without_a_complaint_or_a_request(folder: Path, width
         assert not page.locator("nav").is_visible()
         assert seen.complaints == []
         assert seen.hosts == {"file"}
+
+
+def test_the_memory_edge_is_that_of_one_number_of_steps(folder: Path):
+    found, few = gather(str(folder / "plan.json")), synthetic_profiles.probe_all(1.0, steps=16)
+    edges = [
+        fit_section(replace(found, profile=synthetic_profiles.make_profile(noise=0.05, memory=probes))).figures[-1]
+        for probes in (few, [*few, *synthetic_profiles.probe_all(1.0, steps=128)])
+    ]
+    assert edges[0] == edges[1]
+
+
+def test_passes_of_a_paged_engine_have_their_error_shown(folder: Path):
+    found = gather(str(folder / "plan.json"))
+    paged = fit_section(replace(found, fit=samples.paged_fit(), profile=None))
+    assert "passes" in str(paged.tables[0].rows)
+    assert "passes" not in str(fit_section(found).tables[0].rows)

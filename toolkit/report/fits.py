@@ -46,6 +46,9 @@ def _errors(fit: Fit) -> Table:
         overhead = fit.rounds.overhead
         text = f"{overhead.stretch:.3g} x + {overhead.batch_s:.2g} s"
         rows.append(("rounds", text, *error_cells(overhead.error), "", ""))
+    if fit.steps:
+        knots = f"knots {', '.join(map(str, fit.steps.knots))}"
+        rows.append(("passes", knots, *error_cells(fit.steps.error), fit.steps.valid.rows_max, ""))
     columns = ["law", "form", "median error", "p95", "worst", "points", "up to batch", "up to length"]
     return Table("Errors on points that the fit did not see", columns, rows)
 
@@ -122,9 +125,9 @@ def _slices(laws: Laws, profile: Profile) -> Figure:
 
 
 def _memory(fit: Fit, laws: Laws, profile: Profile) -> Figure:
-    """The largest batch that ran, the smallest that did not, and what the law allows."""
-    points = sorted(profile.memory, key=lambda one: one.input_length)
-    steps = points[0].steps if points else 1
+    """The largest batch that ran, the smallest that did not, what the law allows: of the least steps probed."""
+    steps = min((one.steps for one in profile.memory), default=1)
+    points = sorted((one for one in profile.memory if one.steps == steps), key=lambda one: one.input_length)
     lengths = np.array([one.input_length for one in points], dtype=np.int64)
     allowed = laws.memory.max_batch(lengths, steps, 0.0).tolist() if points else []
     failed = [(one.input_length, one.smallest_oom) for one in points if one.smallest_oom is not None]
