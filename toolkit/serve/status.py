@@ -151,6 +151,7 @@ class Status:
             "extrapolated_batches": stats.extrapolated_batches,
             "oom_events": stats.oom_events,
             "preemptions": stats.preemptions,
+            "refused": stats.refused,
             "restarts": stats.worker_restarts,
             "batch_ratio": stats.batch_s / stats.predicted_batch_s if stats.predicted_batch_s else None,
         }
