@@ -12,7 +12,7 @@ from toolkit.deploy.plan import make_plan
 from toolkit.engines.protocol import RoundOutput, SliceOutput
 from toolkit.errors import TargetMissedError
 from toolkit.files.fit import HeldOutError, OverheadFit
-from toolkit.serve.drift import CheckedWorkers, Measured, Point, check_of, judge
+from toolkit.serve.drift import CheckedWorkers, Measured, Point, checks_of, judge
 from toolkit.workers.protocol import BatchDone, BatchProgress, RoundDone, Times, WorkerReady
 
 GRID = {
@@ -68,7 +68,7 @@ def measured(check, **how):
     """What a check found, the workers, and the events that got through to the driver."""
     found, events = [], []
     workers = TimedWorkers(check, **how)
-    checked = CheckedWorkers(workers, check, found.extend, clock=lambda: workers.now_s)
+    checked = CheckedWorkers(workers, [check], found.extend, clock=lambda: workers.now_s)
 
     async def main():
         await checked.start(events.append)
@@ -83,7 +83,7 @@ def measured(check, **how):
 @pytest.mark.parametrize("policy", ["slice", "past-future"])
 def test_points_are_of_the_grid_and_fit_into_memory_and_time(policy):
     planned = plan(policy)
-    check = check_of(planned, 5.0)
+    check = checks_of(planned, 5.0)[0]
     spec, fit = planned.recipe.profile, planned.fit
     assert len(check.points) > 1
     assert {point.rows for point in check.points} <= set(spec.batch_sizes)
@@ -93,15 +93,15 @@ def test_points_are_of_the_grid_and_fit_into_memory_and_time(policy):
 
 
 def test_with_less_time_the_dearest_points_are_left_out():
-    many = check_of(plan(), 5.0)
-    assert check_of(plan(), 3.001 * many.expected_s(many.points[0])).points == many.points[:1]
-    assert check_of(plan(), 1e-9).points == ()
+    many = checks_of(plan(), 5.0)[0]
+    assert checks_of(plan(), 3.001 * many.expected_s(many.points[0]))[0].points == many.points[:1]
+    assert checks_of(plan(), 1e-9)[0].points == ()
 
 
 @pytest.mark.parametrize("policy", ["slice", "past-future"])
 @pytest.mark.parametrize(("slow", "drifted"), [(1.0, False), (1.19, False), (1.21, True), (0.79, True)])
 def test_a_point_beyond_the_stated_error_has_drifted(policy, slow, drifted):
-    check = check_of(plan(policy, p95_percent=20.0), 5.0)
+    check = checks_of(plan(policy, p95_percent=20.0), 5.0)[0]
     found, workers, *_ = measured(check, slow=slow)
     assert [one.point for one in found] == list(check.points)
     assert [one.drifted for one in found] == [drifted] * len(found)
@@ -110,17 +110,17 @@ def test_a_point_beyond_the_stated_error_has_drifted(policy, slow, drifted):
 
 
 def test_a_fit_that_states_next_to_no_error_is_not_taken_at_its_word():
-    assert check_of(plan(p95_percent=0.1)).allowed_percent == 10.0
+    assert checks_of(plan(p95_percent=0.1))[0].allowed_percent == 10.0
 
 
 def test_the_driver_hears_of_workers_and_of_its_own_batches_only():
-    _, _, before, after = measured(check_of(plan(), 5.0))
+    _, _, before, after = measured(checks_of(plan(), 5.0)[0])
     assert [type(event) for event in before] == [WorkerReady] * 2
     assert [type(event) for event in after] == [BatchProgress, BatchDone]
 
 
 def test_a_point_that_fails_ends_the_check_and_not_the_server():
-    found, workers, *_ = measured(check_of(plan(), 5.0), failure="oom")
+    found, workers, *_ = measured(checks_of(plan(), 5.0)[0], failure="oom")
     assert found == []
     assert len(workers.shapes) == 3
     said = []

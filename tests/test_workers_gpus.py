@@ -4,23 +4,23 @@ from pathlib import Path
 
 import pytest
 
-from toolkit.workers.gpus import gpus_of, visible_gpus
+from toolkit.workers.gpus import share_gpus, visible_gpus
 
 
 @pytest.mark.parametrize(
-    ("worker", "each", "visible", "expected"),
+    ("sizes", "visible", "expected"),
     [
-        (0, 1, ["0", "1"], "0"),
-        (1, 1, ["0", "1"], "1"),
-        (1, 2, ["0", "1", "2", "3"], "2,3"),
-        (2, 1, ["4", "7"], "4"),
-        (1, 2, ["0", "1", "2"], "0,1"),
-        (0, 2, ["0"], None),
-        (0, 1, [], None),
+        ([1, 1], ["0", "1"], ["0", "1"]),
+        ([2, 2], ["0", "1", "2", "3"], ["0,1", "2,3"]),
+        ([1, 1, 1], ["4", "7"], ["4", "7", "4"]),
+        ([2, 2], ["0", "1", "2"], ["0,1", "0,1"]),
+        ([2], ["0"], [None]),
+        ([1], [], [None]),
+        ([2, 1, 0, 1], ["0", "1", "2", "3"], ["0,1", "2", None, "3"]),
     ],
 )
-def test_each_worker_has_gpus_of_its_own(worker: int, each: int, visible: list[str], expected: str | None):
-    assert gpus_of(worker, each, visible) == expected
+def test_each_worker_has_gpus_of_its_own(sizes: list[int], visible: list[str], expected: list[str | None]):
+    assert share_gpus(sizes, visible) == expected
 
 
 def test_the_environment_goes_before_the_driver(tmp_path: Path):

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from toolkit.estimators.laws import WithOverhead
 from toolkit.files.plan import Plan
 from toolkit.sched.policies import make_any
-from toolkit.sim.api import SimResult, simulate, world_from_fit
+from toolkit.sim.api import SimResult, World, fleet, simulate, world_of
 from toolkit.sim.front import FrontDelay
 from toolkit.traces.types import Trace
 
@@ -38,18 +38,16 @@ def predict(plan: Plan, trace: Trace, sla: Mapping[str, float], conditions: Cond
 def predicted(plan: Plan, trace: Trace, conditions: Conditions = AS_FITTED) -> SimResult:
     """What becomes of each request of `trace` under the plan."""
     recipe = plan.recipe
-    world = world_from_fit(
-        plan.fit,
-        workers=plan.workers,
-        max_new_tokens=recipe.serve.max_new_tokens,
-        seed=recipe.tune.seed,
-        flush_s=recipe.engine.flush_s,
-    )
+    world = world_of(plan.kinds, max_new_tokens=recipe.serve.max_new_tokens, seed=recipe.tune.seed)
     policy = make_any(plan.policy.name, plan.policy.parameters)
     world = world.under(policy)
-    slowed = WithOverhead(world.latency, 0.0, conditions.slowdown)
+    world = fleet([_slowed(kind, conditions.slowdown) for kind in world.kinds])
     paged = world.paged.slowed(conditions.slowdown) if world.paged else None
     front = world.front if conditions.front is None else conditions.front
-    world = replace(world, latency=slowed, believed=world.latency, finished=conditions.finished, front=front)
-    world = replace(world, paged=paged)
+    world = replace(world, finished=conditions.finished, front=front, paged=paged)
     return simulate(trace, policy, world)
+
+
+def _slowed(world: World, slowdown: float) -> World:
+    """Its workers take so many times as long as their scheduler believes."""
+    return replace(world, latency=WithOverhead(world.latency, 0.0, slowdown), believed=world.latency)

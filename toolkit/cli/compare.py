@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from toolkit.cli.arguments import JsonOption, SetOption, SlaOption, parse_settings, parse_sla
+from toolkit.cli.fleet import FleetOption
 from toolkit.cli.stage import (
     FitLengthsOption,
     FitOption,
@@ -35,6 +36,7 @@ CDF_POINTS = 200
 def command(
     trace: TraceOption = "chat-small",
     fit: FitOption = "fit.json",
+    fleet: FleetOption = None,
     policies: Annotated[
         str | None,
         typer.Option(help="Names with commas between; default: all but the oracles, which need the future."),
@@ -62,7 +64,7 @@ def command(
     from toolkit.files.io import check_writable
     from toolkit.sched.policies import KNOWN
     from toolkit.sim.comparison import compare, usual_policies
-    from toolkit.sim.worlds import assign_settings, check_capacity, make_world, policy_for
+    from toolkit.sim.worlds import assign_settings, check_capacity, policy_for
 
     if png:
         require_matplotlib()
@@ -70,11 +72,11 @@ def command(
     given = None if policies is None else list(dict.fromkeys(_words("--policies", policies)))
     assign_settings(given or list(KNOWN), parse_settings(settings))  # what is wrong in it is said before files are read
     targets, rates = parse_sla(sla), _rates(rate)
-    stage = open_stage(trace, fit, max_new_tokens, fit_lengths)
+    stage = open_stage(trace, fit, max_new_tokens, fit_lengths, fleet)
     names = usual_policies(stage.fit) if given is None else given
     of_world, of_policy = assign_settings(names, parse_settings(settings))
     contenders = [policy_for(stage.fit, name, of_policy[name]) for name in names]
-    world = make_world(stage.fit, of_world, workers=workers or 0, max_new_tokens=max_new_tokens or 0, seed=seed)
+    world = stage.world(of_world, workers, max_new_tokens, seed)
     check_capacity(of_world, world, stage.trace)
     for line in stage.trace.notes:
         note(f"trace: {line}")
@@ -93,7 +95,7 @@ def command(
     runs.sort(key=lambda run: (run.rate_rps, -run.metrics.get("goodput_rps", -1.0)))
     shown = _columns(columns, runs)
     _remark(runs, world, targets)
-    result = {"sla": targets, "workers": world.workers, "seed": seed, "interrupted": interrupted}
+    result = {"sla": targets, "workers": world.size, "seed": seed, "interrupted": interrupted}
     emit(as_json, {**result, "runs": [_plain(run) for run in runs]}, lambda: _show(runs, shown))
     if png:
         draw(_panels(runs), png)

@@ -19,7 +19,8 @@ PREDICTED = "predicted "
 HEADLINES = {PREDICTED + name for name in ("goodput_rps", "throughput_rps", "ttft_p99_s", "tpot_mean_s", "e2e_p95_s")}
 PLAN = Path("plan.json")
 Source = Annotated[
-    Path, typer.Argument(metavar="RECIPE|PLAN.json", help="A recipe, with --fit; or a plan, with --target.")
+    Path,
+    typer.Argument(metavar="RECIPE|FLEET|PLAN.json", help="A recipe, with --fit; a fleet; or a plan, with --target."),
 ]
 FitOption = Annotated[Path | None, typer.Option("--fit", callback=resolve_fit, help=f"With a recipe: {FIT_HELP}")]
 TuningOption = Annotated[Path | None, typer.Option("--tuning", help="tuning.json; without it, the recipe's policy.")]
@@ -137,6 +138,7 @@ def _make(source: Path, fit: Path | None, tuning: Path | None, given: PlannedPol
     from toolkit.deploy.plan import make_plan
     from toolkit.errors import InputError
     from toolkit.files.fit import Fit
+    from toolkit.files.fleet import is_fleet
     from toolkit.files.io import read_file, recipe_path
     from toolkit.files.plan import Plan
     from toolkit.files.recipes import is_recipe
@@ -146,6 +148,8 @@ def _make(source: Path, fit: Path | None, tuning: Path | None, given: PlannedPol
         if fit or tuning or given:
             raise InputError("a plan holds its fit, tuning and policy", "give a recipe to make another plan")
         return Made(read_file(Plan, source), source, source)
+    if is_fleet(source):
+        return _make_of_fleet(source, fit, tuning, given)
     recipe = recipe_path(source)
     if fit is None:
         raise InputError("a recipe alone is no plan", "add --fit fit.json, from `llmctl fit`")
@@ -154,6 +158,16 @@ def _make(source: Path, fit: Path | None, tuning: Path | None, given: PlannedPol
     inputs = made_from | ({"tuning": tuning} if tuning else {})
     plan = make_plan(open_recipe(recipe), read_file(Fit, fit, inputs={"recipe": recipe}), tuned, inputs, given)
     return Made(plan, None, fit)
+
+
+def _make_of_fleet(source: Path, fit: Path | None, tuning: Path | None, given: PlannedPolicy | None) -> Made:
+    from toolkit.cli.fleet import plan_of_fleet
+    from toolkit.errors import InputError
+
+    if fit is not None:
+        raise InputError("a fleet names its fits", "leave --fit out")
+    plan, near = plan_of_fleet(source, tuning, given)
+    return Made(plan, None, near)
 
 
 def _show(plan: Plan) -> None:

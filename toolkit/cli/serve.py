@@ -89,7 +89,7 @@ def command(
 
     from toolkit.cli.serve_target import place_of, read_callers, remembering, serve_managed
     from toolkit.serve.assemble import make_limits, make_settings, model_name
-    from toolkit.serve.drift import check_of, judge
+    from toolkit.serve.drift import checks_of, judge
     from toolkit.serve.launch import Launch, launch
     from toolkit.serve.notify import notify, take_notify_socket
     from toolkit.serve.server import Ending, is_loopback
@@ -145,7 +145,7 @@ def command(
         event_log,
         request_log,
         Ending(shutdown_notice, shutdown_timeout, note),
-        check_of(chosen, seconds) if (seconds := _seconds_of_check(chosen, check)) else None,
+        checks_of(chosen, seconds) if (seconds := _seconds_of_check(chosen, check)) else (),
         warn_of_foreign if force else None,
         ray,
         room_timeout,
@@ -167,13 +167,15 @@ def _seconds_of_check(plan: Plan, asked: float | None) -> float:
 
     if asked is not None:
         return asked
-    return 0.0 if plan.recipe.engine.name == "fake" else BUDGET_S  # a fake's times are what it was told
+    return (
+        0.0 if all(kind.recipe.engine.name == "fake" for kind in plan.kinds) else BUDGET_S
+    )  # a fake's times are what it was told
 
 
 def _check_engine(plan: Plan, engine: str | None) -> None:
     from toolkit.errors import InputError
 
-    planned = plan.recipe.engine.name
+    planned = " and ".join(dict.fromkeys(kind.recipe.engine.name for kind in plan.kinds))
     if engine is not None and engine != planned:
         raise InputError(
             f"--engine {engine}: this plan is for engine '{planned}'",
@@ -225,7 +227,9 @@ def _announce(as_json: bool, url: str, model: str, plan: Plan, *, status_page: b
 
 
 def _plan(source: str | None, plan: Path | None, fit: Path | None, tuning: Path | None, force: bool) -> Plan:
+    from toolkit.cli.fleet import plan_of_fleet
     from toolkit.errors import InputError
+    from toolkit.files.fleet import is_fleet
     from toolkit.files.io import read_file
     from toolkit.files.plan import Plan
     from toolkit.files.recipes import is_recipe
@@ -237,6 +241,10 @@ def _plan(source: str | None, plan: Path | None, fit: Path | None, tuning: Path 
         if source or fit or tuning:
             raise InputError("a plan holds the recipe, the fit and the tuning; give one or the other", usage)
         return read_file(Plan, plan)
+    if source and is_fleet(source):
+        if fit:
+            raise InputError("a fleet names its fits", "leave --fit out")
+        return plan_of_fleet(Path(source), tuning, force=force)[0]
     if source is None or fit is None:
         raise InputError("there is no plan to serve", usage)
     return _render(source, fit, tuning, force)
@@ -257,6 +265,10 @@ def _render(recipe: str, fit: Path, tuning: Path | None, force: bool) -> Plan:
 
 def _change(plan: Plan, policy: str | None, settings: list[str] | None, workers: int | None) -> Plan:
     """The plan with what the command line says otherwise. `InputError` for a policy or parameter that is unknown."""
+    from toolkit.errors import InputError
+
+    if workers is not None and plan.others:
+        raise InputError("--workers: a fleet says how many workers there are of each kind", "change them in its file")
     if workers is not None and workers != plan.fit.workers:
         note(f"note: the fit was measured with {plan.fit.workers} workers at once; {workers} may take other times")
     return plan.model_copy(

@@ -14,7 +14,9 @@ WHAT, CALLERS, LOAD, WATCHING = "What runs", "Who may call", "Overload and the e
 
 Source = Annotated[
     str | None,
-    typer.Argument(metavar="PLAN.json|RECIPE|FOLDER", help="A plan, a recipe with --fit, or what was rendered."),
+    typer.Argument(
+        metavar="PLAN.json|RECIPE|FLEET|FOLDER", help="A plan, a recipe with --fit, a fleet, or what was rendered."
+    ),
 ]
 TargetOption = Annotated[
     str | None,

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from toolkit.cli.arguments import JsonOption, SetOption, SlaOption, parse_settings, parse_sla
+from toolkit.cli.fleet import FleetOption
 from toolkit.cli.stage import (
     FitLengthsOption,
     FitOption,
@@ -23,6 +24,7 @@ from toolkit.cli.stage import (
 def command(
     trace: TraceOption = "chat-small",
     fit: FitOption = "fit.json",
+    fleet: FleetOption = None,
     policy: Annotated[str, typer.Option(help="The policy; see docs/policies.md.")] = "slice",
     settings: SetOption = None,
     sla: SlaOption = None,
@@ -40,15 +42,15 @@ def command(
     """
     from toolkit.cli.output import emit, note, table
     from toolkit.sim.api import simulate
-    from toolkit.sim.worlds import assign_settings, check_capacity, make_world, policy_for
+    from toolkit.sim.worlds import assign_settings, check_capacity, policy_for
     from toolkit.traces.scale import scale_rate
 
     of_world, of_policy = assign_settings([policy], parse_settings(settings))
     targets = parse_sla(sla)
-    stage = open_stage(trace, fit, max_new_tokens, fit_lengths)
+    stage = open_stage(trace, fit, max_new_tokens, fit_lengths, fleet)
     requests = stage.trace if rate is None else scale_rate(stage.trace, rate)
     chosen = policy_for(stage.fit, policy, of_policy[policy])
-    world = make_world(stage.fit, of_world, workers=workers or 0, max_new_tokens=max_new_tokens or 0, seed=seed)
+    world = stage.world(of_world, workers, max_new_tokens, seed)
     check_capacity(of_world, world, requests)
     for line in requests.notes:
         note(f"trace: {line}")

@@ -11,6 +11,8 @@ import typer
 
 if TYPE_CHECKING:
     from toolkit.files.fit import Fit
+    from toolkit.files.plan import Kind
+    from toolkit.sched.policies.parameters import Value
     from toolkit.sched.types import Refusal
     from toolkit.sim.api import World
     from toolkit.traces.types import Trace
@@ -34,10 +36,24 @@ class Stage:
 
     trace: Trace
     fit: Fit | None
+    kinds: Sequence[Kind] = ()  # of a fleet, whose first kind has the fit
+
+    def world(self, given: Mapping[str, Value], workers: int | None, max_new_tokens: int | None, seed: int) -> World:
+        """What is simulated, with the settings that were given. `InputError` for one that cannot be."""
+        from toolkit.errors import InputError
+        from toolkit.sim.worlds import make_world
+
+        if self.kinds and workers:
+            raise InputError(
+                "--workers: a fleet says how many workers there are of each kind", "change them in its file"
+            )
+        count = self.kinds[0].workers if self.kinds else workers or 0
+        limit = max_new_tokens or 0
+        return make_world(self.fit, given, workers=count, max_new_tokens=limit, seed=seed, others=self.kinds[1:])
 
 
-def open_stage(trace: str, fit: str, max_new_tokens: int | None, fit_lengths: bool) -> Stage:
-    """Read both; lengths are scaled into the fitted model's context where asked for."""
+def open_stage(trace: str, fit: str, max_new_tokens: int | None, fit_lengths: bool, fleet: Path | None = None) -> Stage:
+    """Read both, or instead of the fit a fleet; lengths are scaled into the model's context where asked for."""
     from toolkit.cli.basis import note_basis
     from toolkit.files.fit import Fit
     from toolkit.files.fits import fit_path
@@ -47,14 +63,23 @@ def open_stage(trace: str, fit: str, max_new_tokens: int | None, fit_lengths: bo
     from toolkit.traces.scale import scale_lengths
     from toolkit.traces.shipped import trace_path
 
-    path = None if fit == UNIT_STEP and not Path(fit).exists() else fit_path(fit)
-    fitted = read_file(Fit, path) if path else None
-    if path and fitted:
-        note_basis(fitted, path)
+    kinds: Sequence[Kind] = ()
+    fitted: Fit | None
+    if fleet is not None:
+        from toolkit.cli.fleet import open_fleet
+
+        opened = open_fleet(fleet)
+        opened.note_bases()
+        kinds, fitted = opened.kinds, opened.kinds[0].fit
+    else:
+        path = None if fit == UNIT_STEP and not Path(fit).exists() else fit_path(fit)
+        fitted = read_file(Fit, path) if path else None
+        if path and fitted:
+            note_basis(fitted, path)
     requests, _ = read_trace(trace_path(trace))
     if fitted and fit_lengths:
         requests = scale_lengths(requests, fitted.engine.max_model_len, max_new_tokens or USUAL_LIMIT)
-    return Stage(requests, fitted)
+    return Stage(requests, fitted, kinds)
 
 
 def refusal_notes(refusals: Sequence[Refusal]) -> list[str]:

@@ -13,6 +13,7 @@ import typer
 from toolkit.cli.arguments import FIT_HELP, JsonOption, RecipeArgument, open_recipe, resolve_fit
 
 if TYPE_CHECKING:
+    from toolkit.cli.fleet import Fleet
     from toolkit.files.fit import Fit
     from toolkit.files.profile import Profile
     from toolkit.files.recipe import Recipe
@@ -96,18 +97,23 @@ def command(
     from toolkit.tuning.workload import make_workload
 
     given = {"policies": _names(policies), "trials": trials, "seed": seed, "request_rate_rps": rate, "draws": draws}
-    spec = _with_options(open_recipe(recipe), given)
-    settings = settings_of(spec)
+    fleet = _fleet_of(recipe, workers, force)
+    if fleet:
+        first = fleet.kinds[0]
+        spec, fitted, others = first.recipe.model_copy(update={"workers": first.workers}), first.fit, fleet.others
+    else:
+        spec, fitted, others = open_recipe(recipe), read_fit(fit, recipe, force=force), []
+    spec = _with_options(spec, given)
+    settings = settings_of(spec, others)
     count = _count(workers)
-    fitted = read_fit(fit, recipe, force=force)
-    profile = _profile_of(fitted, fit)
-    workload = make_workload(spec, fitted, read_trace(trace_path(trace))[0])
+    profile = None if others else _profile_of(fitted, fleet.inputs["fit"] if fleet else fit)
+    workload = make_workload(spec, fitted, read_trace(trace_path(trace))[0], others)
     if count:
         spec = spec.model_copy(update={"workers": count})
     for line in workload.trace.notes:
         note(f"trace: {line}")
     check_writable(out)
-    made_from = head({"recipe": recipe, "fit": fit, "trace": trace_path(trace)})
+    made_from = head((fleet.inputs if fleet else {"recipe": recipe, "fit": fit}) | {"trace": trace_path(trace)})
     digests = "".join(source.sha256 for source in made_from["inputs"].values())
     fingerprint = f"{digests} {profile is not None} {made_from['tool_version']} {spec.model_dump_json()}"
     search = tune_to_size if workers == AUTO else tune
@@ -116,12 +122,28 @@ def command(
     with _runner(executor, ray, jobs) as (runner, at_once), progress("tuning", total) as advance:
         memo = Remembering(runner, memory)
         watch = Watch(advance, total, memo.remembered, at_once)
-        result = search(Inputs(spec, fitted, workload, profile), memo, made_from, watch)
+        result = search(Inputs(spec, fitted, workload, profile, tuple(others)), memo, made_from, watch)
     write_file(result, out)
     memory.forget()
     emit(as_json, result, lambda: show(result))
-    note_basis(fitted, fit)
+    if fleet:
+        fleet.note_bases()
+    else:
+        note_basis(fitted, fit)
     note(f"wrote {out}")
+
+
+def _fleet_of(source: Path, workers: str | None, force: bool) -> Fleet | None:
+    """The fleet, where one was given; None for a recipe."""
+    from toolkit.cli.fleet import open_fleet
+    from toolkit.errors import InputError
+    from toolkit.files.fleet import is_fleet
+
+    if not is_fleet(source):
+        return None
+    if workers is not None:
+        raise InputError("--workers: a fleet says how many workers there are of each kind", "change them in its file")
+    return open_fleet(source, force=force)
 
 
 @contextmanager

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from toolkit.files.fit import Fit, HeldOutError, LatencyFit
-from toolkit.files.plan import Explanation, PlannedPolicy
+from toolkit.files.plan import Explanation, Kind, PlannedPolicy
 from toolkit.files.recipe import Recipe
 from toolkit.files.tuning import Value
 
@@ -25,13 +25,22 @@ class Choice:
     predicted_on: str
 
 
-def explain(recipe: Recipe, fit: Fit, policy: PlannedPolicy, choice: Choice) -> Explained:
-    """An explanation of each value that the plan decides: the policy and its parameters, the laws, the predictions."""
+def explain(kinds: Sequence[Kind], policy: PlannedPolicy, choice: Choice) -> Explained:
+    """An explanation of each value that the plan decides: the policy and its parameters, the laws, the predictions.
+
+    The laws of a fleet's further kinds of workers stand under the names of their recipes.
+    """
+    recipe, fit = kinds[0].recipe, kinds[0].fit
     explained = {"policy": Explanation(value=policy.name, source=choice.source)}
     for name, value in policy.parameters.items():
         source = _parameter_source(name, value, recipe, choice)
         explained[name] = Explanation(value=_text(value), source=source)
     explained |= _explain_fit(recipe, fit)
+    for kind in kinds[1:]:
+        laws = _explain_fit(kind.recipe, kind.fit)
+        explained |= {f"{kind.recipe.name}: {name}": laws[name] for name in laws if name != "workers"}
+    if len(kinds) > 1 or kinds[0].workers != recipe.workers:
+        explained["workers"] = _explain_fleet(kinds)
     for name, metric in choice.predicted.items():
         explained[f"predicted {name}"] = Explanation(value=_text(metric), source=choice.predicted_on)
     return explained
@@ -60,6 +69,15 @@ def _explain_fit(recipe: Recipe, fit: Fit) -> Explained:
         "memory law": _explain_memory(fit),
         "capacity_tokens": Explanation(value=str(fit.memory.capacity_tokens), source=capacity),
     }
+
+
+def _explain_fleet(kinds: Sequence[Kind]) -> Explanation:
+    counts = ", ".join(f"{kind.workers} of {kind.recipe.name}" for kind in kinds)
+    source = f"fleet: {counts}"
+    measured = [f"{k.recipe.name} with {k.fit.workers}" for k in kinds if k.fit.workers != k.workers]
+    if measured:
+        source += f"; measured at once: {', '.join(measured)}"
+    return Explanation(value=str(sum(kind.workers for kind in kinds)), source=source)
 
 
 def _explain_law(law: LatencyFit) -> Explanation:

@@ -6,14 +6,14 @@ The same files give the same plan, to the byte. What a plan holds is decided her
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from toolkit.deploy.explain import Choice, explain
 from toolkit.errors import InputError
 from toolkit.files.fit import Fit
 from toolkit.files.io import head
-from toolkit.files.plan import Plan, PlannedPolicy, PlannedWorkload
+from toolkit.files.plan import Kind, Plan, PlannedPolicy, PlannedWorkload
 from toolkit.files.recipe import Recipe
 from toolkit.files.tuning import Outcome, Tuning
 from toolkit.sched.policies import KNOWN, make_any, refuse_unservable
@@ -27,30 +27,41 @@ def make_plan(
     tuning: Tuning | None,
     inputs: Mapping[str, Path],
     given: PlannedPolicy | None = None,
+    others: Sequence[Kind] = (),
+    workers: int | None = None,
 ) -> Plan:
     """The plan for serving `recipe`. `inputs` maps roles to the files that the arguments were read from.
 
     The `given` policy; else the tuner's best settings, or the recipe's where it says to keep them; without a tuning,
-    the recipe's own. Raises `InputError` where the files do not belong together, a policy or parameter is unknown, or
-    the recipe's engine cannot run the policy.
+    the recipe's own. Of a fleet there are `others`, kinds of workers besides the recipe's, and so many `workers` of
+    that. Raises `InputError` where the files do not belong together, a policy or parameter is unknown, or an engine
+    cannot run the policy.
     """
-    _check_same(recipe, fit, tuning)
+    _check_same(recipe, fit)
+    for kind in others:
+        _check_same(kind.recipe, kind.fit)
+    kinds = [Kind(recipe=recipe, fit=fit, workers=recipe.workers if workers is None else workers), *others]
+    total = sum(kind.workers for kind in kinds)
+    if tuning is not None:
+        _check_tuning(tuning, recipe, total)
     if given is not None:
         choice = Choice(given.name, given.parameters, "asked for by name", frozenset(), {}, "")
     else:
         choice = _from_recipe(recipe) if tuning is None else _from_tuning(tuning)
     chosen = make_any(choice.policy, choice.parameters)
-    _check_servable(chosen, recipe, tuning if given is None else None)
+    for kind in kinds:
+        _check_servable(chosen, kind.recipe, tuning if given is None else None)
     policy = PlannedPolicy(name=choice.policy, parameters=parameters(chosen))
     return Plan(
         **head(inputs, fit.engine.device, fit.environment.device_memory_bytes),
         recipe=recipe,
         fit=fit,
-        workers=recipe.workers,
+        workers=total,
         policy=policy,
         predicted=choice.predicted,
-        explained=explain(recipe, fit, policy, choice),
+        explained=explain(kinds, policy, choice),
         workload=_workload(tuning) if choice.predicted else None,
+        others=list(others),
     )
 
 
@@ -83,7 +94,7 @@ def _setting(value: Value) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _check_same(recipe: Recipe, fit: Fit, tuning: Tuning | None) -> None:
+def _check_same(recipe: Recipe, fit: Fit) -> None:
     pairs: list[tuple[str, str, object, object]] = [
         ("fit", "recipe_name", fit.recipe_name, recipe.name),
         ("fit", "workers", fit.workers, recipe.workers),
@@ -97,10 +108,18 @@ def _check_same(recipe: Recipe, fit: Fit, tuning: Tuning | None) -> None:
     if recipe.model.kv_bytes_per_token is not None:
         kv_bytes = fit.engine.kv_bytes_per_token * fit.engine.tensor_parallel_size
         pairs.append(("fit", "engine.kv_bytes_per_token", kv_bytes, recipe.model.kv_bytes_per_token))
-    if tuning is not None:
-        pairs.append(("tuning", "recipe_name", tuning.recipe_name, recipe.name))
-        if tuning.sizing is None:  # else its workers are those of all servers together
-            pairs.append(("tuning", "workers", tuning.workers, recipe.workers))
+    _refuse_others(pairs)
+
+
+def _check_tuning(tuning: Tuning, recipe: Recipe, workers: int) -> None:
+    pairs: list[tuple[str, str, object, object]] = [("tuning", "recipe_name", tuning.recipe_name, recipe.name)]
+    if tuning.sizing is None:  # else its workers are those of all servers together
+        pairs.append(("tuning", "workers", tuning.workers, workers))
+    _refuse_others(pairs)
+
+
+def _refuse_others(pairs: Sequence[tuple[str, str, object, object]]) -> None:
+    """`InputError` where a file has something else than the recipe: file, key, what it has, what the recipe has."""
     for file, key, found, wanted in pairs:
         if found != wanted:
             remedy = "profile and fit it again" if file == "fit" else "tune it again"

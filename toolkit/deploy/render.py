@@ -34,6 +34,16 @@ BOARDS: dict[str, Names] = {
     **dict[str, Names].fromkeys([*OURS, "kubernetes", "kuberay"], "llmctl"),
     "vllm": "vllm",  # its own metrics
 }
+FLEETS_RUN = "render it for 'local', where one process serves all kinds of workers"
+ONE_KIND = {  # why a target has no place for workers of several kinds
+    "systemd": "the unit's sandbox is made for one kind of device",
+    "compose": "the service reserves one kind of device",
+    "kubernetes": "pods of one Deployment are alike, and one Deployment for each kind would need a router before them",
+    "ray": "its actors are placed by counts of CPUs and GPUs, not by kind",
+    "kuberay": "its actors are placed by counts of CPUs and GPUs, not by kind",
+    "vllm": "it starts one engine of one kind",
+    "sglang": "it starts one engine of one kind",
+}
 
 
 def render_target(target: str, order: Order) -> dict[str, str]:
@@ -41,6 +51,8 @@ def render_target(target: str, order: Order) -> dict[str, str]:
     and for a plan that the target cannot hold."""
     if target not in TARGETS:
         raise InputError(f"there is no target '{target}'", nearest(target, TARGETS))
+    if order.plan.others and target in ONE_KIND:
+        raise InputError(f"a fleet cannot be rendered for '{target}': {ONE_KIND[target]}", FLEETS_RUN)
     rendered = TARGETS[target](order)
     files = dict(sorted(rendered.files.items()))
     plan_file = next((name for name in files if name.endswith("plan.json")), "plan.json")

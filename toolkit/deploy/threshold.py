@@ -19,7 +19,7 @@ from toolkit.sched.policies import make_any
 from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sched.protocols import AnyPolicy, BuiltIn
 from toolkit.sched.scheduler import Scheduler
-from toolkit.sim.api import World, requests_of, simulate, world_from_fit
+from toolkit.sim.api import World, fleet, requests_of, simulate, world_from_fit
 from toolkit.traces.prepare import prepare
 from toolkit.traces.types import Trace
 
@@ -41,17 +41,17 @@ def waiting_threshold(plan: Plan, trace: Trace | None) -> Reckoned[int] | None:
     if not targets:
         return None
     policy = make_any(plan.policy.name, plan.policy.parameters)
-    world = world_from_fit(
-        plan.fit, workers=plan.workers, max_new_tokens=plan.recipe.serve.max_new_tokens, seed=plan.recipe.tune.seed
-    )
+    limit, seed = plan.recipe.serve.max_new_tokens, plan.recipe.tune.seed
+    kinds = plan.kinds
+    world = fleet([world_from_fit(one.fit, workers=one.workers, max_new_tokens=limit, seed=seed) for one in kinds])
     lengths = _longest(plan.recipe) if trace is None else prepare(trace, plan.recipe)
     served = most(lambda count: _keeps(backlog(lengths, count), policy, world, targets))
     waiting = max(served - _start_at_once(backlog(lengths, max(served, 1)), policy, world), 1)
-    limit = ", ".join(f"{key} {value:g}" for key, value in targets.items())
+    kept = ", ".join(f"{key} {value:g}" for key, value in targets.items())
     whose = "the longest requests that the recipe allows" if trace is None else f"the lengths of {trace.source}"
-    beyond = f"{served} at once keep {limit}" if served else f"not even one at once keeps {limit}"
+    beyond = f"{served} at once keep {kept}" if served else f"not even one at once keeps {kept}"
     if served >= MOST:
-        beyond = f"even {MOST} at once keep {limit}, and nobody looked further"
+        beyond = f"even {MOST} at once keep {kept}, and nobody looked further"
     return Reckoned(waiting, f"simulated with the fit, {whose}: {beyond}; those that start at once do not wait")
 
 

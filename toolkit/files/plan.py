@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from pydantic import Field
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from toolkit.files.envelope import Envelope, Strict
 from toolkit.files.fit import Fit
-from toolkit.files.recipe import Recipe
+from toolkit.files.recipe import Positive, Recipe
 from toolkit.files.tuning import Value
 
 
@@ -36,15 +36,48 @@ class PlannedWorkload(Strict):
     )
 
 
+class Kind(Strict):
+    """Workers of one kind: what each loads and on what, the laws that hold for it, and how many there are."""
+
+    recipe: Recipe
+    fit: Fit
+    workers: Positive
+
+
 class Plan(Envelope):
-    """plan.json, whole: self-contained, so that a server needs this one file."""
+    """plan.json, whole: self-contained, so that a server needs this one file.
+
+    Of a fleet, `recipe` and `fit` are those of the first kind of workers, whose recipe also says what is served and
+    how; `others` has the further kinds, and is not written where there are none. Workers are numbered kind by kind.
+    """
 
     remake: ClassVar[str] = "llmctl render RECIPE --fit FIT --tuning TUNING"
 
     recipe: Recipe
     fit: Fit
-    workers: int
+    workers: int = Field(description="of all kinds")
     policy: PlannedPolicy
     predicted: dict[str, float] = Field(description="held-out metrics that the tuner predicts; empty if untuned")
     explained: dict[str, Explanation]
     workload: PlannedWorkload | None = Field(default=None, description="none: it was not tuned")
+    others: list[Kind] = Field(default=[], description="of a fleet: the kinds of workers besides the first")
+
+    @property
+    def kinds(self) -> list[Kind]:
+        """All kinds of workers, in the order of their numbers."""
+        first = self.workers - sum(kind.workers for kind in self.others)
+        return [Kind(recipe=self.recipe, fit=self.fit, workers=first), *self.others]
+
+    @model_validator(mode="after")
+    def _the_first_kind_has_workers(self) -> Plan:
+        others = sum(kind.workers for kind in self.others)
+        if self.others and self.workers <= others:
+            raise ValueError(f"workers: {self.workers}: the kinds besides the first have {others} already")
+        return self
+
+    @model_serializer(mode="wrap")
+    def _plain_where_it_is(self, handler: SerializerFunctionWrapHandler) -> dict[str, object]:
+        written: dict[str, object] = handler(self)
+        if not self.others:
+            written.pop("others", None)
+        return written

@@ -42,7 +42,7 @@ def digest(path: AnyPath) -> Input:
 def record_inputs(inputs: Mapping[str, AnyPath]) -> dict[str, Input]:
     """Role to input, for `Envelope.inputs`. What workflow files among them were made from comes along."""
     recorded: dict[str, Input] = {}
-    for role, path in inputs.items():
+    for role, path in inputs.items():  # of a fleet's further kinds (`fit.2`) the files themselves suffice
         if role in WORKFLOW_ROLES:
             recorded |= validate(_MadeFrom, read_bytes(Path(path)), Path(path), "").inputs
     return recorded | {role: _digest_as(role, path) for role, path in inputs.items()}
@@ -50,7 +50,11 @@ def record_inputs(inputs: Mapping[str, AnyPath]) -> dict[str, Input]:
 
 def _digest_as(role: str, path: AnyPath) -> Input:
     found = digest(path)
-    return found.model_copy(update={"sections": _section_digests(path)}) if role == "recipe" else found
+    return found.model_copy(update={"sections": _section_digests(path)}) if _is_recipe(role) else found
+
+
+def _is_recipe(role: str) -> bool:
+    return role == "recipe" or role.startswith("recipe.")
 
 
 def _section_digests(path: AnyPath) -> dict[str, str]:
@@ -68,7 +72,7 @@ def check_input(content: Envelope, file: Path, role: str, source: Path) -> None:
     recorded = content.inputs.get(role)
     if recorded is None:
         raise StaleError(f"{file.name}: does not say from which {role} it was made", f"make it with: {content.remake}")
-    if role == "recipe" and recorded.sections and content.recipe_sections:
+    if _is_recipe(role) and recorded.sections and content.recipe_sections:
         _check_sections(content, file, recorded, source)
         return
     now = digest(source)

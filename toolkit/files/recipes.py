@@ -64,5 +64,9 @@ def load_recipe(path: AnyPath) -> Recipe:
     if not isinstance(data, dict):
         shown = "empty" if data is None else "a list" if isinstance(data, list) else "one value"
         raise InputError(f"{file.name}: {shown}, not a mapping", "a recipe starts with `name:`; see docs/recipes.md")
+    if "fleet" in data:
+        raise InputError(
+            f"{file.name}: a fleet, not a recipe", "give one of the recipes that it names; see docs/fleets.md"
+        )
     # Through JSON, because pydantic's strict mode then takes lists for tuples, and still no "5" for 5.
     return validate(Recipe, json.dumps(data), file, "see docs/recipes.md for every key")

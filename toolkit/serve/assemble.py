@@ -7,9 +7,10 @@ from collections.abc import Callable
 from toolkit.errors import InputError
 from toolkit.estimators.load import laws_from_fit
 from toolkit.files.keys import ApiKey
-from toolkit.files.plan import Plan
+from toolkit.files.plan import Kind, Plan
 from toolkit.sched.eventlog import Event, Header, Recorder
 from toolkit.sched.policies import ELSEWHERE, make_policy, refuse_unservable
+from toolkit.sched.protocols import Policy
 from toolkit.sched.scheduler import Scheduler
 from toolkit.sched.types import Worker
 from toolkit.serve.forecast import UNLIMITED, Limits
@@ -24,10 +25,21 @@ def make_scheduler(plan: Plan, event_sink: Callable[[Event], None] | None = None
     if engine.name == ELSEWHERE:
         hint = "replay a trace against it with: llmctl bench --plan plan.json --url " + str(engine.url)
         raise InputError(f"engine '{ELSEWHERE}' is a server already, at {engine.url}; there is nothing to start", hint)
-    refuse_unservable(policy, engine.name)
-    laws = laws_from_fit(plan.fit)
+    workers: list[Worker] = []
+    for kind in plan.kinds:
+        refuse_unservable(policy, kind.recipe.engine.name)
+        workers += _workers(kind, policy, first=len(workers))
+    if event_sink is None:
+        return Scheduler(policy, workers)
+    event_sink(Header(plan.policy.name, dict(plan.policy.parameters), plan.workers))
+    return Recorder(policy, workers, event_sink)
+
+
+def _workers(kind: Kind, policy: Policy, first: int) -> list[Worker]:
+    """The workers of a kind, as the scheduler knows them, numbered from `first`."""
+    laws = laws_from_fit(kind.fit)
     latency, memory = (laws.rounds, laws.round_memory) if policy.continuous else (laws.latency, laws.memory)
-    workers = [
+    return [
         Worker(
             index,
             latency,
@@ -37,17 +49,13 @@ def make_scheduler(plan: Plan, event_sink: Callable[[Event], None] | None = None
             joining=laws.joining,
             slots=laws.slots,
         )
-        for index in range(plan.workers)
+        for index in range(first, first + kind.workers)
     ]
-    if event_sink is None:
-        return Scheduler(policy, workers)
-    event_sink(Header(plan.policy.name, dict(plan.policy.parameters), plan.workers))
-    return Recorder(policy, workers, event_sink)
 
 
 def make_stats(plan: Plan) -> Stats:
-    """Counters that know how far the plan's laws were measured."""
-    valid = (plan.fit.prefill.valid, plan.fit.decode.valid)
+    """Counters that know how far the plan's laws were measured; of several kinds of workers the least far."""
+    valid = [one for kind in plan.kinds for one in (kind.fit.prefill.valid, kind.fit.decode.valid)]
     return Stats(min(one.batch_size_max for one in valid), min(one.length_max for one in valid), plan.recipe.sla)
 
 

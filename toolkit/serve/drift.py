@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import NamedTuple
 
@@ -23,9 +23,9 @@ import numpy as np
 from toolkit.engines.protocol import Round, Row, SamplingParams
 from toolkit.errors import TargetMissedError
 from toolkit.estimators.load import laws_from_fit
-from toolkit.files.plan import Plan
+from toolkit.files.plan import Kind, Plan
 from toolkit.sched.policies import make_policy
-from toolkit.sched.protocols import LatencyLaw
+from toolkit.sched.protocols import LatencyLaw, Policy
 from toolkit.workers.protocol import BatchDone, BatchProgress, OnEvent, RoundDone, WorkerEvent, Workers
 
 STEPS = 16  # of a point, at most
@@ -82,6 +82,7 @@ class Check:
     in_rounds: bool
     vocab_size: int
     allowed_percent: float
+    workers: tuple[int, ...] = (0,)  # whom it is about: of a fleet those of one kind
 
     def expected_s(self, point: Point) -> float:
         """What the law says of the point."""
@@ -100,14 +101,26 @@ class Check:
         return [Row(f"check-{first + k}", tokens, 0, limit, sampling) for k in range(point.rows)]
 
 
-def check_of(plan: Plan, budget_s: float = BUDGET_S) -> Check:
-    """Points of the recipe's grid, as many as by the laws take `budget_s` in all; none where all take longer."""
-    policy = make_policy(plan.policy.name, plan.policy.parameters)
-    laws, fit = laws_from_fit(plan.fit), plan.fit
+def checks_of(plan: Plan, budget_s: float = BUDGET_S) -> list[Check]:
+    """A check of each kind of the plan's workers, which share the time.
+
+    Points of the recipe's grid, as many as by the laws take `budget_s` in all; none where all take longer.
+    """
+    policy, kinds, checks = make_policy(plan.policy.name, plan.policy.parameters), plan.kinds, []
+    first = 0
+    for kind in kinds:
+        workers = tuple(range(first, first + kind.workers))
+        checks.append(replace(_check_of(kind, policy, budget_s / len(kinds)), workers=workers))
+        first += kind.workers
+    return checks
+
+
+def _check_of(kind: Kind, policy: Policy, budget_s: float) -> Check:
+    laws, fit = laws_from_fit(kind.fit), kind.fit
     law = laws.rounds if policy.continuous else laws.latency
     overhead = fit.rounds.overhead if policy.continuous and fit.rounds else fit.overhead
     memory = laws.round_memory if policy.continuous else laws.memory
-    spec = plan.recipe.profile
+    spec = kind.recipe.profile
     steps = min(STEPS, *spec.slice_tokens)
     allowed = max(overhead.error.p95_percent, LEAST_PERCENT)
 
@@ -136,16 +149,16 @@ def judge(found: Sequence[Measured], *, strict: bool, say: Callable[[str], None]
     if not found:
         say("fit: no point of it could be measured again in the time given")
         return
-    allowed = found[0].allowed_percent
+    allowed = " and ".join(f"{percent:.0f}" for percent in sorted({one.allowed_percent for one in found}))
     wrong = [one for one in found if one.drifted]
     if len(wrong) <= MAY_EXCEED < len(found):
         but = "".join(f"; but for {one.text()}, as one of {len(found)} may by chance" for one in wrong)
-        say(f"fit: measured again at {len(found)} points, within its stated error of {allowed:.0f} %{but}")
+        say(f"fit: measured again at {len(found)} points, within its stated error of {allowed} %{but}")
         return
     if not wrong:
-        say(f"fit: measured again at one point, within its stated error of {allowed:.0f} %")
+        say(f"fit: measured again at one point, within its stated error of {allowed} %")
         return
-    told = f"beyond its stated error of {allowed:.0f} %: {', '.join(one.text() for one in wrong)}"
+    told = f"beyond its stated error of {allowed} %: {', '.join(one.text() for one in wrong)}"
     if strict:
         raise TargetMissedError(f"the fit does not hold: {told}", "profile and fit again; or serve without --strict")
     say(f"warning: the fit does not hold, {told}; predictions and policies that ask the laws are off by as much")
@@ -157,12 +170,12 @@ class CheckedWorkers:
 
     Args:
         workers: who runs them.
-        check: what is measured.
+        checks: what is measured, one after the other, each on its workers at once.
         on_found: gets the result; what it raises, `start` raises.
     """
 
     workers: Workers
-    check: Check
+    checks: Sequence[Check]
     on_found: OnFound
     clock: Callable[[], float] = time.perf_counter
     size: int = field(init=False)
@@ -186,34 +199,35 @@ class CheckedWorkers:
 
         measuring = True
         await self.workers.start(route)
+        found = [measured for check in self.checks for measured in await self._measure(check)]
+        measuring = False
+        self.on_found(found)
+
+    async def _measure(self, check: Check) -> list[Measured]:
         times: dict[Point, list[float]] = {}
-        for point in self.check.points * self.check.runs:
-            seconds = await self._run(point)
+        for point in check.points * check.runs:
+            seconds = await self._run(check, point)
             if None in seconds:
                 break  # out of memory, or a worker is gone: the pool starts it again, and the rest is not measured
             times.setdefault(point, []).extend(one for one in seconds if one is not None)
-        measuring = False
-        check = self.check
-        self.on_found(
-            [
-                Measured(point, median(seconds), check.expected_s(point), check.allowed_percent)
-                for point, seconds in times.items()
-            ]
-        )
+        return [
+            Measured(point, median(seconds), check.expected_s(point), check.allowed_percent)
+            for point, seconds in times.items()
+        ]
 
-    async def _run(self, point: Point) -> list[float | None]:
-        """The point on every worker at once; seconds from dispatch to result, None where it failed."""
+    async def _run(self, check: Check, point: Point) -> list[float | None]:
+        """The point on every worker of the check at once; seconds from dispatch to result, None where it failed."""
         loop, begun_s = asyncio.get_running_loop(), []
         waits = []
-        for worker in range(self.size):
-            rows = self.check.rows(point, self._rows)
+        for worker in check.workers:
+            rows = check.rows(point, self._rows)
             numbers = tuple(range(self._rows, self._rows + len(rows)))
             self._rows += len(rows)
             self._batches += 1
             self._waits[worker] = wait = loop.create_future()
             waits.append(wait)
             begun_s.append(self.clock())
-            if self.check.in_rounds:
+            if check.in_rounds:
                 self.workers.run_round(worker, self._batches, Round(point.steps, tuple(rows), numbers))
             else:
                 self.workers.run(worker, self._batches, rows, point.steps)

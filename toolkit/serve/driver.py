@@ -57,7 +57,7 @@ class Driver:
             `time.monotonic`'s clock.
         limits: what requests are promised, which admission looks at.
         patience: how long a worker may say nothing before it is killed, and started again.
-        accept: called with what the loaded engines say of themselves, before any request is taken; may raise.
+        accept: called with what the loaded engines say of themselves, by worker, before any request; may raise.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class Driver:
         self._empty.set()
         await self._workers.start(self._on_event)
         if self._accept:
-            self._accept(list(self.facts.values()))
+            self._accept([self.facts[worker] for worker in sorted(self.facts)])
         self.state = "ready"
         self._checked_s = self.now_s
         self._check_progress()

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heapreplace
 from typing import NamedTuple
 
 import numpy as np
 
+from toolkit.sched.pace import requests_per_s
 from toolkit.sched.scheduler import Scheduler
 from toolkit.sched.types import Batch, Worker
 
@@ -94,6 +95,9 @@ class Delay:
             self.value_s = min(max(float(np.quantile(self._late_s, UNLUCKY)), -most_s), most_s)
 
 
+Telling = Callable[[Sequence[Worker], float, int], Told]  # by workers of one kind, for so many who wait
+
+
 class Forecast:
     """One server's. The driver tells it what starts, comes and ends.
 
@@ -107,6 +111,7 @@ class Forecast:
         self.limits = limits
         self._scheduler = scheduler
         self._continuous = scheduler.policy.continuous
+        self._alike = all(worker.is_like(scheduler.workers[0]) for worker in scheduler.workers)
         self._prompt = Mean(typical_tokens)
         self._output = Mean(typical_tokens)
         self._steps = typical_tokens  # of the last slice
@@ -115,7 +120,11 @@ class Forecast:
     def raw(self, now_s: float) -> Told:
         """By the laws alone."""
         workers = [worker for worker in self._scheduler.workers if worker.alive] or self._scheduler.workers
-        return (self._rounds if self._continuous else self._slices)(workers, now_s)
+        waiting = self._scheduler.waiting_jobs
+        if not self._continuous:
+            waiting = max(waiting - sum(batch.size for worker in workers for batch in worker.queue), 0)
+        tell = self._rounds if self._continuous else self._slices
+        return tell(workers, now_s, waiting) if self._alike else self._of_kinds(tell, workers, now_s, waiting)
 
     def now(self, now_s: float) -> Told:
         """With what was learnt, for all but the unlucky."""
@@ -138,9 +147,23 @@ class Forecast:
         self._last.add(told.e2e_s, after_s)
         self._output.add(tokens)
 
-    def _slices(self, workers: Sequence[Worker], now_s: float) -> Told:
-        queued = sum(batch.size for worker in workers for batch in worker.queue)
-        pooled = max(self._scheduler.waiting_jobs - queued, 0) + 1
+    def _of_kinds(self, tell: Telling, workers: Sequence[Worker], now_s: float, waiting: int) -> Told:
+        """The mean over the kinds of workers, each with its share of those who wait, by how fast it is."""
+        kinds: list[list[Worker]] = []
+        for worker in workers:
+            like = next((kind for kind in kinds if kind[0].is_like(worker)), None)
+            if like is None:
+                kinds.append([worker])
+            else:
+                like.append(worker)
+        prompt, output = self._prompt.value, max(self._output.value, 1.0)
+        paces = np.array([len(kind) * requests_per_s(kind[0], prompt, output) for kind in kinds])
+        shares = paces / paces.sum()
+        told = [tell(kind, now_s, round(waiting * share)) for kind, share in zip(kinds, shares, strict=True)]
+        return Told(*(shares @ np.array(told)).tolist())
+
+    def _slices(self, workers: Sequence[Worker], now_s: float, waiting: int) -> Told:
+        pooled = waiting + 1
         law, length, steps = workers[0].latency, int(self._prompt.value + self._output.value / 2), self._steps
         rows = min(_fitting(workers[0], length, steps), math.ceil(pooled / len(workers)))
         prefill_s = law.prefill_s(rows, length)
@@ -151,8 +174,8 @@ class Forecast:
         alone_s = slices * (law.prefill_s(1, length) + law.decode_s(1, length, steps))
         return Told(start_s + prefill_s, slices * turn_s, slices * turn_s - alone_s)
 
-    def _rounds(self, workers: Sequence[Worker], now_s: float) -> Told:
-        ahead, prompt, output = self._scheduler.waiting_jobs, self._prompt.value, self._output.value
+    def _rounds(self, workers: Sequence[Worker], now_s: float, ahead: int) -> Told:
+        prompt, output = self._prompt.value, self._output.value
         law, length = workers[0].latency, int(prompt + output / 2)
         prefill_s = law.prefill_s(1, prompt)
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 
 import uvloop
 
 from toolkit.engines.tokenizer import load_tokenizer
+from toolkit.errors import InputError
 from toolkit.files.identity import OnForeign, identity, refuse_foreign
 from toolkit.files.plan import Plan
 from toolkit.files.profile import EngineFacts
@@ -27,7 +29,7 @@ from toolkit.serve.server import Ending, check_exposure, listen, serve, url
 from toolkit.serve.settings import Settings
 from toolkit.serve.status import Status, facts_of
 from toolkit.traces.log import TraceLog
-from toolkit.workers.processes import ProcessWorkers
+from toolkit.workers.processes import Outfit, ProcessWorkers
 from toolkit.workers.protocol import Workers
 
 FLUSH_EVERY_S = 1.0
@@ -50,7 +52,7 @@ class Launch:
     event_log: Path | None = None
     request_log: Path | None = None
     ending: Ending = field(default_factory=Ending)
-    check: Check | None = None  # of the fit, before the first request
+    checks: Sequence[Check] = ()  # of the fits, before the first request
     on_foreign: OnForeign | None = None  # told where the engine is not the fitted one; None: it is refused
     ray: str = ""
     room_timeout_s: float = 60.0
@@ -72,8 +74,8 @@ def launch(order: Launch, on_ready: Callable[[str], None], on_checked: OnFound =
         requests = stack.enter_context(TraceLog(order.request_log)) if order.request_log else None
         warm_up(order.plan)
         workers = stack.enter_context(_workers(order.plan, order.ray, order.room_timeout_s))
-        if order.check:
-            workers = CheckedWorkers(workers, order.check, on_checked)
+        if order.checks:
+            workers = CheckedWorkers(workers, order.checks, on_checked)
         driver = _driver(order, workers, events, requests)
         status = Status(driver, facts_of(order.plan, order.settings.model)) if order.settings.status_page else None
         app = make_app(driver, tokenizer, order.settings, status)
@@ -90,8 +92,17 @@ def _workers(plan: Plan, ray: str, room_timeout_s: float) -> Iterator[Workers]:
     """The plan's workers, not started yet; until the block ends, this process belongs to the cluster."""
     recipe, flush_s = plan.recipe, plan.recipe.engine.flush_s
     if not ray:
-        yield ProcessWorkers(recipe.model, recipe.engine, recipe.hardware, plan.workers, flush_s=flush_s)
+        first, *others = plan.kinds
+        outfits = [Outfit.of(kind.recipe) for kind in others for _ in range(kind.workers)]
+        loaded = recipe.model, recipe.engine, recipe.hardware, first.workers
+        yield ProcessWorkers(*loaded, flush_s=flush_s, others=outfits)
         return
+    if plan.others:
+        raise InputError(
+            "a fleet's workers of several kinds run in processes of this machine; "
+            "Ray places actors by counts of CPUs and GPUs, not by kind",
+            "serve the fleet without --ray, or each kind with a plan of its own",
+        )
     from toolkit.cluster.connect import joined
     from toolkit.cluster.workers import RayWorkers, Share
 
@@ -110,7 +121,9 @@ def _driver(order: Launch, workers: Workers, events: EventLog | None, requests: 
     plan = order.plan
 
     def accept(loaded: list[EngineFacts]) -> None:
-        refuse_foreign(plan.fit.engine, map(identity, loaded), order.on_foreign)
+        rest = iter(loaded)
+        for kind in plan.kinds:
+            refuse_foreign(kind.fit.engine, map(identity, islice(rest, kind.workers)), order.on_foreign)
 
     return Driver(
         make_scheduler(plan, events.add if events else None),

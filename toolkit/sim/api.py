@@ -11,6 +11,7 @@ from toolkit.errors import InputError
 from toolkit.estimators.edge import MemoryEdge, uniform_draw
 from toolkit.estimators.load import Laws, laws_from_fit
 from toolkit.files.fit import Fit
+from toolkit.files.plan import Kind
 from toolkit.metrics import Served, sla_ratios, summarize
 from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sched.protocols import AnyPolicy, BuiltIn, LatencyLaw, MemoryLaw, Oracle, Policy, SwapLaw
@@ -177,6 +178,22 @@ def world_from_fit(fit: Fit, *, workers: int, max_new_tokens: int, seed: int = 0
 
 def _round_laws(laws: Laws) -> RoundLaws:
     return RoundLaws(laws.rounds, laws.round_memory, front=FrontDelay(laws.front_s, laws.front_s))
+
+
+def world_of(kinds: Sequence[Kind], *, max_new_tokens: int, seed: int = 0) -> World:
+    """The world that the fits of a plan's or a fleet's workers describe together."""
+    return fleet(
+        [
+            world_from_fit(
+                kind.fit,
+                workers=kind.workers,
+                max_new_tokens=max_new_tokens,
+                seed=seed,
+                flush_s=kind.recipe.engine.flush_s,
+            )
+            for kind in kinds
+        ]
+    )
 
 
 @dataclass(slots=True, frozen=True)

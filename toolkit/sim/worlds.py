@@ -17,11 +17,12 @@ from toolkit.errors import InputError, nearest
 from toolkit.estimators.laws import unit_step
 from toolkit.estimators.memory import ZetaMemory
 from toolkit.files.fit import Fit
+from toolkit.files.plan import Kind
 from toolkit.sched.policies import make_any
 from toolkit.sched.policies.parameters import Value, check, choice, knob, knobs
 from toolkit.sched.protocols import AnyPolicy
 from toolkit.sched.types import Joining
-from toolkit.sim.api import World, world_from_fit
+from toolkit.sim.api import World, fleet, world_from_fit
 from toolkit.traces.types import Trace
 
 UNIT_STEP = "unit-step"
@@ -85,13 +86,29 @@ def assign_settings(
 
 
 def make_world(
-    fit: Fit | None, given: Mapping[str, Value], *, workers: int = 0, max_new_tokens: int = 0, seed: int = 0
+    fit: Fit | None,
+    given: Mapping[str, Value],
+    *,
+    workers: int = 0,
+    max_new_tokens: int = 0,
+    seed: int = 0,
+    others: Sequence[Kind] = (),
 ) -> World:
     """The world of a fit, or without one the token-step world; `given` are `WorldSettings`.
 
-    `workers` 0: as many as were profiled, or 1; `max_new_tokens` 0: 256, or Table 1's 4,096. `InputError` for a setting
-    that cannot be.
+    `workers` 0: as many as were profiled, or 1; `max_new_tokens` 0: 256, or Table 1's 4,096. `others` are a fleet's
+    kinds of workers besides those of `fit`. `InputError` for a setting that cannot be.
     """
+    if others:
+        if given.get("capacity_tokens"):
+            raise InputError(
+                "capacity_tokens is one number, and the fleet's kinds of workers have memories of their own",
+                "leave it out, or simulate each kind with its own fit",
+            )
+        kinds = [(fit, workers), *((kind.fit, kind.workers) for kind in others)]
+        return fleet(
+            [make_world(one, given, workers=count, max_new_tokens=max_new_tokens, seed=seed) for one, count in kinds]
+        )
     if fit is None:
         return _unit_step_world(given, workers or 1, max_new_tokens or TABLE_1_LIMIT, seed)
     settings = WorldSettings(**given)  # type: ignore[arg-type]

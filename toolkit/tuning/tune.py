@@ -9,6 +9,7 @@ from functools import partial
 from toolkit.errors import InputError
 from toolkit.files.fit import Fit
 from toolkit.files.io import Head
+from toolkit.files.plan import Kind
 from toolkit.files.profile import Profile
 from toolkit.files.recipe import Recipe
 from toolkit.files.tuning import Outcome, PolicyResult, Tuning
@@ -34,6 +35,7 @@ class Inputs:
     fit: Fit
     workload: Workload
     profile: Profile | None = None  # that the fit was made from, for resampling it
+    others: tuple[Kind, ...] = ()  # of a fleet: its further kinds of workers
 
 
 def limits_of(recipe: Recipe) -> Limits:
@@ -42,10 +44,11 @@ def limits_of(recipe: Recipe) -> Limits:
     return Limits(spec.max_oom_percent, spec.max_evicted_percent, spec.min_attainment_percent)
 
 
-def settings_of(recipe: Recipe) -> Settings:
-    """How the recipe wants the search done. `InputError` for what cannot be searched."""
+def settings_of(recipe: Recipe, others: Sequence[Kind] = ()) -> Settings:
+    """How the recipe wants the search done, with a fleet's `others` besides. `InputError` for what cannot be."""
     spec = recipe.tune
-    spaces = make_spaces(recipe.policy, spec.policies, spec.space, recipe.workers)
+    workers = recipe.workers + sum(kind.workers for kind in others)
+    spaces = make_spaces(recipe.policy, spec.policies, spec.space, workers)
     return Settings(spaces, spec.trials, spec.seed, limits_of(recipe))
 
 
@@ -73,9 +76,14 @@ def tune_to_size(inputs: Inputs, runner: Runner, head: Head, progress: Progress)
     """
     if not inputs.recipe.sla:
         raise InputError("--workers auto needs latency targets", "give some in the recipe's sla, like ttft_p99_s: 5")
-    settings = settings_of(inputs.recipe)
+    settings = settings_of(inputs.recipe, inputs.others)
     windows = [*inputs.workload.search, *inputs.workload.held_out]
-    bench = Bench(make_world(inputs.recipe, inputs.fit), [w.trace for w in windows], inputs.recipe.sla, "all windows")
+    bench = Bench(
+        make_world(inputs.recipe, inputs.fit, inputs.others),
+        [w.trace for w in windows],
+        inputs.recipe.sla,
+        "all windows",
+    )
     sizes = Sizes(bench, runner, settings.limits, partial(progress, 0.0), [])
     own = settings.spaces[0]
     chosen, name = Outcome(policy=own.policy, parameters=dict(own.start), metrics={}), RECIPE
@@ -98,22 +106,23 @@ def tune_to_size(inputs: Inputs, runner: Runner, head: Head, progress: Progress)
 
 
 def _search(inputs: Inputs, runner: Runner, progress: Progress) -> Found:
-    world = make_world(inputs.recipe, inputs.fit)
+    world = make_world(inputs.recipe, inputs.fit, inputs.others)
     bench = _bench("search", inputs.workload.search, world, inputs.recipe)
-    return search(bench, runner, settings_of(inputs.recipe), progress)
+    return search(bench, runner, settings_of(inputs.recipe, inputs.others), progress)
 
 
 def _report(inputs: Inputs, found: Found, runner: Runner, head: Head, progress: Progress) -> Tuning:
     """What is written: the verdict on the best of `found`, and what else its trials show."""
     recipe, workload = inputs.recipe, inputs.workload
-    settings, world = settings_of(recipe), make_world(recipe, inputs.fit)
+    settings, world = settings_of(recipe, inputs.others), make_world(recipe, inputs.fit, inputs.others)
     bench = _bench("search", workload.search, world, recipe)
     best = found.evaluations[_number(found)]
     verdict = _bench("held out", workload.held_out, world, recipe)
     default, *held_out = _judge(verdict, runner, found, settings, progress)
     chosen = next(one for one in held_out if one.outcome.policy == best.outcome.policy)
     space = next(space for space in settings.spaces if space.policy == best.outcome.policy)
-    laws = Laws(inputs.fit, inputs.profile, recipe.tune.draws, settings.seed)
+    others = tuple(kind.fit for kind in inputs.others)
+    laws = Laws(inputs.fit, inputs.profile, recipe.tune.draws, settings.seed, others)
     trials = found.trials()
     latency = _latency_metric(chosen)
     return Tuning.model_validate(
@@ -122,7 +131,7 @@ def _report(inputs: Inputs, found: Found, runner: Runner, head: Head, progress: 
             "recipe_name": recipe.name,
             "seed": settings.seed,
             "sla": recipe.sla,
-            "workers": world.workers,
+            "workers": world.size,
             "request_rate_rps": workload.rate_rps,
             "trace_notes": list(workload.trace.notes),
             "search_windows": [_spec(window) for window in workload.search],
@@ -201,7 +210,7 @@ def _latency_metric(best: Evaluation) -> str:
 
 
 def _bench(label: str, windows: Sequence[Window], world: World, recipe: Recipe) -> Bench:
-    return Bench(world, [window.trace for window in windows], recipe.sla, f"{label}, {world.workers} workers")
+    return Bench(world, [window.trace for window in windows], recipe.sla, f"{label}, {world.size} workers")
 
 
 def _spec(window: Window) -> WindowSpec:

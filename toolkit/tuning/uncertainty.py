@@ -16,7 +16,7 @@ from toolkit.estimators.resample import resampled_fits, scaled_fits
 from toolkit.files.fit import Fit
 from toolkit.files.profile import Profile
 from toolkit.files.tuning import Interval, Outcome, Uncertainty
-from toolkit.sim.api import World
+from toolkit.sim.api import World, fleet
 from toolkit.tuning.crew import Runner, collect
 from toolkit.tuning.evaluate import Bench, Limits, Task
 from toolkit.tuning.search import Progress
@@ -26,12 +26,16 @@ PERCENTILES = (5, 50, 95)
 
 @dataclass(slots=True, frozen=True)
 class Laws:
-    """The fit, the profile that it was made from where it is at hand, and how many draws to make."""
+    """The fit, the profile that it was made from where it is at hand, and how many draws to make.
+
+    `others` are the fits of a fleet's further kinds of workers.
+    """
 
     fit: Fit
     profile: Profile | None
     draws: int
     seed: int
+    others: tuple[Fit, ...] = ()
 
 
 def uncertainty(
@@ -64,7 +68,8 @@ def _worlds(bench: Bench, laws: Laws) -> list[World]:
         fits = scaled_fits(laws.fit, laws.draws, laws.seed)
     else:
         fits = resampled_fits(laws.profile, laws.fit, laws.draws, laws.seed)
-    return [_drawn(bench.world, fit) for fit in fits]
+    others = [scaled_fits(fit, laws.draws, laws.seed + k) for k, fit in enumerate(laws.others, start=1)]
+    return [fleet(list(map(_drawn, bench.world.kinds, drawn))) for drawn in zip(fits, *others, strict=True)]
 
 
 def _drawn(world: World, fit: Fit) -> World:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from toolkit.errors import InputError
 from toolkit.files.fit import Fit
+from toolkit.files.plan import Kind
 from toolkit.files.recipe import Recipe
 from toolkit.sched.policies import make_any
-from toolkit.sim.api import World, simulate, world_from_fit
+from toolkit.sim.api import World, simulate, world_of
 from toolkit.traces.prepare import prepare
 from toolkit.traces.scale import mean_rate, scale_rate
 from toolkit.traces.types import Trace
@@ -40,7 +42,7 @@ def capacity_rps(recipe: Recipe, world: World, fitted: Trace) -> float:
     return simulate(backlog, policy, world).metrics({})["throughput_rps"]
 
 
-def make_workload(recipe: Recipe, fit: Fit, trace: Trace) -> Workload:
+def make_workload(recipe: Recipe, fit: Fit, trace: Trace, others: Sequence[Kind] = ()) -> Workload:
     """The trace with the recipe's lengths and rate, cut into windows to search on and windows held out.
 
     `InputError` for a trace without requests, one whose requests all come at once, and windows without requests.
@@ -51,7 +53,7 @@ def make_workload(recipe: Recipe, fit: Fit, trace: Trace) -> Workload:
     fitted = prepare(trace, recipe)
     rate_rps = spec.request_rate_rps
     if rate_rps is None and spec.load is not None:
-        rate_rps = round(spec.load * capacity_rps(recipe, make_world(recipe, fit), fitted), 3)
+        rate_rps = round(spec.load * capacity_rps(recipe, make_world(recipe, fit, others), fitted), 3)
         if rate_rps == 0:
             raise InputError(
                 f"policy '{recipe.policy.name}' serves none of {fitted.source}'s requests, so tune.load has no rate",
@@ -70,12 +72,7 @@ def make_workload(recipe: Recipe, fit: Fit, trace: Trace) -> Workload:
     return Workload(fitted, rate_rps or mean_rate(fitted), search_windows, held_out)
 
 
-def make_world(recipe: Recipe, fit: Fit) -> World:
-    """The simulated machine of a recipe."""
-    return world_from_fit(
-        fit,
-        workers=recipe.workers,
-        max_new_tokens=recipe.serve.max_new_tokens,
-        seed=recipe.tune.seed,
-        flush_s=recipe.engine.flush_s,
-    )
+def make_world(recipe: Recipe, fit: Fit, others: Sequence[Kind] = ()) -> World:
+    """The simulated machine of a recipe; of a fleet with its `others`, its further kinds of workers."""
+    kinds = [Kind(recipe=recipe, fit=fit, workers=recipe.workers), *others]
+    return world_of(kinds, max_new_tokens=recipe.serve.max_new_tokens, seed=recipe.tune.seed)

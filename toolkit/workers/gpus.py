@@ -22,13 +22,18 @@ def visible_gpus(environment: Mapping[str, str] = os.environ, driver: Path = NVI
     return [str(index) for index in range(count)]
 
 
-def gpus_of(worker: int, each: int, visible: Sequence[str]) -> str | None:
-    """The `each` GPUs of a worker, for its environment; from the first again where there are fewer than workers.
+def share_gpus(sizes: Sequence[int], visible: Sequence[str]) -> list[str | None]:
+    """The GPUs of each worker, for its environment, one worker after the other; `sizes` are how many each takes.
 
-    None: leave the environment as it is, since too few are known for even one worker.
+    From the first again where there are no more. None: leave the environment as it is, since the worker takes none, or
+    too few are known even for it alone.
     """
-    groups = len(visible) // each
-    if not groups:
-        return None
-    first = worker % groups * each
-    return ",".join(visible[first : first + each])
+    found: list[str | None] = []
+    first = 0
+    for size in sizes:
+        if first + size > len(visible):
+            first = 0
+        mine = visible[first : first + size]
+        found.append(",".join(mine) if size and len(mine) == size else None)
+        first += len(mine)
+    return found

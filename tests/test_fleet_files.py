@@ -1,0 +1,122 @@
+"""From fleet.yaml to a plan: what kinds of workers are read, refused, and written down."""
+
+import json
+from pathlib import Path
+
+import pytest
+import samples
+
+from toolkit.cli import main
+from toolkit.cli.fleet import open_fleet, plan_of_fleet
+from toolkit.deploy.plan import make_plan
+from toolkit.errors import InputError
+from toolkit.files.fleet import is_fleet
+from toolkit.files.io import file_text, head, load_recipe, read_file, write_file
+from toolkit.files.plan import Plan
+from toolkit.serve.assemble import make_scheduler
+from toolkit.sim.api import world_of
+
+MODEL = {"source": "random", "config": {"model_type": "fake"}, "dtype": "float32", "max_model_len": 512,
+         "tokenizer": "bytes"}  # fmt: skip
+
+
+def write_kind(folder: Path, name: str, capacity: int = 8192, speed: float = 1.0, **changes: object) -> None:
+    """A recipe, and the fit of a machine that is so many times as fast."""
+    recipe = samples.recipe(name=name, model=MODEL | changes.pop("model", {}), **changes)
+    write_file(recipe, folder / f"{name}.yaml")  # JSON is YAML
+    facts = samples.fit(capacity)
+    overhead = facts.overhead.model_copy(update={"stretch": 1.1 / speed})
+    made = head({"recipe": folder / f"{name}.yaml"})
+    write_file(
+        facts.model_copy(update={"recipe_name": name, "overhead": overhead, **made}), folder / f"{name}.fit.json"
+    )
+
+
+def write_fleet(folder: Path, *members: tuple[str, int]) -> Path:
+    lines = [f"  - {{recipe: {name}.yaml, fit: {name}.fit.json, workers: {count}}}" for name, count in members]
+    path = folder / "fleet.yaml"
+    path.write_text("\n".join(["fleet:", *lines, ""]))
+    return path
+
+
+@pytest.fixture
+def unequal(tmp_path: Path) -> Path:
+    write_kind(tmp_path, "large", 8192, 4.0)
+    write_kind(tmp_path, "small", 1024)
+    return write_fleet(tmp_path, ("large", 1), ("small", 2))
+
+
+def test_a_plan_has_all_kinds_and_both_clocks_the_same_workers(unequal):
+    plan, _ = plan_of_fleet(unequal, None)
+    write_file(plan, unequal.with_name("plan.json"))
+    again = read_file(Plan, unequal.with_name("plan.json"))
+    assert again == plan
+    assert [(kind.recipe.name, kind.workers) for kind in again.kinds] == [("large", 1), ("small", 2)]
+    live = make_scheduler(again).workers
+    simulated = world_of(again.kinds, max_new_tokens=128).scheduled()
+    assert all(one.is_like(other) for one, other in zip(live, simulated, strict=True))
+    assert [worker.capacity_tokens for worker in live] == [7372, 921, 921]
+    assert plan.explained["workers"].source == "fleet: 1 of large, 2 of small; measured at once: large with 2"
+    assert plan.explained["small: capacity_tokens"].value == "1024"
+
+
+def test_a_fleet_of_one_kind_is_the_plain_plan(tmp_path):
+    write_kind(tmp_path, "large", workers=2)
+    fleet = open_fleet(write_fleet(tmp_path, ("large", 1), ("large", 1)))
+    [kind] = fleet.kinds
+    inputs = {"recipe": tmp_path / "large.yaml", "fit": tmp_path / "large.fit.json"}
+    plain = make_plan(load_recipe(inputs["recipe"]), kind.fit, None, inputs)
+    written = make_plan(kind.recipe, kind.fit, None, inputs, None, fleet.others, kind.workers)
+    assert file_text(written) == file_text(plain)
+    assert "others" not in file_text(plain)
+
+
+def test_the_first_difference_between_models_is_named(tmp_path):
+    write_kind(tmp_path, "large")
+    write_kind(tmp_path, "small", model={"seed": 7})
+    with pytest.raises(InputError) as caught:
+        open_fleet(write_fleet(tmp_path, ("large", 1), ("small", 1)))
+    assert caught.value.message == "a fleet serves one model: model.seed is 0 in 'large' and 7 in 'small'"
+
+
+def test_servers_are_no_kind_of_workers(tmp_path):
+    write_kind(tmp_path, "large")
+    write_kind(tmp_path, "small", engine={"name": "vllm"}, workers=1)
+    with pytest.raises(InputError, match="engine 'vllm' is a server with a scheduler of its own"):
+        open_fleet(write_fleet(tmp_path, ("large", 1), ("small", 1)))
+
+
+def test_a_recipe_is_no_fleet_and_a_fleet_no_recipe(unequal):
+    assert is_fleet(unequal)
+    assert not is_fleet(unequal.with_name("large.yaml"))
+    with pytest.raises(InputError, match="fleet.*: a fleet, not a recipe"):
+        load_recipe(unequal)
+
+
+def run(*words: str) -> int:
+    with pytest.raises(SystemExit) as caught:
+        main.run(list(words))
+    return int(caught.value.code or 0)
+
+
+def test_commands_take_a_fleet_where_they_take_a_recipe(unequal, monkeypatch, capsys):
+    monkeypatch.chdir(unequal.parent)
+    assert run("simulate", "--fleet", "fleet.yaml", "--trace", "chat-small", "--json") == 0
+    metrics = json.loads(capsys.readouterr().out)
+    assert sum(key.startswith("utilisation_worker_") for key in metrics) == 3
+    options = ["--trials", "1", "--draws", "1", "--jobs", "1", "--trace", "chat-small", "--rate", "10"]
+    assert run("tune", "fleet.yaml", *options) == 0
+    assert run("render", "fleet.yaml", "--tuning", "tuning.json") == 0
+    assert read_file(Plan, "plan.json").workers == 3
+    assert run("render", "fleet.yaml", "--tuning", "tuning.json", "--check") == 0
+    assert run("render", "plan.json", "--target", "local") == 0
+    assert run("render", "plan.json", "--target", "kubernetes") != 0
+    assert "a fleet cannot be rendered for 'kubernetes': pods of one Deployment" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", ["tune fleet.yaml --workers auto", "simulate --fleet fleet.yaml --workers 2",
+                                   "serve fleet.yaml --workers 2"])  # fmt: skip
+def test_the_number_of_workers_is_the_fleets_to_say(unequal, monkeypatch, capsys, words):
+    monkeypatch.chdir(unequal.parent)
+    assert run(*words.split()) != 0
+    assert "--workers: a fleet says how many workers there are of each kind" in capsys.readouterr().err
