@@ -89,7 +89,7 @@ def test_servers_are_no_kind_of_workers(tmp_path):
 def test_a_recipe_is_no_fleet_and_a_fleet_no_recipe(unequal):
     assert is_fleet(unequal)
     assert not is_fleet(unequal.with_name("large.yaml"))
-    with pytest.raises(InputError, match="fleet.*: a fleet, not a recipe"):
+    with pytest.raises(InputError, match=r"fleet.yaml: a fleet, not a recipe"):
         load_recipe(unequal)
 
 
