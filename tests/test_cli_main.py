@@ -87,7 +87,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["--verbos"], "No such option: --verbos", "llmctl --help"),
         (["schema", "--jsn"], "No such option: --jsn", "llmctl schema --help"),
         (["schema", "extra"], "Got unexpected extra argument", "llmctl schema --help"),
-        (["render"], "Missing argument 'RECIPE|PLAN.json'", "llmctl render --help"),
+        (["render"], "Missing argument 'RECIPE|FLEET|PLAN.json'", "llmctl render --help"),
     ],
 )
 def test_a_wrong_word_is_one_line_a_hint_and_exit_2(
