@@ -4,18 +4,28 @@ import json
 import re
 from pathlib import Path
 
+import orders
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from serving import HandWorkers, make_driver
 
 import toolkit
+from toolkit.deploy.alerts import rules
 from toolkit.deploy.grafana import COLUMNS, dashboard, expressions
+from toolkit.deploy.order import Reckoned
+from toolkit.deploy.render import TARGETS, render_target
 from toolkit.serve.health import gauges
+from toolkit.serve.keys import Account, ApiKey
 from toolkit.serve.metrics import Exposition
 
 SLA = {"ttft_p99_s": 2.0, "tpot_mean_s": 0.1}
 NAMES = ("llmctl", "vllm")
+NOT_SHOWN = {
+    "llmctl_engine_info": "what runs, in labels: no number",
+    "llmctl_batch_time_ratio": "a histogram of what the panels of actual over predicted time show as two sums",
+    "llmctl_kv_cache_tokens": "the share of the cache is shown, whose limit is the same on every machine",
+}
 METRIC = re.compile(r"\b(?:llmctl_|vllm:)[a-z0-9_]+")
 LABELS = re.compile(r"by \((\w+)\)|\{(\w+)=|, (\w+)\)$")
 
@@ -26,7 +36,8 @@ def exposed() -> dict[str, set[str]]:
     driver = make_driver(HandWorkers())
     driver.stats.ended["failed"] += 1
     registry = CollectorRegistry()
-    registry.register(Exposition(driver.stats, lambda: gauges(driver), "toy", vllm_names=True))
+    account = Account(ApiKey(name="team", sha256="0" * 64))
+    registry.register(Exposition(driver.stats, lambda: gauges(driver), "toy", vllm_names=True, accounts=[account]))
     families = text_string_to_metric_families(generate_latest(registry).decode())
     return {sample.name: set(sample.labels) for family in families for sample in family.samples}
 
@@ -37,6 +48,35 @@ def test_every_query_reads_a_metric_that_is_there(names, exposed):
     assert len(found) > 10
     assert found <= exposed.keys()
     assert {name.startswith("vllm:") for name in found} == {names == "vllm"}
+
+
+def test_every_metric_is_on_the_board_or_has_a_reason_not_to_be(exposed):
+    on_board = {name for expr in expressions(dashboard()) for name in METRIC.findall(expr)}
+    families = {re.sub(r"_(bucket|sum|count|created)$", "", name) for name in exposed if name.startswith("llmctl_")}
+    shown = {re.sub(r"_(bucket|sum|count)$", "", name) for name in on_board}
+    assert families - shown == NOT_SHOWN.keys()
+
+
+def test_every_alert_reads_a_metric_that_is_there(exposed, tmp_path):
+    found = rules(orders.order(orders.plan(tmp_path)), 'namespace="x"', Reckoned(7, "test"))
+    alerts = {name: rule.alert for rule in found.groups[0].rules for name in METRIC.findall(rule.expr)}
+    assert alerts.keys() <= exposed.keys()
+    assert {"LlmctlNoWorker", "LlmctlRefusing", "LlmctlDrift", "LlmctlQueue"} <= {*alerts.values()}
+
+
+def test_a_deployments_board_is_its_own(tmp_path):
+    board = json.loads(render_target("kubernetes", orders.order(orders.plan(tmp_path)))["dashboard.json"])
+    assert (board["uid"], board["title"]) == ("llmctl-test", "llmctl-test")
+    assert "fit.json sha256" in board["description"]
+
+
+def test_every_target_whose_metrics_are_known_has_a_board(tmp_path):
+    order = orders.order(orders.plan(tmp_path, **orders.GPU))
+    boards = {target: "dashboard.json" in render_target(target, order) for target in TARGETS}
+    assert [target for target, there in boards.items() if not there] == ["sglang"]
+    alerts = {target for target in TARGETS if {"alerts.yaml", "prometheusrule.yaml"} & {*render_target(target, order)}}
+    assert TARGETS.keys() - alerts == {"vllm", "sglang"}, "whose metrics the rules do not know"
+    assert "vllm:" in render_target("vllm", order)["dashboard.json"]
 
 
 @pytest.mark.parametrize("names", NAMES)

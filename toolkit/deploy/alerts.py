@@ -60,6 +60,13 @@ def _health(order: Order, selector: str) -> list[Rule]:
             "{{ $value | humanize }} workers died in 10 minutes",
             "Their requests went on elsewhere; the server's log says why they died.",
         ),
+        _rule(
+            "LlmctlNoWorker",
+            f"llmctl_workers_alive{_braces(selector)} == 0",
+            "1m",
+            "No worker is alive",
+            "Requests wait and nothing runs; the server's log says why its workers do not start.",
+        ),
     ]
 
 
@@ -76,6 +83,14 @@ def _targets(order: Order, selector: str, threshold: Reckoned[int] | None) -> li
         for key, limit in order.plan.recipe.sla.items()
         for metric, quantile in re.findall(r"^(ttft|tpot|itl|e2e)_p([0-9]+)_s$", key)
     ]
+    refusing = _rule(
+        "LlmctlRefusing",
+        f"{_per_second('llmctl_refused_total', selector)} > 0",
+        "5m",
+        "{{ $value | humanize }} requests a second get 503",
+        "For five minutes more came than the targets allow: add replicas, or send less.",
+    )
+    found.append(refusing)
     if threshold is None:
         return found
     queue = _rule(

@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, Literal
+
+from toolkit.deploy.panels import Panel, Row, rows_of
 
 Names = Literal["llmctl", "vllm"]
 
 SCHEMA_VERSION = 39  # of the classic model; newer Grafanas migrate it when they load it
 COLUMNS, WIDTH, HEIGHT = 24, 8, 8  # of Grafana's grid, and of a panel in it
-SELECTED = 'model_name=~"$model"'
-WINDOW = "$__rate_interval"
 
 # Ours to vLLM's, of metrics and of labels.
 VLLM_NAMES = {
@@ -38,32 +38,6 @@ VLLM_NAMES = {
 OURS = re.compile(r"llmctl_[a-z0-9_]+?(?=_(?:bucket|sum|count)\b|\b)|\bfinish_reason\b")
 
 
-@dataclass(frozen=True, slots=True)
-class Query:
-    """PromQL, and what its lines are called."""
-
-    expr: str
-    legend: str
-
-
-@dataclass(frozen=True, slots=True)
-class Panel:
-    """A chart of one unit. `limits` are drawn as dashed lines: the targets of the recipe."""
-
-    title: str
-    unit: str  # Grafana's name of it
-    queries: Sequence[Query]
-    text: str = ""
-    limits: Sequence[float] = ()
-    highest: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    title: str
-    panels: Sequence[Panel] = field(default_factory=tuple)
-
-
 def dashboard(
     sla: Mapping[str, float] | None = None, names: Names = "llmctl", of: str = "", description: str = ""
 ) -> dict[str, Any]:
@@ -72,7 +46,7 @@ def dashboard(
     `sla` is a recipe's, for the lines of its targets; `of` names a deployment, whose board then is its own, and
     `description` says where it comes from.
     """
-    rows = _rows(sla or {})
+    rows = rows_of(sla or {})
     if names == "vllm":
         rows = [row for row in map(_as_vllm, rows) if row.panels]
     return {
@@ -94,117 +68,6 @@ def expressions(board: Mapping[str, Any]) -> list[str]:
     """All PromQL of a dashboard, its variables' included."""
     queries = [target["expr"] for panel in board["panels"] for target in panel.get("targets", ())]
     return queries + [one["definition"] for one in board["templating"]["list"] if one["type"] == "query"]
-
-
-def _rows(sla: Mapping[str, float]) -> list[Row]:
-    return [
-        Row("Load", [_requests(), _ends(), _tokens()]),
-        Row(
-            "Latency",
-            [
-                _latency("Time to first token", "ttft", sla),
-                _latency("Time per output token", "tpot", sla, "Of a request, after its first token."),
-                _latency("Between tokens", "itl", sla, "Tokens that come together share their gap."),
-                _latency("Whole request", "e2e", sla),
-                _latency("Waiting for the first batch", "queue", sla),
-            ],
-        ),
-        Row("Memory and workers", [_memory(), _workers(), _troubles()]),
-        Row("The fit, held against the machine", [_ratio(), _extrapolated(), _costs()]),
-    ]
-
-
-def _requests() -> Panel:
-    return Panel(
-        "Requests in the server",
-        "short",
-        [
-            Query(f"sum(llmctl_requests_running{{{SELECTED}}})", "running"),
-            Query(f"sum(llmctl_requests_waiting{{{SELECTED}}})", "waiting"),
-        ],
-    )
-
-
-def _ends() -> Panel:
-    expr = f"sum by (finish_reason) (rate(llmctl_requests_total{{{SELECTED}}}[{WINDOW}]))"
-    return Panel("Requests that ended", "reqps", [Query(expr, "{{finish_reason}}")])
-
-
-def _tokens() -> Panel:
-    queries = [
-        Query(f"sum(rate(llmctl_{kind}_tokens_total{{{SELECTED}}}[{WINDOW}]))", name)
-        for kind, name in (("prompt", "prompt"), ("generation", "generated"))
-    ]
-    return Panel("Tokens a second", "short", queries)
-
-
-def _latency(title: str, metric: str, sla: Mapping[str, float], text: str = "") -> Panel:
-    queries = [
-        Query(f"histogram_quantile({share}, {_by_bucket(metric)})", name)
-        for share, name in ((0.5, "p50"), (0.95, "p95"), (0.99, "p99"))
-    ]
-    limits = [limit for key, limit in sla.items() if key.startswith(f"{metric}_")]
-    return Panel(title, "s", queries, text, limits)
-
-
-def _by_bucket(metric: str) -> str:
-    return f"sum by (le) (rate(llmctl_{metric}_seconds_bucket{{{SELECTED}}}[{WINDOW}]))"
-
-
-def _memory() -> Panel:
-    query = Query(f"llmctl_kv_cache_usage_ratio{{{SELECTED}}}", "{{instance}}")
-    return Panel("KV cache in use", "percentunit", [query], "What running batches may fill.", highest=1.0)
-
-
-def _workers() -> Panel:
-    return Panel(
-        "Workers",
-        "short",
-        [
-            Query(f"sum(llmctl_workers_alive{{{SELECTED}}})", "alive"),
-            Query(f"sum(increase(llmctl_worker_restarts_total{{{SELECTED}}}[{WINDOW}]))", "restarted"),
-        ],
-    )
-
-
-def _troubles() -> Panel:
-    return Panel(
-        "Preemptions and memory that ran out",
-        "short",
-        [
-            Query(f"sum(increase(llmctl_preemptions_total{{{SELECTED}}}[{WINDOW}]))", "rows preempted"),
-            Query(f"sum(increase(llmctl_oom_events_total{{{SELECTED}}}[{WINDOW}]))", "batches out of memory"),
-        ],
-    )
-
-
-def _ratio() -> Panel:
-    took, said = (
-        f"sum(rate(llmctl_{name}_seconds_total{{{SELECTED}}}[{WINDOW}]))" for name in ("batch", "predicted_batch")
-    )
-    return Panel(
-        "Actual over predicted batch time",
-        "short",
-        [Query(f"{took} / {said}", "actual / predicted")],
-        "1: the machine does what was fitted. Elsewhere for long: profile and fit again.",
-        [1.0],
-    )
-
-
-def _extrapolated() -> Panel:
-    outside, all_ = (
-        f"sum(rate(llmctl_{name}_total{{{SELECTED}}}[{WINDOW}]))" for name in ("extrapolated_batches", "batches")
-    )
-    text = "Larger or longer than anything that was profiled."
-    return Panel("Batches outside the profile", "percentunit", [Query(f"{outside} / {all_}", "share")], text)
-
-
-def _costs() -> Panel:
-    queries = [
-        Query(f"histogram_quantile(0.95, {_by_bucket(metric)})", f"{name}, p95")
-        for metric, name in (("deciding", "a decision"), ("hop", "from batch to batch"))
-    ]
-    return Panel("What scheduling costs", "s", queries)
 
 
 def _as_vllm(row: Row) -> Row:
