@@ -185,6 +185,14 @@ def test_ray_gets_its_workers_from_the_machines_cluster(order: Order) -> None:
     assert "  --ray auto \\\n" in render_target("ray", order)["serve.sh"]
 
 
+def test_the_claim_is_checked_where_the_server_is(tmp_path: Path) -> None:
+    order = orders.order(orders.plan(tmp_path, serve={"port": 9000, "max_new_tokens": 128}))
+    scripts = {target: render_target(target, order)["bench.sh"] for target in targets_of(order)}
+    forwarded = {target for target, text in scripts.items() if "default_url=http://127.0.0.1:8000" in text}
+    assert forwarded == {"kubernetes", "kuberay"}
+    assert all("default_url=http://127.0.0.1:9000" in scripts[target] for target in scripts.keys() - forwarded)
+
+
 def test_without_a_ttft_target_nothing_scales(tmp_path: Path) -> None:
     files = render_target("kubernetes", orders.order(orders.plan(tmp_path, sla={"e2e_p95_s": 8.0})))
     assert "scaledobject.yaml" not in files

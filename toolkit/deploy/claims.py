@@ -35,8 +35,11 @@ def explanation(target: str, order: Order, rendered: Rendered) -> str:
     )
 
 
-def bench_script(order: Order, plan_file: str) -> str:
-    """bench.sh: replays the traffic that the plan was tuned for, measured beside predicted."""
+def bench_script(order: Order, plan_file: str, url: str = "") -> str:
+    """bench.sh: replays the traffic that the plan was tuned for, measured beside predicted.
+
+    Against `url`, or where the recipe has its server listen.
+    """
     plan = order.plan
     return fill(
         "bench.sh",
@@ -44,7 +47,7 @@ def bench_script(order: Order, plan_file: str) -> str:
         plan_file=plan_file,
         trace=shipped_trace(plan),
         rate=f"{plan.workload.request_rate_rps:g}" if plan.workload else "",
-        url=plan.recipe.engine.url or f"http://127.0.0.1:{plan.recipe.serve.port or 8000}",
+        url=url or plan.recipe.engine.url or f"http://127.0.0.1:{plan.recipe.serve.port or 8000}",
         max_error=max_error(order.validation),
         claims=[f"{key}: {plan.predicted[key]:.4g} predicted" for key in SHOWN if key in plan.predicted],
     )

@@ -103,8 +103,12 @@ class Order:
 
 @dataclass(slots=True, frozen=True)
 class Rendered:
-    """A target's files by their names below the folder, what explains them, and how to start them."""
+    """A target's files by their names below the folder, what explains them, and how to start them.
+
+    `url` is where the server then is, where that is not what the recipe says.
+    """
 
     files: dict[str, str]
     told: list[Told]
     start: str
+    url: str = ""

@@ -63,5 +63,5 @@ def render_target(target: str, order: Order) -> dict[str, str]:
     if target in BOARDS:
         board = dashboard(order.plan.recipe.sla, BOARDS[target], order.name, order.comment())
         files[DASHBOARD] = json.dumps(board, indent=1) + "\n"
-    files["bench.sh"] = bench_script(order, plan_file)
+    files["bench.sh"] = bench_script(order, plan_file, rendered.url)
     return {"EXPLAIN.md": explanation(target, order, rendered)} | files

@@ -16,6 +16,7 @@ from toolkit.deploy.order import Order, Rendered, Told, told
 from toolkit.deploy.reckon import PROPAGATION_S, check_plan_size, drain_s, grace_s, startup_s
 from toolkit.deploy.targets.network import cluster_policy, front_policy
 from toolkit.deploy.targets.objects import dashboard_map, metadata, plan_map, service
+from toolkit.deploy.targets.pods import FORWARDED
 from toolkit.deploy.targets.ray_front import SCRIPT, front, front_memory, front_script
 from toolkit.deploy.targets.raycluster import (
     EXTRA,
@@ -69,7 +70,7 @@ def render(order: Order) -> Rendered:
     )
     files = {name: dump_yaml([one], order.comment()) for name, one in objects.items()}
     files |= {"core/plan.json": order.text, f"core/{SCRIPT}": front_script(order)}
-    return Rendered(files, _told(order), _start(order))
+    return Rendered(files, _told(order), _start(order), FORWARDED)
 
 
 def _check(order: Order) -> None:

@@ -38,7 +38,7 @@ from toolkit.deploy.reckon import (
 )
 from toolkit.deploy.targets.network import network_policy
 from toolkit.deploy.targets.objects import dashboard_map, metadata, plan_map, pod_metadata, selector, service
-from toolkit.deploy.targets.pods import pod
+from toolkit.deploy.targets.pods import FORWARDED, pod
 from toolkit.deploy.targets.scaling import max_replicas, pod_monitor, scaled_object
 from toolkit.deploy.threshold import waiting_threshold
 from toolkit.files.yaml_text import dump_yaml
@@ -66,7 +66,7 @@ def render(order: Order) -> Rendered:
     objects["core/kustomization.yaml"] = _core(order, sorted(core))
     objects["kustomization.yaml"] = _all(order, sorted(watched), scaled=threshold is not None)
     files = {name: dump_yaml([one], order.comment()) for name, one in objects.items()}
-    return Rendered(files | {"core/plan.json": order.text}, _told(order, threshold), _start(order))
+    return Rendered(files | {"core/plan.json": order.text}, _told(order, threshold), _start(order), FORWARDED)
 
 
 def _deployment(order: Order) -> Deployment:

@@ -29,6 +29,7 @@ from toolkit.deploy.order import Order
 from toolkit.deploy.reckon import cpus, drain_s, from_hub, gpus, grace_s, memory_mib, startup_s
 
 PORT = 8000
+FORWARDED = f"http://127.0.0.1:{PORT}"  # with kubectl port-forward
 PROBE_S = 10
 GPU = "nvidia.com/gpu"
 SECRET_KEY = "api-key"
