@@ -1,4 +1,4 @@
-"""Servers behind URLs, predicted and measured: transformers' `serve` and llmctl's own, profiled through HTTP alone.
+"""Servers behind URLs, predicted and measured: transformers' `serve`, llmctl's own, llama.cpp's, through HTTP alone.
 
     python bench/servers_outside.py --work DIR --trace azure.csv --accelerate FOLDER
 
@@ -25,7 +25,9 @@ from typing import Any
 
 import httpx
 import numpy as np
+from gguf_file import write_llama
 from results_file import put_section
+from safetensors.numpy import load_file
 
 from toolkit.bench.predict import Conditions, predict
 from toolkit.endpoints.dialect import WORDS
@@ -41,6 +43,7 @@ STAGES = ("prepare", "profile", "validate", "report")
 ROOT = Path(__file__).parent.parent
 OURS = ROOT / "recipes" / "tiny-llama-cpu-rebatch.yaml"
 BLOCKS, BLOCK_TOKENS, PASS_TOKENS = 512, 32, 512
+SLOTS = 16  # of llama.cpp: requests at once
 VOCABULARY = 512
 START_S = 120.0
 HELD_TO = ("throughput_rps", "ttft_mean_s", "tpot_mean_s", "e2e_mean_s")
@@ -106,6 +109,19 @@ def llmctl(arguments: Arguments) -> Iterator[str]:
         yield url
 
 
+@contextmanager
+def llama_cpp(arguments: Arguments) -> Iterator[str]:
+    """llama.cpp's server, float32 weights and cache; its URL."""
+    folder = arguments.work / "llama.cpp"
+    url = f"http://127.0.0.1:{arguments.port}"
+    command = [str(arguments.llama_server), "-m", str(folder / "model.gguf"), "--host", "127.0.0.1"]
+    command += ["--port", str(arguments.port), "-t", "1", "-tb", "1", "-np", str(SLOTS), "-ctk", "f32", "-ctv", "f32"]
+    command += ["-c", str(BLOCKS * BLOCK_TOKENS), "-ub", str(PASS_TOKENS), "--no-kv-unified", "--no-webui"]
+    with process(command, folder) as server:
+        _wait(f"{url}/health", server)
+        yield url
+
+
 def _wait(url: str, server: subprocess.Popen[str]) -> None:
     deadline_s = time.monotonic() + START_S
     while time.monotonic() < deadline_s and server.poll() is None:
@@ -118,7 +134,11 @@ def _wait(url: str, server: subprocess.Popen[str]) -> None:
     raise SystemExit(f"{url} does not answer; see serve.log")
 
 
-SERVERS: dict[str, Callable[[Arguments], Any]] = {"transformers": transformers, "llmctl": llmctl}
+SERVERS: dict[str, Callable[[Arguments], Any]] = {
+    "transformers": transformers,
+    "llmctl": llmctl,
+    "llama.cpp": llama_cpp,
+}
 
 
 # What is measured
@@ -137,8 +157,11 @@ def prepare(arguments: Arguments, server: str) -> None:
         (folder / "server.yaml").write_text(json.dumps(recipe, indent=1))
         run(folder, "profile", "server.yaml", "--out", "server-profile.json", "--fresh")
         run(folder, "fit", "server-profile.json", "--out", "server-fit.json")
-    if server == "transformers" and not (folder / "model").exists():
+    if server != "llmctl" and not (folder / "model").exists():
         save_model(folder / "model")
+    if server == "llama.cpp" and not (folder / "model.gguf").exists():
+        config = json.loads((folder / "model" / "config.json").read_text())
+        write_llama(folder / "model.gguf", config, load_file(folder / "model" / "model.safetensors"))
 
 
 def recipe_of(arguments: Arguments, server: str, url: str) -> str:
@@ -146,10 +169,13 @@ def recipe_of(arguments: Arguments, server: str, url: str) -> str:
     base = load_recipe(OURS).model_dump(mode="json", exclude_unset=True)
     engine: dict[str, object] = {"name": "openai", "url": url, "threads": 1}
     policy: dict[str, object] = {"name": "past-future"}
-    if server == "transformers":
-        parameters = {"interval_steps": 1, "watermark": 0.85, "chunk_tokens": PASS_TOKENS}
+    if server != "llmctl":  # it says what its cache holds
+        engine["kv_cache_memory_mib"] = 64
+        watermark = 0.85 if server == "transformers" else 1.0
+        parameters = {"interval_steps": 1, "watermark": watermark, "chunk_tokens": PASS_TOKENS}
         policy = {"name": "aggressive", "parameters": parameters}
-        engine |= {"served_model": str(arguments.work / server / "model"), "kv_cache_memory_mib": 64}
+    if server == "transformers":
+        engine["served_model"] = str(arguments.work / server / "model")
     recipe = {
         "schema_version": 1,
         "name": f"{server}-from-outside",
@@ -304,14 +330,17 @@ def options(words: Sequence[str] | None = None) -> Arguments:
     parser.add_argument("--work", type=Path, required=True, help="a folder for all that is made and measured")
     parser.add_argument("--trace", type=Path, required=True, help="a trace's file")
     parser.add_argument("--accelerate", type=Path, default=Path(), help="the folder that has accelerate")
-    parser.add_argument("--servers", nargs="+", choices=SERVERS, default=list(SERVERS))
+    parser.add_argument("--servers", nargs="+", choices=SERVERS, default=["transformers", "llmctl"])
+    parser.add_argument(
+        "--llama-server", type=Path, default=Path("llama-server"), help="llama.cpp's, if it is asked for"
+    )
     parser.add_argument("--rate", type=float, default=4.0, help="requests per second")
     parser.add_argument("--windows", type=int, default=8)
     parser.add_argument("--window", type=float, default=20.0, help="seconds of each")
     parser.add_argument("--warmup", type=float, default=15.0, help="seconds of other requests before each")
     parser.add_argument("--repeats", type=int, default=2, help="of the profile's points")
     parser.add_argument("--seed", type=int, default=0, help="of the windows' places and the prompts")
-    parser.add_argument("--port", type=int, default=8771, help="of transformers' `serve`")
+    parser.add_argument("--port", type=int, default=8771, help="of servers that take no free one")
     parser.add_argument("--stages", nargs="+", choices=STAGES, default=list(STAGES))
     parser.add_argument("--write", type=Path, help="a file of results whose section is replaced")
     found = parser.parse_args(words)
