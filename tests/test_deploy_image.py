@@ -1,0 +1,56 @@
+"""The Dockerfile that makes the images which deployments name."""
+
+import re
+import tomllib
+from pathlib import Path
+
+import orders
+import pytest
+
+import toolkit
+from toolkit.deploy.images import IN_EXTRAS, llmctl_image
+from toolkit.deploy.kinds.compose import ComposeService
+from toolkit.deploy.kinds.pods import PodSecurity
+from toolkit.deploy.targets.raycluster import EXTRA
+
+ROOT = Path(toolkit.__file__).parent.parent
+DOCKERFILE = (ROOT / "Dockerfile").read_text(encoding="utf-8")
+
+
+def test_it_starts_from_a_version_and_ends_as_the_user_of_the_deployments() -> None:
+    (base,) = re.findall(r"^FROM (.+)$", DOCKERFILE, re.MULTILINE)
+    assert re.fullmatch(r"python:3\.11\.[0-9]+-slim-[a-z]+", base)
+    (user,) = re.findall(r"^USER (.+)$", DOCKERFILE, re.MULTILINE)
+    pod = PodSecurity()
+    assert user == f"{pod.run_as_user}:{pod.run_as_group}" == ComposeService.model_fields["user"].default
+
+
+def test_all_that_it_copies_is_there_and_not_ignored() -> None:
+    ignore = (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()
+    copied = [word for line in re.findall(r"^COPY (.+) \S+$", DOCKERFILE, re.MULTILINE) for word in line.split()]
+    assert copied
+    for name in copied:
+        assert (ROOT / name).exists()
+        assert f"!{name}" in ignore
+
+
+def test_every_extra_of_an_image_is_one_of_the_package() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    assert {*IN_EXTRAS, EXTRA} <= extras.keys()
+
+
+@pytest.mark.parametrize(
+    ("engine", "extras", "image", "argument"),
+    [
+        ("transformers", (), "llmctl:{}", ""),
+        ("deepspeed", (), "llmctl:{}-deepspeed", " --build-arg 'EXTRAS=[deepspeed]'"),
+        ("deepspeed", (EXTRA,), "llmctl:{}-deepspeed-kuberay", " --build-arg 'EXTRAS=[deepspeed,kuberay]'"),
+    ],
+)
+def test_an_image_has_what_the_engine_needs(
+    tmp_path: Path, engine: str, extras: tuple[str, ...], image: str, argument: str
+) -> None:
+    found = llmctl_image(orders.order(orders.plan(tmp_path, engine={"name": engine})), *extras)
+    name = image.format(toolkit.__version__)
+    assert found.value == name
+    assert found.source.endswith(f"docker build -t {name}{argument} .")
