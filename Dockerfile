@@ -12,6 +12,7 @@ WORKDIR /opt/llmctl
 COPY pyproject.toml constraints.txt README.md LICENSE ./
 COPY toolkit toolkit
 COPY recipes recipes
+COPY profiles profiles
 COPY templates templates
 RUN python -m pip install --no-cache-dir --disable-pip-version-check -c constraints.txt ".${EXTRAS}" \
     && useradd --uid 10001 --user-group --no-create-home --shell /usr/sbin/nologin llmctl \

@@ -32,6 +32,8 @@ def test_all_that_it_copies_is_there_and_not_ignored() -> None:
     for name in copied:
         assert (ROOT / name).exists()
         assert f"!{name}" in ignore
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    assert set(project["tool"]["hatch"]["build"]["targets"]["wheel"]["force-include"]) <= set(copied)
 
 
 def test_every_extra_of_an_image_is_one_of_the_package() -> None:

@@ -348,3 +348,22 @@ def test_workers_that_share_a_model_take_a_gpu_each(tmp_path: Path) -> None:
     ]
     assert pod["containers"][0]["resources"]["limits"] == {"nvidia.com/gpu": "8"}
     assert "  --tensor-parallel-size 4 \\\n" in render_target("vllm", orders.order(plan))["serve.sh"]
+
+
+@pytest.mark.parametrize("target", ["kubernetes", "kuberay"])
+def test_a_pod_does_not_have_this_machines_folders(cpu: Plan, target: str) -> None:
+    def order_of(source: str) -> Order:
+        model = cpu.recipe.model.model_copy(update={"source": source})
+        return orders.order(cpu.model_copy(update={"recipe": cpu.recipe.model_copy(update={"model": model})}))
+
+    with pytest.raises(InputError, match=r"model\.source /srv/llama is a folder of this machine"):
+        render_target(target, order_of("/srv/llama"))
+    assert render_target(target, order_of("/models/llama"))
+
+
+@pytest.mark.parametrize("target", sorted(set(TARGETS) - set(HUB_ONLY)))
+def test_a_server_that_runs_already_is_not_started(cpu: Plan, target: str) -> None:
+    engine = cpu.recipe.engine.model_copy(update={"name": "openai", "url": "http://127.0.0.1:9"})
+    plan = cpu.model_copy(update={"recipe": cpu.recipe.model_copy(update={"engine": engine})})
+    with pytest.raises(InputError, match=f"is a server already, at http://127.0.0.1:9: '{target}' has nothing"):
+        render_target(target, orders.order(plan))

@@ -103,6 +103,20 @@ def gap_target(recipe: Recipe) -> tuple[str, float] | None:
     return min(gaps, key=lambda one: one[1], default=None)
 
 
+MODELS = "/models"  # where a pod has the volume of models
+
+
+def check_podable(order: Order) -> None:
+    """`InputError` where pods could not have the plan, or the model."""
+    check_plan_size(order.text, "a ConfigMap holds")
+    source = order.plan.recipe.model.source
+    if source.startswith(("/", ".", "~")) and not source.startswith(f"{MODELS}/"):
+        raise InputError(
+            f"model.source {source} is a folder of this machine, which a pod does not have",
+            f"put it on a volume and name that: {MODELS}/NAME, with --model-claim; or name a hub id",
+        )
+
+
 def check_plan_size(text: str, holder: str) -> None:
     """`InputError` where the plan is too large for what is to hold it."""
     size = len(text.encode())

@@ -34,6 +34,8 @@ BOARDS: dict[str, Names] = {
     **dict[str, Names].fromkeys([*OURS, "kubernetes", "kuberay"], "llmctl"),
     "vllm": "vllm",  # its own metrics
 }
+FLAGS = ("vllm", "sglang")  # whose flags may come from a server that was measured from outside
+FLAGS_RUN = "render its flags, for 'vllm' or 'sglang'"
 FLEETS_RUN = "render it for 'local', where one process serves all kinds of workers"
 ONE_KIND = {  # why a target has no place for workers of several kinds
     "systemd": "the unit's sandbox is made for one kind of device",
@@ -53,6 +55,9 @@ def render_target(target: str, order: Order) -> dict[str, str]:
         raise InputError(f"there is no target '{target}'", nearest(target, TARGETS))
     if order.plan.others and target in ONE_KIND:
         raise InputError(f"a fleet cannot be rendered for '{target}': {ONE_KIND[target]}", FLEETS_RUN)
+    if order.plan.recipe.engine.name == "openai" and target not in FLAGS:
+        url = order.plan.recipe.engine.url
+        raise InputError(f"engine 'openai' is a server already, at {url}: '{target}' has nothing to start", FLAGS_RUN)
     rendered = TARGETS[target](order)
     files = dict(sorted(rendered.files.items()))
     plan_file = next((name for name in files if name.endswith("plan.json")), "plan.json")

@@ -13,7 +13,7 @@ from toolkit.deploy.kinds.base import Selector
 from toolkit.deploy.kinds.kubernetes import DisruptionSpec, Kustomization, PodDisruptionBudget
 from toolkit.deploy.kinds.operators import PrometheusRule
 from toolkit.deploy.order import Order, Rendered, Told, told
-from toolkit.deploy.reckon import PROPAGATION_S, check_plan_size, drain_s, grace_s, startup_s
+from toolkit.deploy.reckon import PROPAGATION_S, check_podable, drain_s, grace_s, startup_s
 from toolkit.deploy.targets.network import cluster_policy, front_policy
 from toolkit.deploy.targets.objects import dashboard_map, metadata, plan_map, service
 from toolkit.deploy.targets.pods import FORWARDED
@@ -74,7 +74,7 @@ def render(order: Order) -> Rendered:
 
 
 def _check(order: Order) -> None:
-    check_plan_size(order.text, "a ConfigMap holds")
+    check_podable(order)
     engine = order.plan.recipe.engine.name
     if engine in OWN_SERVERS:
         raise InputError(

@@ -27,7 +27,7 @@ from toolkit.deploy.kinds.operators import PrometheusRule
 from toolkit.deploy.order import Order, Reckoned, Rendered, Told, told
 from toolkit.deploy.reckon import (
     PROPAGATION_S,
-    check_plan_size,
+    check_podable,
     cpus,
     drain_s,
     gpus,
@@ -46,7 +46,7 @@ from toolkit.files.yaml_text import dump_yaml
 
 def render(order: Order) -> Rendered:
     """core/ and, beside it, what needs operators; a kustomization.yaml for each."""
-    check_plan_size(order.text, "a ConfigMap holds")
+    check_podable(order)
     threshold = waiting_threshold(order.plan, order.trace)
     core: dict[str, BaseModel] = {
         "deployment.yaml": _deployment(order),
