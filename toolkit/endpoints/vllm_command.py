@@ -61,13 +61,23 @@ class VllmCommand:
     def environment(self, modules: Path) -> dict[str, str]:
         """The child's. `modules` is a folder that has llmctl's package and nothing else."""
         environment = os.environ | QUIET | {"PYTHONPATH": str(modules)} | dict(self.variables)
-        threads = self.recipe.engine.threads
-        if self.recipe.hardware.device == "cpu" and threads is not None:
-            cpus = sorted(os.sched_getaffinity(0))[:threads]
+        if cpus := self.cpus[0]:
             environment |= {"VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cpus))}
         if Path(self.model).is_dir():
             environment |= {"HF_HUB_OFFLINE": "1"}
         return environment
+
+    @property
+    def cpus(self) -> tuple[list[int], list[int]]:
+        """The CPUs of the engine's threads, and those that are left for the rest of the server.
+
+        Both empty where vLLM is not on a CPU, or nothing was said of threads: then it divides them itself.
+        """
+        threads = self.recipe.engine.threads
+        if self.recipe.hardware.device != "cpu" or threads is None:
+            return [], []
+        there = sorted(os.sched_getaffinity(0))
+        return there[:threads], there[threads:]
 
     @property
     def _spec(self) -> VllmSpec:
