@@ -8,8 +8,8 @@ import samples
 
 from toolkit.errors import EngineError
 from toolkit.estimators.fitting import fit_profile
-from toolkit.estimators.steps import StepShape, law_of_steps
-from toolkit.profiling.passes import points, shape_of, timed
+from toolkit.estimators.steps import StepShape, law_of_steps, shape_of_rows
+from toolkit.profiling.passes import points, timed
 from toolkit.profiling.run import profile
 from toolkit.sched.iterations import Pass, Row
 
@@ -98,7 +98,7 @@ def one(start_s: float, end_s: float, rows: list[Row], **other: object) -> Pass:
 
 
 def test_a_pass_is_told_by_its_sums():
-    shape = shape_of(one(0.0, 1.0, [Row("a", 20, 1, 16), Row("b", 31, 1, 16), Row("c", 8, 4, 16), Row("d", 0, 16, 16)]))
+    shape = shape_of_rows([Row("a", 20, 1, 16), Row("b", 31, 1, 16), Row("c", 8, 4, 16), Row("d", 0, 16, 16)])
     assert shape == StepShape(2, 51, 2, 20, 4 * (8 + 2) + 16 * 8)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from toolkit.bench.costs import counts_or_none
 from toolkit.endpoints.scrape import scrape
 from toolkit.endpoints.target import Target, version
 from toolkit.files.identity import Identity, OnForeign, refuse_foreign
@@ -9,6 +10,7 @@ from toolkit.files.plan import Plan
 from toolkit.sched.policies import ELSEWHERE
 
 ENGINE_INFO = "llmctl_engine_info"
+PREDICTED = "llmctl_predicted_batch_seconds_total"
 
 
 def check_server(plan: Plan, target: Target, on_foreign: OnForeign | None = None) -> None:
@@ -20,8 +22,13 @@ def check_server(plan: Plan, target: Target, on_foreign: OnForeign | None = None
 
 
 def tells_of_its_laws(plan: Plan, target: Target) -> bool:
-    """Whether the server's predicted batch times are by the plan's laws: not where it was fitted from outside."""
-    return target.own and plan.fit.engine.engine != ELSEWHERE
+    """Whether the server's predicted batch times are by the plan's laws: not where it was fitted from outside.
+
+    vLLM's tells of them where llmctl started it.
+    """
+    if plan.fit.engine.engine == ELSEWHERE:
+        return False
+    return target.own or PREDICTED in counts_or_none(target)
 
 
 def _served(plan: Plan, target: Target) -> Identity:

@@ -42,6 +42,7 @@ from toolkit.cli.serve_options import (
 )
 
 if TYPE_CHECKING:
+    from toolkit.cli.serve_target import Memory
     from toolkit.files.plan import Plan, PlannedPolicy
     from toolkit.serve.vllm_launch import VllmLaunch
 
@@ -123,7 +124,9 @@ def command(
         foreign = warn_of_foreign if force else None
         ending = Ending(shutdown_notice, shutdown_timeout)
         at = address, spec.port if port is None else port
-        _launch_vllm(VllmLaunch(chosen, name, *at, key, insecure, event_log, ending, foreign), as_json)
+        with remembering("local") as memory:
+            vllm = VllmLaunch(chosen, name, *at, key, insecure, event_log, ending, foreign)
+            memory.ended(_launch_vllm(vllm, memory, as_json))
         return
     front = make_settings(
         chosen,
@@ -191,14 +194,19 @@ def _refuse(options: Mapping[str, object]) -> None:
         raise InputError(f"{', '.join(given)}: vLLM's own server has nothing like it", "leave it out with engine vllm")
 
 
-def _launch_vllm(order: VllmLaunch, as_json: bool) -> None:
+def _launch_vllm(order: VllmLaunch, memory: Memory, as_json: bool) -> dict[str, int]:
     from toolkit.sched.policies import make_any, refuse_unservable
     from toolkit.serve.vllm_launch import launch_vllm
 
     plan = order.plan
     refuse_unservable(make_any(plan.policy.name, plan.policy.parameters), "vllm")
     note(f"starting vLLM for {plan.recipe.name}")
-    launch_vllm(order, lambda url: _announce(as_json, url, order.served_model, plan))
+
+    def on_ready(url: str) -> None:
+        memory.ready(url, order.served_model, plan)
+        _announce(as_json, url, order.served_model, plan)
+
+    return launch_vllm(order, on_ready)
 
 
 def _announce(as_json: bool, url: str, model: str, plan: Plan, *, status_page: bool = False) -> None:

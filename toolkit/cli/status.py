@@ -57,7 +57,7 @@ def _all(api_key: str) -> list[dict[str, Any]]:
 
 
 def _of(name: str, url: str, target: str, api_key: str) -> dict[str, Any]:
-    from toolkit.endpoints.look import look
+    from toolkit.endpoints.look import KV_USAGE, RUNNING, WAITING, look
 
     seen = look(url, api_key)
     seconds, predicted = seen.total("llmctl_batch_seconds_total"), seen.total("llmctl_predicted_batch_seconds_total")
@@ -67,9 +67,9 @@ def _of(name: str, url: str, target: str, api_key: str) -> dict[str, Any]:
         "url": url,
         "state": seen.state,
         "metrics": bool(seen.metrics) if seen.healthy is not None else None,
-        "running": seen.total("llmctl_requests_running"),
-        "waiting": seen.total("llmctl_requests_waiting"),
-        "kv_usage_percent": _percent(seen.total("llmctl_kv_cache_usage_ratio")),
+        "running": seen.total(*RUNNING),
+        "waiting": seen.total(*WAITING),
+        "kv_usage_percent": _percent(seen.total(*KV_USAGE)),
         "actual_over_predicted": seconds / predicted if seconds and predicted else None,
     }
 

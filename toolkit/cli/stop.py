@@ -70,12 +70,12 @@ def _stop(server: Running, timeout: float, api_key: str) -> dict[str, object]:
 
 def _requests(server: Running, api_key: str) -> dict[str, int]:
     """How requests have ended up to now, by reason; {} where /metrics does not say."""
-    from toolkit.endpoints.look import look
+    from toolkit.endpoints.look import RUNNING, WAITING, look
 
     seen = look(server.url, api_key)
-    inside = (seen.total("llmctl_requests_running") or 0) + (seen.total("llmctl_requests_waiting") or 0)
+    inside = (seen.total(*RUNNING) or 0) + (seen.total(*WAITING) or 0)
     note(f"stopping {server.name}" + (f", requests in it: {inside:.0f}" if seen.metrics else ""))
-    return {reason: int(count) for reason, count in seen.by_label("llmctl_requests_total", "finish_reason").items()}
+    return seen.ended
 
 
 def _end(server: Running, pid: int, timeout: float) -> dict[str, int]:

@@ -135,7 +135,10 @@ class _Session:
     """Windows replayed one after the other, and what came of them."""
 
     def __init__(self, target: Target, plan: Plan, whole: Trace, load: Load, warmup_s: float) -> None:
+        from toolkit.bench.foreign import tells_of_its_laws
+
         self._target, self._plan, self._whole, self._load, self._warmup_s = target, plan, whole, load, warmup_s
+        self._tells = tells_of_its_laws(plan, target)
         self.results: list[WindowResult] = []
         self.lines: list[str] = []  # the requests, as JSON
         self._pairs: list[Pair] = []
@@ -166,7 +169,6 @@ class _Session:
 
     def _warm_up(self, number: int, window: Window) -> Conditions | None:
         """What other requests show of the server as it is now; None: interrupted."""
-        from toolkit.bench.foreign import tells_of_its_laws
         from toolkit.bench.predict import Conditions, predict
         from toolkit.bench.warmup import conditions, others, warm_up
         from toolkit.cli.output import progress
@@ -177,7 +179,7 @@ class _Session:
             return Conditions(finished=tuple(self._finished))
         trace = others(self._whole, window.end_s, count)
         with progress("warming up", count) as advance:
-            if tells_of_its_laws(self._plan, self._target):
+            if self._tells:
                 warm, interrupted = warm_up(self._target, trace, self._load, advance)
             else:
                 warm, interrupted = self._look(number, trace, advance)
@@ -213,20 +215,29 @@ class _Session:
 
     def _replay(self, number: int, count: int, window: Window, shown: Conditions) -> bool:
         from toolkit.bench.client import run
+        from toolkit.bench.costs import counts_or_none
         from toolkit.bench.predict import predicted
         from toolkit.bench.report import served
         from toolkit.bench.validate import Pair
+        from toolkit.bench.warmup import conditions, times_between
         from toolkit.cli.output import progress
         from toolkit.files.validation import WindowResult
         from toolkit.metrics import summarize
 
         sla = self._plan.recipe.sla
         simulated = predicted(self._plan, window.trace, shown)
+        before = counts_or_none(self._target) if self._tells else {}
         with progress(f"window {number} of {count}", len(window.trace)) as advance:
             replay = run(self._target, window.trace, self._load, advance)
         if replay.interrupted:
             return True
         measured = served(replay.samples)
+        times = times_between(before, counts_or_none(self._target), replay.samples) if self._tells else None
+        meanwhile = times.slowdown if times else None
+        known: dict[str, float] = {}
+        if times and meanwhile:
+            then = conditions(meanwhile, times.front, shown.finished)
+            known = predicted(self._plan, window.trace, then).metrics(sla)
         self._finished += window.trace.output_tokens.tolist()
         self._pairs.append(Pair(measured, simulated.served))
         self._keep(number, "window", window.trace, self._pairs[-1])
@@ -241,6 +252,8 @@ class _Session:
                 front_last_s=shown.front.last_s if shown.front else 0.0,
                 measured=summarize(measured, sla),
                 predicted=simulated.metrics(sla),
+                slowdown_meanwhile=meanwhile,
+                predicted_in_hindsight=known,
             )
         )
         return False

@@ -1,4 +1,7 @@
-"""A running server at one glance: is it healthy, is it ready, and what do its metrics say now."""
+"""A running server at one glance: is it healthy, is it ready, and what do its metrics say now.
+
+It may be llmctl's own or vLLM's, which has names of its own for some metrics, and no /ready.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,11 @@ from toolkit.endpoints.target import Target
 from toolkit.errors import InputError
 
 PATIENCE_S = 5.0
+OK, NOT_FOUND = 200, 404
+RUNNING = "llmctl_requests_running", "vllm:num_requests_running"
+WAITING = "llmctl_requests_waiting", "vllm:num_requests_waiting"
+KV_USAGE = "llmctl_kv_cache_usage_ratio", "vllm:kv_cache_usage_perc"  # a share, all the same
+ENDED = ("llmctl_requests_total", "finish_reason"), ("vllm:request_success_total", "finished_reason")
 
 
 @dataclass(slots=True, frozen=True)
@@ -30,10 +38,19 @@ class Look:
             return "unhealthy"
         return "ready" if self.ready else "not ready"
 
-    def total(self, name: str) -> float | None:
-        """The sum of a metric over its labels; None where there is none of that name."""
-        values = [each.value for each in self.metrics if each.name == name]
-        return sum(values) if values else None
+    def total(self, *names: str) -> float | None:
+        """The sum over its labels of the first of these metrics that is there; None where none is."""
+        for name in names:
+            values = [each.value for each in self.metrics if each.name == name]
+            if values:
+                return sum(values)
+        return None
+
+    @property
+    def ended(self) -> dict[str, int]:
+        """How requests have ended so far, by reason."""
+        found = [self.by_label(name, label) for name, label in ENDED]
+        return {reason: int(count) for reason, count in next(filter(None, found), {}).items()}
 
     def by_label(self, name: str, label: str) -> dict[str, float]:
         """The values of a metric by one of its labels."""
@@ -42,18 +59,20 @@ class Look:
 
 def look(url: str, api_key: str = "") -> Look:
     """Ask /health, /ready and /metrics. Never raises for a server that does not answer."""
-    healthy = _status(f"{url}/health")
-    if healthy is None:
+    status = _status(f"{url}/health")
+    if status is None:
         return Look(None, None, [])
+    healthy = status == OK
     try:
         metrics = scrape(Target(url, api_key, "", None, own=True))
     except InputError:  # it went away in between
         metrics = []
-    return Look(healthy, _status(f"{url}/ready"), metrics)
+    ready = _status(f"{url}/ready")
+    return Look(healthy, healthy if ready == NOT_FOUND else ready == OK, metrics)
 
 
-def _status(url: str) -> bool | None:
+def _status(url: str) -> int | None:
     try:
-        return httpx.get(url, timeout=PATIENCE_S, trust_env=False).status_code == 200
+        return httpx.get(url, timeout=PATIENCE_S, trust_env=False).status_code
     except (httpx.HTTPError, httpx.InvalidURL):
         return None

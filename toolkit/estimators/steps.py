@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 
 from toolkit.errors import InputError
 from toolkit.files.fit import StepsFit
+from toolkit.sched.iterations import Row
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +175,14 @@ def features(shape: StepShape, knots: Sequence[int] = (0,)) -> tuple[float, ...]
         float(shape.prefill_attended),
         *_between(shape.tokens, knots),
     )
+
+
+def shape_of_rows(rows: Sequence[Row]) -> StepShape:
+    """The composition of a pass that was logged."""
+    decodes = [row.computed for row in rows if row.decodes]
+    chunks = [row for row in rows if not row.decodes]
+    attended = sum(chunk_attended(row.computed, row.new) for row in chunks)
+    return StepShape(len(decodes), sum(decodes), len(chunks), sum(row.new for row in chunks), attended)
 
 
 def chunk_attended(cached: int, new: int) -> float:

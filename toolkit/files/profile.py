@@ -119,7 +119,18 @@ class FailedPoint(Strict):
     """A point that could not be measured, and why."""
 
     kind: Literal[
-        "prefill", "decode", "mix", "slice", "memory", "rounds", "join", "leave", "grow", "swap_out", "swap_in"
+        "prefill",
+        "decode",
+        "mix",
+        "traffic",
+        "slice",
+        "memory",
+        "rounds",
+        "join",
+        "leave",
+        "grow",
+        "swap_out",
+        "swap_in",
     ]
     batch_size: int
     length: int

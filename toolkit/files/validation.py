@@ -23,6 +23,12 @@ class WindowResult(Strict):
     front_last_s: float = Field(default=0.0, description="the same of last tokens")
     measured: dict[str, float]
     predicted: dict[str, float]
+    slowdown_meanwhile: float | None = Field(
+        default=None, description="as `slowdown`, of the window's own batches: known afterwards; none: nobody tells"
+    )
+    predicted_in_hindsight: dict[str, float] = Field(
+        default={}, description="with that and the window's own front: what is then left is the laws' error"
+    )
 
 
 class MetricError(Strict):

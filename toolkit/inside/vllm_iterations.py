@@ -1,6 +1,7 @@
 """vLLM's own scheduler, that writes down each pass: `--scheduler-cls toolkit.inside.vllm_iterations.logged_scheduler`.
 
 It decides nothing. Where the log goes is said by LLMCTL_VLLM_ITERATIONS. docs/vllm.md says what is in it.
+`Watched` is what it shares with others that look at the passes.
 """
 
 from __future__ import annotations
@@ -28,23 +29,17 @@ with one_line():
     check_version(vllm.__version__)
 
 
-class Logged(Scheduler):  # type: ignore[misc]  # vLLM is not there when this is checked
-    """A mix-in over either of vLLM's schedulers. `InputError` where the log is not named or cannot be written."""
+class Watched(Scheduler):  # type: ignore[misc]  # vLLM is not there when this is checked
+    """A mix-in over any of vLLM's schedulers that has each pass told to `_passed`."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        with one_line():
-            path = os.environ.get(LOG, "")
-            if not path:
-                raise InputError(f"{LOG} is not set", "it names the file that gets a line for each pass")
-            try:
-                self._log = open(path, "wb", buffering=0)  # noqa: SIM115  (closed by `shutdown`)
-            except OSError as error:
-                raise InputError(f"{path}: cannot be written: {error.strerror}") from None
         self._under_way: deque[tuple[float, list[Row], list[str], int, int]] = deque()
         self._preempted: list[str] = []
         self._gone: list[str] = []
-        self._log.write(to_line(self._header()))
+
+    def _passed(self, one: Pass) -> None:
+        """A pass is over."""
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         start_s = time.monotonic()
@@ -74,7 +69,7 @@ class Logged(Scheduler):  # type: ignore[misc]  # vLLM is not there when this is
                 free_blocks=free,
             )
             self._gone = []
-            self._log.write(to_line(one))
+            self._passed(one)
         return outputs
 
     def finish_requests(self, request_ids: str | Iterable[str] | None, finished_status: Any) -> list[VllmRequest]:
@@ -82,13 +77,32 @@ class Logged(Scheduler):  # type: ignore[misc]  # vLLM is not there when this is
         self._gone += [request.request_id for request in finished]
         return finished
 
+    def _preempt_request(self, request: VllmRequest, timestamp: float, drop_stale_output: bool = False) -> None:
+        self._preempted.append(request.request_id)
+        super()._preempt_request(request, timestamp, drop_stale_output)
+
+
+class Logged(Watched):
+    """Writes them down. `InputError` where the log is not named or cannot be written."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        with one_line():
+            path = os.environ.get(LOG, "")
+            if not path:
+                raise InputError(f"{LOG} is not set", "it names the file that gets a line for each pass")
+            try:
+                self._log = open(path, "wb", buffering=0)  # noqa: SIM115  (closed by `shutdown`)
+            except OSError as error:
+                raise InputError(f"{path}: cannot be written: {error.strerror}") from None
+        self._log.write(to_line(self._header()))
+
     def shutdown(self) -> None:
         self._log.close()
         super().shutdown()
 
-    def _preempt_request(self, request: VllmRequest, timestamp: float, drop_stale_output: bool = False) -> None:
-        self._preempted.append(request.request_id)
-        super()._preempt_request(request, timestamp, drop_stale_output)
+    def _passed(self, one: Pass) -> None:
+        self._log.write(to_line(one))
 
     def _header(self) -> Header:
         config, cache = self.vllm_config, self.cache_config

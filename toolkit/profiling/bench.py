@@ -94,6 +94,7 @@ class LocalBench:
         if point.kind == "decode":
             return self._engine.time_decode(rows, length, clock)
         assert point.kind != "mix"
+        assert point.kind != "traffic"
         return self._round_engine.time_part(point.kind, rows, length, point.others, clock)
 
     @property

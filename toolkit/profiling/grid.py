@@ -11,14 +11,14 @@ from typing import Literal
 from toolkit.files.profile import EngineFacts, FailedPoint
 from toolkit.files.recipe import ProfileSpec
 
-Kind = Literal["prefill", "decode", "mix", "join", "leave", "grow", "swap_out", "swap_in"]
+Kind = Literal["prefill", "decode", "mix", "traffic", "join", "leave", "grow", "swap_out", "swap_in"]
 
 
 @dataclass(slots=True, frozen=True, order=True)
 class GridPoint:
     """A prefill of [N, L] tokens, a decode step of N rows at cached length `length`, or a part of a round.
 
-    Of a part, N rows join, leave or move beside `others` that run.
+    Of a part, N rows join, leave or move beside `others` that run. Of traffic, `others` is how many requests come.
     """
 
     kind: Kind
@@ -78,6 +78,23 @@ def mix_points(spec: ProfileSpec, facts: EngineFacts) -> list[GridPoint]:
     ]
 
 
+def traffic_points(spec: ProfileSpec, facts: EngineFacts, longest: int) -> list[GridPoint]:
+    """Requests that come and go by chance, N of them at once on average: what serving is made of.
+
+    Their rows have long caches beside chunks of prompts, and others begin and end meanwhile, which no other point has.
+    Prompts are about `length` tokens long, outputs up to `longest`.
+    """
+    return [
+        GridPoint("traffic", batch_size, length, WAVES * batch_size)
+        for length in sorted(set(spec.input_lengths))
+        for batch_size in sorted(set(spec.batch_sizes))
+        if 1 < batch_size <= (facts.max_rows or batch_size) / 2
+        and batch_size * (length + longest / 3) <= facts.capacity_tokens
+        and length < facts.max_model_len
+    ]
+
+
+WAVES = 3  # of traffic: so many times the requests that run at once
 MIX_STEPS = 24  # prompt and output tokens of those who decode in a mix
 JOINING = (1, 4, 16)  # rows at once
 OTHERS = (3, 15, 31)  # rows that run beside them

@@ -83,7 +83,7 @@ def round_parts(points: Sequence[GridPoint], spec: ProfileSpec, results: dict[st
     return [
         PartPoint(part=point.kind, rows=point.batch_size, length=point.length, others=point.others, seconds=seconds)
         for point, seconds in _measured(points, spec, results)
-        if point.kind not in ("prefill", "decode", "mix")
+        if point.kind not in ("prefill", "decode", "mix", "traffic")
     ]
 
 

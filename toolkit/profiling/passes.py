@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import groupby, pairwise
 from statistics import fmean
 
-from toolkit.estimators.steps import StepShape, chunk_attended
+from toolkit.estimators.steps import StepShape, shape_of_rows
 from toolkit.files.profile import StepPoint
 from toolkit.sched.iterations import Pass
 
@@ -35,16 +35,8 @@ def timed(passes: Sequence[Pass]) -> list[Timed]:
         start_s, end_s = max(one.start_s, end_s), one.end_s
         busy = following is not None and (one.waiting or {row.request_id for row in one.rows} - set(one.ended))
         host_s = max(following.start_s - end_s, 0.0) if busy and following else None
-        found.append(Timed(shape_of(one), start_s, end_s, host_s))
+        found.append(Timed(shape_of_rows(one.rows), start_s, end_s, host_s))
     return found
-
-
-def shape_of(one: Pass) -> StepShape:
-    """The composition of a pass."""
-    decodes = [row.computed for row in one.rows if row.decodes]
-    chunks = [row for row in one.rows if not row.decodes]
-    attended = sum(chunk_attended(row.computed, row.new) for row in chunks)
-    return StepShape(len(decodes), sum(decodes), len(chunks), sum(row.new for row in chunks), attended)
 
 
 def points(passes: Sequence[Timed]) -> list[StepPoint]:

@@ -22,7 +22,7 @@ from toolkit.files.profile import (
 )
 from toolkit.files.recipe import Recipe
 from toolkit.profiling.bench import Bench, PassBench, RoundBench, Unmeasurable
-from toolkit.profiling.grid import Shape, grid, mix_points, slice_shapes
+from toolkit.profiling.grid import GridPoint, Shape, grid, mix_points, slice_shapes, traffic_points
 from toolkit.profiling.journal import Conditions, Journal, Result, Visit, of_kind
 from toolkit.profiling.measure import grid_points, measure, visits_left
 from toolkit.profiling.memory import TIME_LIMIT_S, probe_memory, probe_shapes, safe_tokens
@@ -141,7 +141,10 @@ class _Session:
         self._points, self._skipped = grid(self._spec, facts)
         self._rounds = RoundsStage(recipe, facts, journal) if facts.engine in REBATCHING else None
         self._steps: StepsProfile | None = None
-        self._mixes = mix_points(self._spec, facts) if facts.engine == "vllm" else []
+        self._mixes: list[GridPoint] = []
+        if facts.engine == "vllm":
+            self._mixes = mix_points(self._spec, facts)
+            self._mixes += traffic_points(self._spec, facts, recipe.serve.max_new_tokens)
         parts = self._rounds.points if self._rounds else self._mixes
         self._work = Work(
             visits=visits_left([*self._points, *parts], self._spec, journal),

@@ -2,13 +2,15 @@
 
 So what is timed is what will serve, and a client's disturbance is in no figure but `FrontPoint`'s. A prefill of [N, L]
 is from the first pass that N prompts have a part in to the last; a decode step of N rows is a pass that has just them,
-with what lies between it and the next. All passes, these and those of mixes, are kept for the law of passes.
+with what lies between it and the next. All passes, these and those of mixes and of traffic, are kept for the law of
+passes.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import random
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,7 +31,7 @@ from toolkit.files.recipe import Recipe
 from toolkit.profiling.bench import VISIT_SAMPLES, Unmeasurable
 from toolkit.profiling.endpoint import STEPS, Endpoint
 from toolkit.profiling.endpoint_workers import EndpointWorkers
-from toolkit.profiling.grid import MIX_STEPS, GridPoint, Shape
+from toolkit.profiling.grid import MIX_STEPS, GridPoint, Shape, log_uniform
 from toolkit.profiling.passes import Timed, points, timed
 from toolkit.sched.iterations import Header, header_of, passes_of
 from toolkit.workers.protocol import Workers
@@ -50,6 +52,8 @@ class VllmBench:
         self._runner = asyncio.Runner(loop_factory=loop_factory())
         self.facts: EngineFacts = facts_of(recipe, self._header)
         self._endpoint.draws_below(self.facts.vocab_size)
+        self._rng = random.Random(recipe.profile.seed)
+        self._longest = recipe.serve.max_new_tokens
         self._failures = 0
         self._step_s = 0.0  # about what a decode step takes
         self._steps: list[StepPoint] = []
@@ -78,7 +82,7 @@ class VllmBench:
     def time(self, point: GridPoint, warmups: int) -> list[float]:
         """See `Bench.time`. Raises `EngineError` where the server has ended or fails point after point."""
         try:
-            for _ in range(warmups):
+            for _ in range(warmups if point.kind != "traffic" else 0):
                 self._measure(point)
             self.take_passes()
             samples = [self._measure(point)]
@@ -115,7 +119,8 @@ class VllmBench:
         steps = [one.seconds for one in passes if not one.shape.prefills]
         self._step_s = fmean(steps) if steps else self._step_s
         self._steps += points(passes)
-        self._front.append(_front(samples, passes, start_s))
+        if point.kind != "traffic":  # whose last request may end long after the others
+            self._front.append(_front(samples, passes, start_s))
         return _seconds(point, passes)
 
     def _requests(self, point: GridPoint) -> list[Sample]:
@@ -127,11 +132,28 @@ class VllmBench:
             steps = min(STEPS, longest - 1)
             prompt = max(min(length - steps // 2, longest - steps), 1)
             return [Sample(0.0, prompt, steps) for _ in range(point.batch_size)]
-        decoding = [Sample(0.0, MIX_STEPS, MIX_STEPS) for _ in range(point.batch_size)]
         if not self._step_s:
             self._measure(GridPoint("decode", point.batch_size, MIX_STEPS))
+        if point.kind == "traffic":
+            return self._traffic(point)
+        decoding = [Sample(0.0, MIX_STEPS, MIX_STEPS) for _ in range(point.batch_size)]
         gap_s = STAGGER * MIX_STEPS * self._step_s / point.others
         return decoding + [Sample((k + 1) * gap_s, length, 1) for k in range(point.others)]
+
+    def _traffic(self, point: GridPoint) -> list[Sample]:
+        """Requests whose gaps are exponential, at a rate at which about N run at once."""
+        most = self.facts.max_model_len
+        prompts = [
+            min(log_uniform([point.length // 2 + 1, 2 * point.length], self._rng), most - 1)
+            for _ in range(point.others)
+        ]
+        outputs = [min(log_uniform([8, self._longest], self._rng), most - prompt) for prompt in prompts]
+        rate = point.batch_size / (fmean(outputs) * self._step_s)
+        start_s, samples = 0.0, []
+        for prompt, output in zip(prompts, outputs, strict=True):
+            samples.append(Sample(start_s, prompt, output))
+            start_s += self._rng.expovariate(rate)
+        return samples
 
 
 def _seconds(point: GridPoint, passes: list[Timed]) -> float:

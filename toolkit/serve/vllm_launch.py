@@ -1,7 +1,8 @@
 """From a plan of engine `vllm` to vLLM's own server, as a child of ours, with exactly the plan's flags.
 
 vLLM speaks to clients itself; we start it, say when it is ready, hand signals on and see to its end. A policy of ours
-runs inside it (`toolkit.inside.vllm_scheduler`), from the same plan.
+runs inside it (`toolkit.inside.vllm_scheduler`), from the same plan. Either way its passes are counted and held against
+the plan's laws (`toolkit.inside.vllm_counts`), in vLLM's own /metrics.
 """
 
 from __future__ import annotations
@@ -15,6 +16,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
+from prometheus_client import CollectorRegistry
+from prometheus_client.multiprocess import MultiProcessCollector
+
 from toolkit.endpoints.vllm_command import VllmCommand, vllm_version
 from toolkit.endpoints.vllm_flags import POLICY, flags_of
 from toolkit.endpoints.vllm_server import VllmServer, vllm_server
@@ -25,6 +29,9 @@ from toolkit.files.plan import Plan
 from toolkit.serve.server import Ending, check_exposure, listen
 
 OURS = "toolkit.inside.vllm_scheduler.LlmctlScheduler"
+COUNTED = "toolkit.inside.vllm_counts.counted_scheduler"
+METRICS = "metrics"  # a folder: vLLM's processes share them through files
+ENDED, REASON = "vllm:request_success", "finished_reason"
 LOOK_EVERY_S = 0.2
 
 
@@ -47,8 +54,8 @@ class VllmLaunch:
     on_foreign: OnForeign | None = None  # told where vLLM or the CPU is not the fitted one; None: it is refused
 
 
-def launch_vllm(order: VllmLaunch, on_ready: Callable[[str], None]) -> None:
-    """Serve until a signal ends it; `on_ready` gets the URL once it answers.
+def launch_vllm(order: VllmLaunch, on_ready: Callable[[str], None]) -> dict[str, int]:
+    """Serve until a signal ends it; `on_ready` gets the URL once it answers. How requests ended, by reason.
 
     `InputError` for an address that cannot be used, a version of vLLM that was not tried, or a plan that was fitted on
     another CPU or another of vLLM's versions; `EngineError` where vLLM
@@ -65,23 +72,42 @@ def launch_vllm(order: VllmLaunch, on_ready: Callable[[str], None]) -> None:
             if not seen.count:
                 on_ready(server.url)
                 _serve(server, order.ending, seen)
+        return _ended(Path(folder) / METRICS)
 
 
 def command_of(order: VllmLaunch, folder: Path) -> VllmCommand:
-    """What is started. A plan for a policy of ours is written into `folder`."""
+    """What is started. The plan, for what runs inside, and vLLM's metrics are in `folder`."""
     plan, policy = order.plan, order.plan.policy
+    (folder / METRICS).mkdir()
+    path = folder / "plan.json"
+    write_file(plan, path)
     flags = flags_of(policy.name, policy.parameters)
-    variables = {"VLLM_API_KEY": order.api_key} if order.api_key else {}
-    if policy.name != POLICY:
-        path = folder / "plan.json"
-        write_file(plan, path)
-        flags += ["--scheduler-cls", OURS] + (["--no-async-scheduling"] if policy.name == "mlfq" else [])
-        variables["LLMCTL_VLLM_PLAN"] = str(path)
-        if order.event_log is not None:
-            variables["LLMCTL_VLLM_EVENT_LOG"] = str(order.event_log.absolute())
+    variables = {"LLMCTL_VLLM_PLAN": str(path), "PROMETHEUS_MULTIPROC_DIR": str(folder / METRICS)}
+    if order.api_key:
+        variables["VLLM_API_KEY"] = order.api_key
+    if plan.fit.steps is not None:
+        flags += ["--scheduler-cls", COUNTED]
+    elif policy.name != POLICY:
+        flags += ["--scheduler-cls", OURS]
+    if policy.name == "mlfq":
+        flags += ["--no-async-scheduling"]
+    if policy.name != POLICY and order.event_log is not None:
+        variables["LLMCTL_VLLM_EVENT_LOG"] = str(order.event_log.absolute())
     flags += ["--shutdown-timeout", str(round(order.ending.timeout_s))]
     model = saved_model(plan.recipe.model, plan.recipe.hardware)
     return VllmCommand(plan.recipe, model, order.served_model, flags, variables)
+
+
+def _ended(metrics: Path) -> dict[str, int]:
+    """How requests ended, by vLLM's finish reasons, from the files that it leaves behind."""
+    registry = CollectorRegistry()
+    MultiProcessCollector(registry, str(metrics))
+    samples = [sample for family in registry.collect() if family.name == ENDED for sample in family.samples]
+    found: dict[str, int] = {}
+    for sample in samples:
+        reason = sample.labels.get(REASON, "")
+        found[reason] = found.get(reason, 0) + int(sample.value)
+    return found
 
 
 def _here(plan: Plan) -> dict[str, str]:
