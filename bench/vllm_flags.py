@@ -41,14 +41,18 @@ SHOWN = {
     "mtpot_p99_s": ("MTPOT p99 s", ".3f"),
     "e2e_mean_s": ("E2E mean s", ".3f"),
 }
+ROWS = {"measured": "measured", "predicted": "predicted", "in hindsight": "predicted_in_hindsight"}
 STARTED_S = time.monotonic()
 HELD_TO = {"throughput_rps": 10.0, "ttft_mean_s": 15.0, "tpot_mean_s": 15.0}
 
 
-def run(arguments: argparse.Namespace, *words: str) -> None:
-    """A command of llmctl's in the folder of the work."""
+def run(arguments: argparse.Namespace, *words: str, apart: bool = False) -> None:
+    """A command of llmctl's in the folder of the work; `apart`: not on the engine's CPUs, where there are others."""
     environment = os.environ | {"LLMCTL_VLLM_PYTHON": arguments.vllm_python}
-    subprocess.run([*LLMCTL, *words], cwd=arguments.work, env=environment, check=True)
+    engine = load_recipe(arguments.recipe).engine.threads or 0
+    others = sorted(os.sched_getaffinity(0))[engine:]
+    there = ["taskset", "-c", ",".join(map(str, others))] if apart and others else []
+    subprocess.run([*there, *LLMCTL, *words], cwd=arguments.work, env=environment, check=True)
 
 
 def tune(arguments: argparse.Namespace) -> None:
@@ -89,7 +93,7 @@ def measure(arguments: argparse.Namespace, repeat: int) -> None:
             return
         with serving(arguments, f"{system}.json") as url:
             words = ["--url", url, "--trace", trace, "--tuning", "tuning.json", "--warmup", str(arguments.warmup)]
-            run(arguments, "validate", f"{system}.json", *words, "--out", out)
+            run(arguments, "validate", f"{system}.json", *words, "--out", out, apart=True)
         print(f"{system} {repeat}: {time.monotonic() - began:.0f} s", file=sys.stderr)
 
 
@@ -107,21 +111,36 @@ def report(arguments: argparse.Namespace) -> str:
     runs = sorted(found)
     for system, repeat in runs:
         windows = found[system, repeat].windows
-        for what in ("measured", "predicted"):
-            values = [np.mean([getattr(one, what).get(name, np.nan) for one in windows]) for name in SHOWN]
+        for what, shown in ROWS.items():
+            values = [np.mean([getattr(one, shown).get(name, np.nan) for one in windows]) for name in SHOWN]
             cells = " | ".join(format(value, spec) for value, (_, spec) in zip(values, SHOWN.values(), strict=True))
             lines.append(f"| {system} | {repeat} | {what} | {cells} |")
     titles = " | ".join(f"{system} {repeat}" for system, repeat in runs)
-    lines += ["", f"| prediction's error, % | {titles} | limit |", "|" + "---|" * (2 + len(found))]
+    medians = " | ".join(f"{system}, median" for system in SYSTEMS)
+    lines += ["", f"| prediction's error, % | {titles} | {medians} | limit |", "|" + "---|" * (4 + len(found))]
     for name, limit in HELD_TO.items():
-        errors = [next(each for each in found[run].metrics if each.metric == name) for run in runs]
-        cells = " | ".join(f"{each.error_percent:+.1f} (worst window {each.worst_percent:+.1f})" for each in errors)
-        lines.append(f"| {name} | {cells} | {limit:g} |")
+        for what in ("predicted", "predicted_in_hindsight"):
+            errors = {run: _error_percent(found[run], name, what) for run in runs}
+            middle = [np.median([errors[run] for run in runs if run[0] == system]) for system in SYSTEMS]
+            cells = " | ".join(format(error, "+.1f") for error in [*errors.values(), *middle])
+            lines.append(f"| {name}{' in hindsight' if what != 'predicted' else ''} | {cells} | {limit:g} |")
+    slow = [
+        ", ".join(f"{one.slowdown:.2f}/{one.slowdown_meanwhile or 1.0:.2f}" for one in found[r].windows) for r in runs
+    ]
+    lines.append(f"| slowdown before/in each window | {' | '.join(slow)} | | | |")
+    front = [", ".join(f"{1e3 * one.front_first_s:.1f}" for one in found[r].windows) for r in runs]
+    lines.append(f"| front before each window, ms | {' | '.join(front)} | | | |")
     paired = [repeat for repeat in repeats if all((system, repeat) in found for system in SYSTEMS)]
     ratios = [_goodput(found["tuned", r]) / _goodput(found["defaults", r]) for r in paired]
     shown = ", ".join(f"{ratio:.2f}" for ratio in ratios)
     lines += ["", f"Goodput of the tuned flags over that of vLLM's defaults, repeat by repeat: {shown}.", ""]
     return "\n".join(lines)
+
+
+def _error_percent(found: Validation, name: str, what: str) -> float:
+    measured = np.mean([window.measured[name] for window in found.windows])
+    predicted = np.mean([getattr(window, what).get(name, np.nan) for window in found.windows])
+    return float(100.0 * (predicted / measured - 1.0))
 
 
 def _titles() -> str:
@@ -165,6 +184,7 @@ def options(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, help="no run begins later; the same command goes on with the next")
     parser.add_argument("--stage", choices=STAGES, help="this one alone; default: all")
     parser.add_argument("--write", type=Path, help="a file of results whose section is replaced")
+    parser.add_argument("--section", default="vllm_flags", help="that section's name")
     found = parser.parse_args(words)
     found.work, found.recipe = found.work.absolute(), found.recipe.absolute()
     found.work.mkdir(parents=True, exist_ok=True)
@@ -187,7 +207,7 @@ def main() -> None:
         text = report(arguments)
         print(text)
         if arguments.write:
-            put_section(arguments.write, "vllm_flags", "vLLM's flags, predicted and measured", text)
+            put_section(arguments.write, arguments.section, "vLLM's flags, predicted and measured", text)
 
 
 if __name__ == "__main__":
