@@ -25,7 +25,7 @@ class VllmPolicy:
 
     max_num_seqs: int = knob(128, low=1, search=(1, 256), log=True, doc="the most requests that run at once")
     max_num_batched_tokens: int = knob(
-        2048, low=1, search=(64, 8192), log=True, doc="the most new tokens in one forward pass, decodes included"
+        2048, low=1, search=(256, 8192), log=True, doc="the most new tokens in one forward pass, decodes included"
     )
     chunked_prefill: bool = knob(True, doc="whether prompts are cut to what is left of a pass's tokens")
     prefix_caching: bool = knob(True, doc="whether freed blocks are kept for who comes back with the same tokens")
