@@ -19,6 +19,8 @@ from serving import Server, fake_plan
 from toolkit.cli import main
 from toolkit.deploy import managers
 from toolkit.deploy.running import Running, folder_of_states, name_of, recall, remember
+from toolkit.endpoints.look import RUNNING, WAITING, Look
+from toolkit.endpoints.scrape import Metric
 from toolkit.errors import InputError
 from toolkit.files.io import write_file
 
@@ -257,3 +259,12 @@ def test_what_a_rendered_script_starts_is_a_server(states: Path, tmp_path: Path)
     assert checked.returncode == 0, checked.stderr
     assert json.loads((tmp_path / "out" / "bench.json").read_text())["predicted"]
     assert process.returncode == 0
+
+
+def test_a_look_at_vllm_finds_its_names_for_the_same():
+    metrics = [
+        Metric("vllm:num_requests_running", {"engine": "0"}, 3.0),
+        Metric("vllm:request_success_total", {"finished_reason": "length"}, 7.0),
+    ]
+    seen = Look(True, True, metrics)
+    assert (seen.total(*RUNNING), seen.total(*WAITING), seen.ended) == (3.0, None, {"length": 7})

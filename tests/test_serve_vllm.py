@@ -58,6 +58,22 @@ def test_a_policy_of_ours_runs_inside_from_the_same_plan_until_a_signal(tmp_path
     assert "INFO: ready" in said
 
 
+def test_status_and_stop_know_it(tmp_path: Path):
+    def llmctl(*words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([sys.executable, "-m", "toolkit", *words], capture_output=True, text=True, timeout=60)
+
+    with start(plan_for(tmp_path), "--shutdown-timeout", "7") as server:
+        assert server.stdout is not None
+        url = json.loads(server.stdout.readline())["url"]
+        status = llmctl("status", "--json")
+        name = next(one["name"] for one in json.loads(status.stdout)["servers"] if one["url"] == url)
+        stopped = llmctl("stop", name)
+        server.wait(60)
+    assert json.loads(status.stdout)["servers"][0]["state"] == "ready"
+    assert f"{name} has ended; requests finished: 0" in stopped.stdout
+    assert (status.returncode, stopped.returncode, server.returncode) == (0, 0, 0)
+
+
 def test_a_server_that_dies_is_an_engine_error(tmp_path: Path):
     with start(plan_for(tmp_path, source="dies")) as server:
         _, said = server.communicate(timeout=60)
