@@ -218,12 +218,9 @@ def test_the_front_asks_where_kuberay_puts_the_head(cpu: Plan) -> None:
     assert container["command"] == ["bash", "/etc/llmctl/front.sh"]
 
 
-@pytest.mark.parametrize(
-    "engine", [{"name": "openai", "url": "http://127.0.0.1:8000"}, {"name": "vllm"}], ids=["openai", "vllm"]
-)
-def test_engines_that_are_servers_are_refused(tmp_path: Path, engine: dict[str, object]) -> None:
-    server = orders.GPU | {"engine": engine, "workers": 1, "sla": {}}
-    policy = orders.PlannedPolicy(name="vllm", parameters={}) if engine["name"] == "vllm" else orders.SLICE
+def test_vllm_is_refused_because_it_has_no_workers_of_ours(tmp_path: Path) -> None:
+    server = orders.GPU | {"engine": {"name": "vllm"}, "workers": 1, "sla": {}}
+    policy = orders.PlannedPolicy(name="vllm", parameters={})
     made = orders.plan(tmp_path, policy, samples.fit(workers=1), **server)
     with pytest.raises(InputError, match="has no workers that Ray could run"):
         render_target("kuberay", orders.order(made))

@@ -38,7 +38,6 @@ from toolkit.deploy.threshold import waiting_threshold
 from toolkit.errors import InputError
 from toolkit.files.yaml_text import dump_yaml
 
-OWN_SERVERS = ("vllm", "openai")  # engines whose workers are not ours to place
 
 
 def render(order: Order) -> Rendered:
@@ -75,10 +74,9 @@ def render(order: Order) -> Rendered:
 
 def _check(order: Order) -> None:
     check_podable(order)
-    engine = order.plan.recipe.engine.name
-    if engine in OWN_SERVERS:
+    if order.plan.recipe.engine.name == "vllm":
         raise InputError(
-            f"engine '{engine}' is a server of its own: it has no workers that Ray could run",
+            "engine 'vllm' is a server of its own: it has no workers that Ray could run",
             "render the target 'vllm' or 'kubernetes', or profile an engine of llmctl's",
         )
     if order.options.replicas > 1:
