@@ -39,7 +39,6 @@ from toolkit.errors import InputError
 from toolkit.files.yaml_text import dump_yaml
 
 
-
 def render(order: Order) -> Rendered:
     """core/ and, beside it, what needs Prometheus' operator. `InputError` for engines that Ray cannot run here."""
     _check(order)
