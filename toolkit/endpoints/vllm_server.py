@@ -99,7 +99,7 @@ class VllmServer:
         """End it, by force where it does not."""
         self.signal_end()
         if self.wait(END_S) is None:
-            self._child.kill()
+            os.killpg(self._child.pid, signal.SIGKILL)  # its engine too, which would stay behind
             self._child.wait()
         if self._child.stdin is not None:
             with contextlib.suppress(BrokenPipeError):
