@@ -68,15 +68,12 @@ class ThreadWorkers(HandWorkers):
         on_step = self.telling(worker, batch_id)
         assert self.scheduler is not None
         kept = self.scheduler.workers[worker]
-        output, failure, in_host = None, "", ()
+        output = None
         with Trouble(self, worker, len(kept.residents) + len(kept.held)):
-            try:
-                output = await asyncio.to_thread(self.engines[worker].run_round, plan, on_step)
-            except OutOfMemory as error:
-                failure, in_host = "oom", error.in_host
+            output = await asyncio.to_thread(self.engines[worker].run_round, plan, on_step)
         await asyncio.sleep(0)
-        failure = self.after(worker) or failure
-        self.on_event(RoundDone(worker, batch_id, None if failure else output, Times(), failure, in_host))
+        failure = self.after(worker) or ("oom" if output.dropped else "")
+        self.on_event(RoundDone(worker, batch_id, None if failure == "crashed" else output, Times(), failure))
         self.revive(worker, failure)
 
     def telling(self, worker: int, batch_id: int, record: BatchRecord | None = None) -> Callable[[StepOutput], bool]:

@@ -1,14 +1,14 @@
 """Drives an engine through rounds, and keeps what each request got."""
 
-import itertools
 import random
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
 import tiny
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from toolkit.engines.loading import load_model
 from toolkit.engines.memory import ByteLedger
@@ -27,23 +27,51 @@ def rebatch_engine(
     return RebatchEngine(spec, tiny.engine_spec("rebatch", budget_mib=budget_mib, **changes), tiny.CPU)
 
 
-@contextmanager
-def failing(ledger: ByteLedger, after: int) -> Iterator[list[int]]:
-    """Within it, the `after`th allocation fails. What is given holds the bytes that were asked for then."""
-    asked: list[int] = []
-    count = itertools.count(1)
+class Scarce(TorchDispatchMode):
+    """Within it, what takes memory is counted: what a ledger is asked for, and every tensor that is made.
 
-    def take(size_bytes: int) -> None:
-        if size_bytes > 0 and next(count) == after:
-            asked.append(size_bytes)
-            raise torch.OutOfMemoryError("injected")
+    The `fails_at`th fails, and with `lasting` all that follow until `relent` is called.
+    """
+
+    def __init__(self, engine: RebatchEngine, fails_at: int = 0, *, lasting: bool = False) -> None:
+        super().__init__()
+        self._ledgers = engine.ledger, engine.host_ledger
+        self._fails_at, self._lasting = fails_at, lasting
+        self.count = 0
+        self.failures = 0
+
+    def __enter__(self) -> "Scarce":
+        for ledger in self._ledgers:
+            ledger.take = partial(self._take, ledger)
+        return super().__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        for ledger in self._ledgers:
+            del ledger.take
+        super().__exit__(*error)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        fresh = any(str(one.type) == "Tensor" and one.alias_info is None for one in func._schema.returns)
+        made = func(*args, **(kwargs or {}))
+        if (fresh or "lift_fresh" in str(func)) and not (isinstance(made, torch.Tensor) and made.numel() == 0):
+            self._ask()
+        return made
+
+    def relent(self) -> None:
+        """There is memory again."""
+        if self.failures:
+            self._lasting = False
+
+    def _take(self, ledger: ByteLedger, size_bytes: int) -> None:
+        if size_bytes > 0:
+            self._ask()
         ByteLedger.take(ledger, size_bytes)
 
-    ledger.take = take
-    try:
-        yield asked
-    finally:
-        del ledger.take
+    def _ask(self) -> None:
+        self.count += 1
+        if self.count == self._fails_at or (self._lasting and self.failures):
+            self.failures += 1
+            raise torch.OutOfMemoryError("injected")
 
 
 def free_row(length: int, new: int, *, first: int = 0) -> Row:
@@ -97,6 +125,7 @@ class Desk:
         self.state = [WAITS for _ in rows]
         self.steps: list[StepOutput] = []  # of the last round
         self.chunk_tokens = chunk_tokens  # of all rounds
+        self.dropped: list[int] = []  # in the last round
         self.whole = not chunk_tokens  # all who run have their caches when a round ends
         self.stop_after: int | None = None
 
@@ -114,10 +143,22 @@ class Desk:
         self.steps = []
         output = self.engine.run_round(plan, self._on_step)
         assert output.steps <= steps
+        self.dropped = list(output.dropped)
+        assert self.dropped == sorted(self.dropped, reverse=True)
+        self._set(self.dropped, WAITS)
+        self._check_places()
         if self.whole:
             held = sum(len(self.as_row(number).tokens) - 1 for number in self.having(RUNS, PAUSED))
             assert output.tokens == held <= output.padded_tokens
         return output
+
+    def _check_places(self) -> None:
+        """The engine has each row where the rounds wanted it, and no others."""
+        engine = self.engine
+        running = {*engine._batch.numbers, *engine._prefiller.numbers}
+        assert running == set(self.having(RUNS))
+        assert set(engine._parked.on_device) == set(self.having(PAUSED))
+        assert set(engine._parked._rows) - set(engine._parked.on_device) == set(self.having(SWAPPED))
 
     def finish(self) -> list[tuple[int, ...]]:
         """Run all to their ends; what each got."""

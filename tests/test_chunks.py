@@ -250,7 +250,7 @@ def test_a_worker_that_dies_amid_chunks_costs_no_token(prompts, later, chunk_tok
         output = running.run_round(kept.begin(batch, lives.__getitem__), dies)
         result = kept.result(batch, output)
     except CrashError:
-        result = kept.failed(batch, "crashed", ())
+        result = kept.crashed(batch)
     scheduler.complete(result, 2.0)
     if result.failure:
         assert {name: jobs[name].generated for name in names} == {name: len(lives[name].tokens) for name in names}

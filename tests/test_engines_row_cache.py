@@ -6,7 +6,7 @@ import torch
 from rounds import free_row, rebatch_engine
 
 from toolkit.engines.memory import ByteLedger
-from toolkit.engines.protocol import OutOfMemory, Round
+from toolkit.engines.protocol import Round
 from toolkit.engines.row_cache import GROWTH, RowCache
 from toolkit.engines.sampling import Sampler
 from toolkit.engines.slab import KVShape
@@ -47,14 +47,20 @@ def test_a_block_that_grows_keeps_what_it_holds() -> None:
         assert torch.equal(values[:, :GROWTH], old_values)
 
 
-def test_a_row_that_does_not_fit_is_out_of_memory_and_the_engine_goes_on() -> None:
+def test_rows_that_do_not_fit_are_dropped_and_the_others_go_on() -> None:
     engine = rebatch_engine(kv_layout="rows", budget_mib=0.5)
     many = tuple(free_row(40, 30) for _ in range(64))
-    with pytest.raises(OutOfMemory):
-        engine.run_round(Round(steps=30, enter=many, numbers=tuple(range(64))), lambda _: True)
+    output = engine.run_round(Round(steps=30, enter=many, numbers=tuple(range(64))), lambda _: True)
+    joined = [number for number, _ in output.joined if number not in output.dropped]
+    assert 0 < len(joined) < 64
+    assert len(joined) + len(output.dropped) == 64
+    ended: set[int] = set()
+    while left := set(joined) - ended:
+        output = engine.run_round(Round(steps=30), lambda _: True)
+        assert output.ended or output.dropped
+        ended.update(output.ended, output.dropped)
+        assert len(output.dropped) < len(left), "blocks grow, and not all of them may have room for it"
     assert engine.ledger.used_bytes == 0
-    output = engine.run_round(Round(steps=30, enter=many[:1], numbers=(0,)), lambda _: True)
-    assert output.ended == (0,)
 
 
 def test_only_a_slab_is_counted_with_its_padding() -> None:

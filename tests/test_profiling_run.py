@@ -122,9 +122,9 @@ class InMemory:
     def _end_round(self, worker, batch_id, plan):
         self._busy.discard(worker)
         failure = self.fate(batch_id, plan.enter)
-        if failure:
+        if failure == "crashed":
             self._rounds[worker] = FakeRoundEngine(FACTS)
-        output = None if failure else self._rounds[worker].run_round(plan, lambda _: True)
+        output = None if failure == "crashed" else self._rounds[worker].run_round(plan, lambda _: True)
         self._on_event(RoundDone(worker, batch_id, output, Times(), failure))
         if failure == "crashed":
             self._on_event(WorkerLost(worker, "killed"))

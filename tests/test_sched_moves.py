@@ -147,23 +147,24 @@ def test_one_who_is_cancelled_while_it_is_swapped_out_is_forgotten_when_that_is_
     assert [job.request_id for job in batch.evict] == ["b"]
 
 
-def test_copies_in_host_memory_survive_a_failed_round_and_all_on_the_device_is_lost():
+def test_who_memory_has_no_room_for_waits_and_all_others_are_where_the_round_wanted_them():
     bench = Bench("a", "b", "c", "d")
     bench.round(enter="abcd", steps=2)
     bench.round(swap_out="c", pause="b")
     batch, ends_s = bench.start(swap_in="c", swap_out="d", overlap=True)
-    bench.scheduler.complete(RoundResult(batch.batch_id, 0, 0, (), (), "oom"), ends_s)
-    assert bench.where() == {"host": "c"}
-    assert [(job.request_id, job.generated) for job in bench.worker.inbox] == [("a", 3), ("b", 2), ("d", 3)]
+    bench.scheduler.complete(RoundResult(batch.batch_id, 0, 0, (), (), "oom", dropped=("b",)), ends_s)
+    assert bench.where() == {"on": "a", "held": "c", "host": "d"}
+    assert [(job.request_id, job.generated) for job in bench.worker.inbox] == [("b", 2)]
 
 
-def test_who_did_not_get_to_host_memory_before_a_round_failed_waits_like_all_others():
+@pytest.mark.parametrize("overlap", [False, True])
+def test_who_did_not_get_to_host_memory_before_it_ran_out_waits(overlap):
     bench = Bench("a", "b", "c")
     bench.round(enter="abc", steps=2)
-    batch, ends_s = bench.start(swap_out="bc")
-    bench.scheduler.complete(RoundResult(batch.batch_id, 0, 0, failure="oom", lost=("c",)), ends_s)
-    assert bench.where() == {"host": "b"}
-    assert [(job.request_id, job.generated) for job in bench.worker.inbox] == [("a", 2), ("c", 2)]
+    batch, ends_s = bench.start(swap_out="bc", overlap=overlap)
+    bench.scheduler.complete(RoundResult(batch.batch_id, 0, 0, (), (), "oom", dropped=("c",)), ends_s)
+    assert bench.where() == {"on": "a", "host": "b"}
+    assert [(job.request_id, job.generated) for job in bench.worker.inbox] == [("c", 2)]
 
 
 def test_a_lost_worker_takes_its_host_memory_with_it():

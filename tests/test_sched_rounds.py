@@ -163,13 +163,34 @@ def test_an_engine_s_slots_bound_the_residents_and_come_back_after_a_failure():
     submit(scheduler, *"abcde")
     (first,) = scheduler.tick(0.0)
     assert ids(first.jobs) == ["a", "b", "c"]
-    scheduler.complete(RoundResult(first.batch_id, 0, 1, failure="oom"), 1.0)
+    scheduler.complete(RoundResult(first.batch_id, 0, 1, failure="oom", dropped=("c", "b", "a")), 1.0)
     limits = []
     for _ in range(3):
         limits.append(scheduler.workers[0].row_limit)
         (batch,) = scheduler.tick(1.0)
         scheduler.complete(RoundResult(batch.batch_id, 0, 1), 2.0)
     assert limits == [1, 2, 3]
+
+
+def test_who_memory_has_no_room_for_is_given_up_when_he_was_alone_twice_and_never_beside_others():
+    scheduler = make("aggressive")
+    submit(scheduler, "a", "b")
+    for _ in range(3):
+        (batch,) = scheduler.tick(0.0)
+        dropped = ("b",) if "b" in ids(scheduler.workers[0].residents.jobs) else ()
+        scheduler.complete(RoundResult(batch.batch_id, 0, 1, failure="oom" if dropped else "", dropped=dropped), 1.0)
+        assert ids(scheduler.workers[0].residents.jobs) == ["a"]
+    scheduler.end("a", 5, 1.0)
+    refusals = []
+    for _ in range(4):
+        (batch,) = scheduler.tick(2.0)
+        dropped = tuple(ids(scheduler.workers[0].residents.jobs))
+        scheduler.complete(RoundResult(batch.batch_id, 0, 0, (), (), "oom", dropped=dropped), 2.0)
+        refusals = scheduler.take_refusals()
+        if refusals:
+            break
+    assert [(refusal.request_id, refusal.reason) for refusal in refusals] == [("b", "ran out of memory alone, twice")]
+    assert scheduler.jobs == 0
 
 
 def test_a_resident_that_missed_steps_has_no_tokens_of_them():

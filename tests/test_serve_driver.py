@@ -237,15 +237,27 @@ def test_a_request_beyond_all_memory_is_refused():
     drive(test, capacity=40)
 
 
-def test_draining_waits_for_what_runs_and_fails_what_is_late():
+def test_draining_waits_for_what_runs():
+    async def test(driver: Driver, hands: HandWorkers) -> None:
+        _, reply = submit(driver, ask(limit=2))
+        await turns()
+        draining = asyncio.create_task(driver.drain(3600.0))
+        await turns()
+        assert not draining.done()
+        hands.finish(steps=2)
+        assert await draining == 0
+        assert (await take(reply)).finish == "length"
+
+    drive(test)
+
+
+def test_what_is_late_when_draining_ends_fails():
     async def test(driver: Driver, hands: HandWorkers) -> None:
         _, quick = submit(driver, ask("quick", limit=2))
         _, late = submit(driver, ask("late", limit=100))
         await turns()
-        draining = asyncio.create_task(driver.drain(0.01))
-        await turns()
         hands.progress(steps=2)
-        assert await draining == 1
+        assert await driver.drain(0.0) == 1
         assert (await take(quick)).finish == "length"
         assert (await take(late)).failure == SHUTTING_DOWN
 

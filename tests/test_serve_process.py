@@ -172,7 +172,7 @@ def test_a_log_of_a_live_server_replays_to_the_same_decisions(folder: Path, plan
 
 def test_a_worker_that_hangs_is_replaced_and_costs_its_requests_nothing(tmp_path: Path):
     plan = fake_plan(tmp_path, **ENGINE)
-    served = plan.recipe.serve.model_copy(update={"hang_s": 0.5})
+    served = plan.recipe.serve.model_copy(update={"hang_s": 2.0})
     write_file(
         plan.model_copy(update={"recipe": plan.recipe.model_copy(update={"serve": served})}), tmp_path / "plan.json"
     )

@@ -173,7 +173,8 @@ def test_a_live_run_replays_exactly_and_costs_nobody_a_token(case: str) -> None:
     assert {batch.worker for batch in decided} == {0, 1}
     failures = [event.result.failure for event in events if isinstance(event, Complete | CompleteRound)]
     assert failures.count("crashed") == 1
-    assert 0 < workers.ran_out <= failures.count("oom") + 1  # one may have come in the round that was killed
+    assert workers.ran_out > 0
+    assert failures.count("oom") <= workers.ran_out  # a step is tried again, and one may have come in a killed round
     assert policy.continuous == any(isinstance(event, End) for event in events)
     assert list(replay(events, Scheduler(policy, planned(joining)))) == []
 

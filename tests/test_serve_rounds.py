@@ -73,14 +73,14 @@ def test_rounds_say_how_many_steps_the_scheduler_counts_before_them() -> None:
     second = desk.begin(batch())
     assert second.steps_before == 5
     desk.give({0: 2, 1: 2, 2: 1})
-    assert desk.kept.failed(desk.batch, "crashed", ()).steps == 2
+    assert desk.kept.crashed(desk.batch).steps == 2
     assert desk.begin(batch()).steps_before == 7, "a worker that was started again has made none of them"
 
 
 def test_a_crash_keeps_what_had_come_and_forgets_all_rows() -> None:
     desk = Desk()
     desk.give({0: 3, 1: 3, 2: 2}, 2)
-    result = desk.kept.failed(desk.batch, "crashed", ())
+    result = desk.kept.crashed(desk.batch)
     assert (result.steps, result.ended, result.failure) == (2, ("c",), "crashed")
     assert result.joined == (("a", 0), ("b", 0), ("c", 1))  # c in a later pass, after a step
     again = desk.begin(batch(desk.jobs["a"], desk.jobs["b"]))
@@ -92,21 +92,14 @@ def test_steps_of_a_failed_round_are_those_of_who_was_there_before() -> None:
     desk.kept.result(desk.batch, RoundOutput(5, ((0, 0), (1, 0), (2, 0)), (), 0, 0))
     desk.begin(batch(desk.jobs["d"]))
     desk.give({0: 4, 1: 4, 2: 4})
-    result = desk.kept.failed(desk.batch, "crashed", ())
+    result = desk.kept.crashed(desk.batch)
     assert (result.steps, result.joined) == (4, ())
 
 
-def test_out_of_memory_leaves_those_in_host_memory_and_the_engine_is_told_to_drop_the_others() -> None:
+def test_who_memory_had_no_room_for_is_named_and_gone_and_nobody_else() -> None:
     desk = Desk()
-    desk.begin(batch(moves=Moves(swap_out=(desk.jobs["b"],))))
-    assert desk.kept.failed(desk.batch, "oom", [desk.jobs["b"]], [1]).lost == ()
-    plan = desk.begin(batch(desk.jobs["a"], moves=Moves(swap_in=(desk.jobs["b"],))))
-    assert (plan.evict, plan.swap_in, plan.numbers) == ((0, 2), (1,), (3,))
-
-
-def test_the_scheduler_hears_who_did_not_get_to_host_memory_before_memory_ran_out() -> None:
-    desk = Desk()
-    desk.begin(batch(moves=Moves(swap_out=(desk.jobs["a"], desk.jobs["b"]))))
-    result = desk.kept.failed(desk.batch, "oom", [desk.jobs["a"], desk.jobs["b"]], [0])
-    assert result.lost == ("b",)
-    assert desk.begin(batch(desk.jobs["b"], moves=Moves(swap_in=(desk.jobs["a"],)))).numbers == (3,)
+    desk.give({0: 3, 1: 3, 2: 2})
+    result = desk.kept.result(desk.batch, RoundOutput(2, ((0, 0), (1, 0), (2, 1)), (1,), 0, 0, (2,)))
+    assert (result.failure, result.dropped, result.ended) == ("oom", ("c",), ("b",))
+    plan = desk.begin(batch(desk.jobs["c"], evict=(desk.jobs["c"],), moves=Moves(pause=(desk.jobs["a"],))))
+    assert (plan.evict, plan.pause, plan.numbers) == ((), (0,), (3,))

@@ -1,6 +1,7 @@
 """`bench/oom.py` puts this on workers' path: every n-th batch of several rows runs out of memory.
 
-It does so after a step and not at its first allocation, so that what it had computed is to be computed again.
+It does so after a pass and not at its first allocation, so that what it had computed is to be computed again. A round's
+pass, a prefill or a step, fails twice in a row: making it again does not help, and somebody has to go.
 Batches of one row are spared: one that fails alone twice is given up, which is another promise.
 """
 
@@ -10,6 +11,8 @@ from collections.abc import Callable
 from typing import Any
 
 EVERY = int(os.environ.get("LLMCTL_BENCH_OOM_EVERY", "0"))
+FAILURES = 2  # of a round's pass
+LATEST = 16  # the pass or step of a batch at which it fails, at the latest
 
 
 def install() -> None:
@@ -21,38 +24,80 @@ def install() -> None:
     def make_failing(*specs: Any) -> Any:
         engine = make(*specs)
         if hasattr(engine, "run_round"):
-            engine.run_round = failing(engine.run_round, lambda plan: len(plan.enter) + len(engine._batch))
-        engine.run_slice = failing(engine.run_slice, len)
+            engine.run_round = failing_rounds(engine)
+        engine.run_slice = failing_slices(engine.run_slice)
         return engine
 
     factory.make_engine = make_failing
 
 
-def failing(run: Callable[..., Any], rows_of: Callable[[Any], int]) -> Callable[..., Any]:
-    """`run`, which fails in every n-th call with several rows, or in the next one that has a step to fail at."""
-    rng, crowded, due = random.Random(0), 0, 0
+class Turns:
+    """Which batches fail, and when: each n-th of several rows, or the next one that lasts long enough."""
 
-    def called(work: Any, *arguments: Any) -> Any:
-        nonlocal crowded, due
-        *others, on_step = arguments
-        crowded += rows_of(work) > 1
-        due += rows_of(work) > 1 and crowded % EVERY == 0
-        left = rng.randint(1, 16) if due and rows_of(work) > 1 else 0
+    def __init__(self) -> None:
+        self._rng, self._crowded, self._due = random.Random(0), 0, 0
+
+    def begin(self, rows: int) -> int:
+        """A batch of so many rows begins; after which of its passes it fails, 0: after none."""
+        self._crowded += rows > 1
+        self._due += rows > 1 and self._crowded % EVERY == 0
+        return self._rng.randint(1, LATEST) if self._due and rows > 1 else 0
+
+    def failed(self) -> None:
+        self._due -= 1
+
+
+def failing_slices(run: Callable[..., Any]) -> Callable[..., Any]:
+    turns = Turns()
+
+    def called(rows: Any, steps: int, on_step: Callable[[Any], bool]) -> Any:
+        left = turns.begin(len(rows))
 
         def failing_step(step: Any) -> bool:
-            nonlocal left, due
+            nonlocal left
             wanted = on_step(step)
             left -= 1
             if left == 0:
-                import torch
-
-                due -= 1
-                raise torch.OutOfMemoryError("injected")
+                turns.failed()
+                raise out_of_memory()
             return wanted
 
-        return run(work, *others, failing_step)
+        return run(rows, steps, failing_step)
 
     return called
+
+
+def failing_rounds(engine: Any) -> Callable[..., Any]:
+    turns, left, run, network = Turns(), 0, engine.run_round, engine._network
+
+    def failing_pass(*arguments: Any, **options: Any) -> Any:
+        nonlocal left
+        output = network(*arguments, **options)
+        left -= 1
+        if -FAILURES < left <= 0 and is_armed:
+            raise out_of_memory()
+        return output
+
+    is_armed = False
+    engine._network = failing_pass
+
+    def called(plan: Any, on_step: Callable[[Any], bool]) -> Any:
+        nonlocal left, is_armed
+        left = turns.begin(len(plan.enter) + len(engine._batch))
+        is_armed = left > 0
+        output = run(plan, on_step)
+        is_armed = False
+        if output.dropped:
+            turns.failed()
+        return output
+
+    return called
+
+
+def out_of_memory() -> Exception:
+    import torch
+
+    return torch.OutOfMemoryError("injected")
 
 
 if EVERY:

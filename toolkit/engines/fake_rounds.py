@@ -1,17 +1,17 @@
 """Rounds without a model: rows that come, go, pause and swap, each with the fake engine's tokens.
 
 Newcomers are prefilled in the passes of `toolkit.sched.passes`, as by the engine `rebatch`, and join without padding.
-Memory is counted in real tokens: a round that would pass `capacity_tokens` on the device runs out of it. Host memory
-has no end.
+Memory is counted in real tokens: a prefill or a step that would pass `capacity_tokens` on the device is not made, and
+drops whom it drops on the engine `rebatch`. Host memory has no end.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from toolkit.engines.endings import LiveRow
 from toolkit.engines.fake import FakeEngine, Text
-from toolkit.engines.protocol import FinishReason, OnStep, OutOfMemory, Part, Round, RoundOutput, Row, StepOutput
+from toolkit.engines.protocol import FinishReason, OnStep, Part, Round, RoundOutput, Row, StepOutput
 from toolkit.sched.passes import Pass, Passes
 
 
@@ -45,38 +45,29 @@ class FakeRoundEngine(FakeEngine):
 
     def run_round(self, plan: Round, on_step: OnStep) -> RoundOutput:
         """See `RoundEngine.run_round`."""
-        try:
-            return self._run(plan, on_step)
-        except OutOfMemory as error:
-            for place in (self._running, self._paused, self._entering):
-                place.clear()
-            self._passes.clear()
-            self._step_is_due = False
-            raise OutOfMemory(str(error), tuple(self._swapped)) from None
-
-    def time_part(self, part: Part, rows: int, length: int, others: int, clock: Callable[[], float]) -> float:
-        """See `RoundEngine.time_part`. Nothing takes time here but prefills and steps."""
-        self._check_memory(rows + others, length)
-        start = clock()
-        return clock() - start
-
-    def _run(self, plan: Round, on_step: OnStep) -> RoundOutput:
         self._move(plan)
         self._check_rows(plan.enter)
         for number, row in zip(plan.numbers, plan.enter, strict=True):
             self._enter(number, FakeRow(row, LiveRow(row, (self._config.eos_token_id,)), Text(row, self._config)))
         ended: list[int] = []
         joined: list[tuple[int, int]] = []
+        dropped: list[int] = []
         steps, wanted = 0, True
         over = False
         while not over:
             while self._passes and not (self._running and self._step_is_due) and not (plan.chunk_tokens and ended):
                 newcomers = self._prefill(plan.chunk_tokens if self._running else 0)
-                if newcomers:
+                if self._device_tokens() + len(newcomers) > self.facts.capacity_tokens:
+                    dropped += self._drop_newcomers(newcomers)
+                    dropped += self._drop_last() if self._paused and not self._running else []
+                elif newcomers:
                     joined += [(number, steps) for number in newcomers]
                     wanted = on_step(self._advance(newcomers, ended)) and wanted
             stopped = not (wanted or steps or plan.chunk_tokens or plan.steps_before % plan.stop_every)
-            if ended or stopped or not self._running or not plan.steps:
+            if dropped or ended or stopped or not self._running or not plan.steps:
+                break
+            if self._device_tokens() + len(self._running) > self.facts.capacity_tokens:
+                dropped += self._drop_newcomers() or self._drop_last()
                 break
             self._wait(self._decode_s(len(self._running), max(row.length for row in self._running.values())))
             steps += 1
@@ -84,7 +75,30 @@ class FakeRoundEngine(FakeEngine):
             wanted = on_step(self._advance(tuple(self._running), ended)) and wanted
             over = bool(ended) or steps >= plan.steps or not (wanted or (plan.steps_before + steps) % plan.stop_every)
         tokens = self._device_tokens()
-        return RoundOutput(steps, tuple(joined), tuple(ended), tokens, tokens)
+        return RoundOutput(steps, tuple(joined), tuple(ended), tokens, tokens, tuple(sorted(dropped, reverse=True)))
+
+    def time_part(self, part: Part, rows: int, length: int, others: int, clock: Callable[[], float]) -> float:
+        """See `RoundEngine.time_part`. Nothing takes time here but prefills and steps."""
+        self._check_memory(rows + others, length)
+        start = clock()
+        return clock() - start
+
+    def _drop_newcomers(self, joining: Sequence[int] = ()) -> list[int]:
+        """Those whose prefill has just ended, and all who wait for theirs."""
+        numbers = [*joining, *self._entering]
+        for number in joining:
+            del self._running[number]
+        self._entering.clear()
+        self._passes.clear()
+        self._step_is_due = False
+        return numbers
+
+    def _drop_last(self) -> list[int]:
+        """The last who was admitted, of the paused rows if there are any."""
+        rows = self._paused or self._running
+        number = max(rows)
+        del rows[number]
+        return [number]
 
     def _prefill(self, bound: int) -> tuple[int, ...]:
         """One pass; who is prefilled with it, and runs from here on."""
@@ -126,8 +140,6 @@ class FakeRoundEngine(FakeEngine):
         numbers = tuple(numbers)
         got = [self._running[number].next() for number in numbers]
         ends = tuple((number, finish) for number, (_, finish) in zip(numbers, got, strict=True) if finish)
-        if self._device_tokens() > self.facts.capacity_tokens:
-            raise OutOfMemory(f"{self._device_tokens()} tokens do not fit into {self.facts.capacity_tokens}")
         for number, _ in ends:
             del self._running[number]
             ended.append(number)

@@ -30,10 +30,17 @@ class PastBudget(torch.OutOfMemoryError):
 
 
 class ByteLedger:
-    """Counts the bytes that are reserved. `budget_bytes` None: without a limit."""
+    """Counts the bytes that are reserved, and stands between its owner and running out of them.
 
-    def __init__(self, budget_bytes: int | None) -> None:
+    Args:
+        budget_bytes: None: without a limit.
+        alone: False for one of several processes that share a model. Their ledgers refuse alike; the device of one of
+            them may run out by itself, and then it must not go on by itself.
+    """
+
+    def __init__(self, budget_bytes: int | None, *, alone: bool = True) -> None:
         self.budget_bytes = budget_bytes
+        self.alone = alone
         self.used_bytes = 0
         self.peak_bytes = 0
 
@@ -63,6 +70,30 @@ class ByteLedger:
             yield
         finally:
             self.take(-size_bytes)
+
+    @contextmanager
+    def hold(self, size_bytes: int) -> Iterator[None]:
+        """Hold `size_bytes` from now on, unless the context raises: then what they were for was not allocated."""
+        self.take(size_bytes)
+        try:
+            yield
+        except BaseException:
+            self.take(-size_bytes)
+            raise
+
+    def attempt(self, work: Callable[[], Result]) -> Result | None:
+        """`work()`, which gives something, or None where memory ran out: then what it had allocated is free again.
+
+        `work` has to leave everything else as it was. Not within the handler: that keeps the work's tensors alive.
+        """
+        try:
+            return work()
+        except RuntimeError as error:
+            if not is_out_of_memory(error) or not (self.alone or isinstance(error, PastBudget)):
+                raise
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        return None
 
 
 @dataclass(slots=True, frozen=True)

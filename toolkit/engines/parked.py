@@ -51,7 +51,7 @@ class ParkedRows:
         self._ledgers = (device_ledger, host_ledger)
         self._rows: dict[int, Parked] = {}
         self._leaving: list[torch.cuda.Event] = []  # transfers to the host
-        self._came: dict[int, torch.Tensor | None] = {}  # rows swapped in this round, and their blocks in host memory
+        self._came: list[torch.Tensor] = []  # blocks in host memory whose transfers to the device may still go on
         self._stream: torch.cuda.Stream | None = None
         if like.is_cuda:
             self._stream = torch.cuda.Stream(like.device)  # type: ignore[no-untyped-call]
@@ -64,9 +64,9 @@ class ParkedRows:
         return self._rows[number].size_bytes
 
     @property
-    def in_host(self) -> tuple[int, ...]:
-        """The rows in host memory."""
-        return tuple(number for number, row in self._rows.items() if row.on_host)
+    def on_device(self) -> tuple[int, ...]:
+        """The rows that are paused."""
+        return tuple(number for number, row in self._rows.items() if not row.on_host)
 
     @property
     def device_tokens(self) -> int:
@@ -122,22 +122,9 @@ class ParkedRows:
         self._ledgers[row.on_host].take(-row.size_bytes)
 
     def settle(self) -> None:
-        """A round has ended well: transfers are done, and host memory forgets what came back from it."""
+        """A round has ended: transfers are done, and host memory forgets what came back from it."""
         self.wait()
         self._came.clear()
-
-    def drop_all_on_device(self) -> None:
-        """A round has failed. Rows that it swapped in and has not resumed are in host memory still."""
-        self.wait()
-        for number, block in self._came.items():
-            row = self._rows.get(number)
-            if row is not None and not row.on_host and self._ledgers[1].free_bytes >= row.size_bytes:
-                self._ledgers[0].take(-row.size_bytes)
-                self._ledgers[1].take(row.size_bytes)
-                row.on_host, row.block, row.arrival = True, block, None
-        self._came.clear()
-        for number in [number for number, row in self._rows.items() if not row.on_host]:
-            self.drop(number)
 
     def unpause(self, number: int) -> Parked:
         """A paused row, which is here no more."""
@@ -153,9 +140,9 @@ class ParkedRows:
         self._ledgers[0].take(row.size_bytes)
         self._ledgers[1].take(-row.size_bytes)
         row.on_host = False
-        self._came[number] = row.block
         if row.block is not None and self._stream is not None:
             self.wait()  # it may still be on its way out
+            self._came.append(row.block)
             block = self._like.new_empty(row.block.shape)
             row.arrival = self._transfer(row.block, block)
             row.block = block

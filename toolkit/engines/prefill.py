@@ -98,11 +98,16 @@ class Prefiller:
         """All who wait, for whoever prefills them otherwise."""
         return [(number, self._rows.pop(number)) for number in self._passes.take_waiting()]
 
-    def advance(self, bound: int = 0, *, cuts: bool = False) -> tuple[Group, torch.Tensor] | None:
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """All who are here."""
+        return tuple(self._rows)
+
+    def advance(self, bound: int = 0, *, cuts: bool = False) -> list[tuple[Group, torch.Tensor]]:
         """One pass: of `bound` tokens at most (0: no bound), and with `cuts` of fewer where memory is too short.
 
-        The group that is complete with it, with the logits of each row's next token; the caller embeds it and calls
-        `release`. `torch.OutOfMemoryError` where not even the first who waits fits.
+        The group that is complete with it, if one is, with the logits of each row's next token; the caller embeds it
+        and calls `release`. `torch.OutOfMemoryError` where not even the first who waits fits; `clear` comes next then.
         """
         group = self._group = self._group or self._begin(bound, cuts)
         one = self._passes.next(bound)
@@ -112,11 +117,11 @@ class Prefiller:
             logits = self._forward(group.batch, one.start, one.end)
         self._passes.made(one)
         if not one.completes:
-            return None
+            return []
         self._group = None
         for number, _ in group.newcomers:
             del self._rows[number]
-        return group, logits
+        return [(group, logits)]
 
     def release(self, group: Group) -> None:
         """The group's caches are not needed any more."""
@@ -133,9 +138,9 @@ class Prefiller:
         """The first who waits, and those like it or all, as far as the bound and memory allow."""
         formed = self._passes.form(bound, lambda lengths: self._fits(lengths, bound, cuts))
         held = len(formed.keys) * formed.width * self._cache.bytes_per_token
-        self._ledger.take(held)
         newcomers = [(number, self._rows[number]) for number in formed.keys]
-        return Group(newcomers, self._make_batch([live.row.tokens for _, live in newcomers], formed.width), held)
+        with self._ledger.hold(held):
+            return Group(newcomers, self._make_batch([live.row.tokens for _, live in newcomers], formed.width), held)
 
     def _fits(self, lengths: Sequence[int], bound: int, cuts: bool) -> bool:
         """Whether memory has room for a group; where it is short, the batch gives up what it has to spare."""

@@ -85,6 +85,7 @@ class RoundOutput(msgspec.Struct, frozen=True):
     ended: tuple[int, ...]
     tokens: int  # of KV cache that rows hold on the device now
     padded_tokens: int  # of KV cache that they take there, their padding counted
+    dropped: tuple[int, ...] = ()  # memory had no room for them, so they are gone; the last admitted first
 
 
 Part = Literal["join", "leave", "grow", "swap_out", "swap_in"]  # of a round, besides prefills and decode steps
@@ -119,7 +120,9 @@ class RoundEngine(Engine, Protocol):
     def run_round(self, plan: Round, on_step: OnStep) -> RoundOutput:
         """Run one round. `on_step` sees the tokens as they come, and may ask to stop.
 
-        Raises `OutOfMemory` with all rows dropped, but for those in host memory, which it names.
+        Where memory runs out the round ends early, and `RoundOutput.dropped` names who was given up for it: a row whose
+        move had no room, those who were to be prefilled, or, where a step has no room, the last admitted. All others
+        are where the plan wanted them, with their caches. What was reported of a dropped row stays valid.
         """
         ...
 
@@ -134,9 +137,8 @@ class RoundEngine(Engine, Protocol):
 
 
 class OutOfMemory(Exception):  # noqa: N818  (it is a condition to handle, and the field's name for it)
-    """A batch did not fit. The engine is usable again when this is raised; of rows, those `in_host` memory are left."""
+    """A batch did not fit. The engine is usable again when this is raised, and rows that it keeps are still there."""
 
-    def __init__(self, message: str = "", in_host: tuple[int, ...] = (), *, of_device: bool = False) -> None:
+    def __init__(self, message: str = "", *, of_device: bool = False) -> None:
         super().__init__(message)
-        self.in_host = in_host
         self.of_device = of_device  # it was the device's own memory that ended, not a ledger's budget

@@ -11,16 +11,20 @@ be moved. With room on both sides of the window, none of this copies the other r
 slides within the slab or moves to a larger one, which copies it once for many steps.
 
 In the window, what is not a row's own is zero: a row that overflowed leaves nothing behind that could reach another.
+
+Memory may run out at any allocation, on a device also where the ledger saw room: all rows are then as they were. Where
+some layers have moved already, all are narrowed to the columns that the old place and the new one have in common.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from transformers.cache_utils import Cache
 
-from toolkit.engines.memory import ByteLedger
+from toolkit.engines.memory import ByteLedger, PastBudget
 from toolkit.engines.slab import KVShape
 from toolkit.engines.window import Window, WindowLayer
 
@@ -51,7 +55,9 @@ class RebatchCache(Cache):  # type: ignore[misc]
         self.row_capacity = self.columns = 0
         self._held_bytes = 0
         self._begin: list[int] = []
-        self._refresh()
+        self._is_padded = False
+        self._begins: torch.Tensor | None = None  # as a tensor, and which columns a row may look at; None: to be made
+        self._visible: torch.Tensor | None = None
 
     @property
     def device(self) -> torch.device:
@@ -103,9 +109,9 @@ class RebatchCache(Cache):  # type: ignore[misc]
         for share, extra in SPARE_COLUMNS:
             columns = width + ahead + int(share * width) + extra
             spare_rows = rows // 4 if extra else 0
-            if self._change_slabs(rows + spare_rows, columns, self._best_end(width, ahead, columns)):
+            if self._try_slabs(rows + spare_rows, columns, self._best_end(width, ahead, columns)):
                 return
-        raise torch.OutOfMemoryError(
+        raise PastBudget(
             f"{rows} rows of {width + ahead} columns, {rows * (width + ahead)} tokens of KV cache, do not fit: "
             f"{self._ledger.used_bytes} of {self._ledger.budget_bytes} bytes are in use"
         )
@@ -123,10 +129,10 @@ class RebatchCache(Cache):  # type: ignore[misc]
         length = row[0][0].shape[1]
         index, end = self.rows, self._window.end
         self._grow_left_to(end - length)
-        self._begin.append(end - length)
         for layer, (keys, values) in zip(self.layers, row, strict=True):
             layer.key_slab[index, :, end - length : end] = keys
             layer.value_slab[index, :, end - length : end] = values
+        self._begin.append(end - length)
         self._clear_front(index)
         self._refresh()
 
@@ -156,22 +162,22 @@ class RebatchCache(Cache):  # type: ignore[misc]
         """The next pass has `count` newcomers behind the rows: what it reads of the window for them is zero."""
         rows, columns = slice(self.rows, self.rows + count), slice(self._window.start, self._window.end)
         for slab in self._slabs():
-            slab[rows, :, columns] = 0
+            slab[rows, :, columns].zero_()
 
     def take_in(self, pass_width: int, lengths: Sequence[int]) -> None:
         """A pass of `pass_width` tokens, padded on the left, over all rows and newcomers of `lengths` has been written.
 
         Each row keeps its last token, each newcomer its own ones; they move left so that all end one column on, and no
-        padding stays in the middle of a row.
+        padding stays in the middle of a row. Where memory runs out, the pass can be written again.
         """
         old, rows = self._window.end, self.rows
         end = old + 1
-        self._grow_left_to(min(end - length for length in lengths))
         for slab in self._slabs():
             slab[:rows, :, old] = slab[:rows, :, old + pass_width - 1]
             for index, length in enumerate(lengths, rows):
                 own = slab[index, :, old + pass_width - length : old + pass_width].clone()
                 slab[index, :, end - length : end] = own
+        self._grow_left_to(min(end - length for length in lengths))
         self._window.end = end
         self._begin += [end - length for length in lengths]
         for index in range(rows, self.rows):
@@ -185,12 +191,14 @@ class RebatchCache(Cache):  # type: ignore[misc]
         """
         if not self._is_padded:
             return None
+        if self._visible is None:
+            self._visible = torch.arange(self.columns, device=self.device)[None, :] >= self._begin_column()
         mask = self._visible[:, self._window.start : self._window.end + 1]
         return mask[:, None, None, :] if as_4d else mask
 
     def positions(self) -> torch.Tensor:
         """[N, 1]: the position of each row's next token."""
-        return self._window.end - self._begin_column
+        return self._window.end - self._begin_column()
 
     def shrink(self) -> None:
         """Go to smaller slabs where these are much larger than needed, to none without rows."""
@@ -200,10 +208,13 @@ class RebatchCache(Cache):  # type: ignore[misc]
             self.fit(columns)
 
     def fit(self, columns: int = 0) -> None:
-        """Go to slabs with room for these rows and no more, and for `columns` columns, if these are fewer than now."""
+        """Go to slabs with room for these rows and no more, and for `columns` columns, if these are fewer than now.
+
+        Where memory is too short for the move, they stay where they are.
+        """
         rows, columns = self.rows, max(columns, self.width + 1) if self.rows else 0
-        if rows * columns < self.slab_tokens:
-            self._change_slabs(rows, columns, self._best_end(self.width, 1, columns) if rows else 0)
+        if rows * columns * self.bytes_per_token < self._held_bytes:
+            self._try_slabs(rows, columns, self._best_end(self.width, 1, columns) if rows else 0)
 
     def clear(self) -> None:
         """Drop all rows and slabs."""
@@ -222,26 +233,58 @@ class RebatchCache(Cache):  # type: ignore[misc]
     def _slide(self, end: int) -> None:
         """Move the window within its slabs."""
         rows, start, old, distance = self.rows, self._window.start, self._window.end, end - self._window.end
-        for slab in self._slabs():
-            source = slab[:rows, :, start:old]
-            slab[:rows, :, start + distance : end] = source.clone() if abs(distance) < old - start else source
-        self._moved_to(end)
+        overlaps = abs(distance) < old - start
+        with self._layers_moving(self.row_capacity, self.columns, end) as moved:
+            for layer in self.layers:
+                slabs = layer.key_slab, layer.value_slab
+                sources = [slab[:rows, :, start:old] for slab in slabs]
+                if overlaps:
+                    sources = [source.clone() for source in sources]
+                for slab, source in zip(slabs, sources, strict=True):
+                    slab[:rows, :, start + distance : end] = source
+                moved.append(layer)
 
-    def _change_slabs(self, rows: int, columns: int, end: int) -> bool:
-        """Move the window to new slabs, layer by layer, so that only one is there twice. False if memory lacks."""
+    def _try_slabs(self, rows: int, columns: int, end: int) -> bool:
+        """Move to new slabs if memory has room for them; else the window stays."""
         old_bytes, new_bytes = self._held_bytes, rows * columns * self.bytes_per_token
         beside = min(old_bytes, new_bytes) // len(self.layers)
         if max(new_bytes - old_bytes, 0) + beside > self._ledger.free_bytes:
             return False
+        return bool(self._ledger.attempt(lambda: self._change_slabs(rows, columns, end, beside)))
+
+    def _change_slabs(self, rows: int, columns: int, end: int, beside: int) -> bool:
+        """Move the window to new slabs, layer by layer, so that only one is there twice: `beside` bytes."""
+        new_bytes = rows * columns * self.bytes_per_token
         with self._ledger.reserve(beside):
-            self._hold(max(new_bytes, old_bytes))
-            for layer, (keys, values) in zip(self.layers, self._shapes, strict=True):
-                layer.key_slab = self._moved(layer.key_slab, keys, rows, columns, end)
-                layer.value_slab = self._moved(layer.value_slab, values, rows, columns, end)
+            self._hold(max(new_bytes, self._held_bytes))  # if it fails half way, what was left may still be held
+            with self._layers_moving(rows, columns, end) as moved:
+                for layer, (keys, values) in zip(self.layers, self._shapes, strict=True):
+                    new_keys = self._moved(layer.key_slab, keys, rows, columns, end)
+                    new_values = self._moved(layer.value_slab, values, rows, columns, end)
+                    layer.key_slab, layer.value_slab = new_keys, new_values
+                    moved.append(layer)
             self._hold(new_bytes)
-        self.row_capacity, self.columns = rows, columns
-        self._moved_to(end)
         return True
+
+    @contextmanager
+    def _layers_moving(self, rows: int, columns: int, end: int) -> Iterator[list[WindowLayer]]:
+        """Within it, layers move to slabs of these sizes, the window's end to `end`; all in the list, or it raises.
+
+        If it does, the layers that have moved and those that have not are narrowed to what they have in common.
+        """
+        moved: list[WindowLayer] = []
+        try:
+            yield moved
+        except RuntimeError:
+            if moved:
+                old = self._window.end
+                left, right = min(old, end), min(self.columns - old, columns - end)
+                for index, layer in enumerate(self.layers):
+                    at = end if index < len(moved) else old
+                    layer.narrow(at - left, at + right)
+                self._moved_to(left, min(self.row_capacity, rows), left + right)
+            raise
+        self._moved_to(end, rows, columns)
 
     def _hold(self, size_bytes: int) -> None:
         self._ledger.take(size_bytes - self._held_bytes)
@@ -254,7 +297,8 @@ class RebatchCache(Cache):  # type: ignore[misc]
             new[: self.rows, :, end - self.width : end] = window
         return new
 
-    def _moved_to(self, end: int) -> None:
+    def _moved_to(self, end: int, rows: int, columns: int) -> None:
+        self.row_capacity, self.columns = rows, columns
         distance = end - self._window.end
         self._window.start += distance
         self._window.end = end
@@ -266,20 +310,21 @@ class RebatchCache(Cache):  # type: ignore[misc]
         if start >= old:
             return
         for slab in self._slabs():
-            slab[: self.rows, :, start:old] = 0
+            slab[: self.rows, :, start:old].zero_()
         self._window.start = start
 
     def _clear_front(self, index: int) -> None:
         start, begin = self._window.start, self._begin[index]
         if start < begin:
             for slab in self._slabs():
-                slab[index, :, start:begin] = 0
+                slab[index, :, start:begin].zero_()
 
     def _copy_row(self, source: int, target: int) -> None:
+        """By methods that take no memory, as an assignment of a scalar does."""
         begin, end, start = self._begin[source], self._window.end, self._window.start
         for slab in self._slabs():
-            slab[target, :, begin:end] = slab[source, :, begin:end]
-            slab[target, :, start:begin] = 0
+            slab[target, :, begin:end].copy_(slab[source, :, begin:end])
+            slab[target, :, start:begin].zero_()
 
     def _release(self) -> None:
         """Columns that no row needs leave the window."""
@@ -287,9 +332,12 @@ class RebatchCache(Cache):  # type: ignore[misc]
         self._refresh()
 
     def _refresh(self) -> None:
-        """What a step needs, made once for all steps until rows come, go or move."""
-        device, start = self._like.device, self._window.start
-        self._begin_column = torch.tensor(self._begin, dtype=torch.long, device=device)[:, None]
-        self._is_padded = any(begin > start for begin in self._begin)
-        if self._is_padded:
-            self._visible = torch.arange(self.columns, device=device)[None, :] >= self._begin_column
+        """What a step needs is made by the next one, for all until rows come, go or move: leaving takes no memory."""
+        self._begins = self._visible = None
+        self._is_padded = any(begin > self._window.start for begin in self._begin)
+
+    def _begin_column(self) -> torch.Tensor:
+        """[N, 1]: where each row begins."""
+        if self._begins is None:
+            self._begins = torch.tensor(self._begin, dtype=torch.long, device=self.device)[:, None]
+        return self._begins

@@ -4,20 +4,24 @@ Newcomers are prefilled apart, grouped by length and in bounded passes, and embe
 of its steps; or, for comparison, within it. Rows may be paused, swapped to host memory and back without a prefill, or
 evicted. Who does what when is the scheduler's to say: this engine offers the moves, and counts tokens and bytes.
 Slices (`run_slice`) are the static engine's, beside the rows that are kept; timings are of rounds.
+
+Memory may run out at any allocation. Each part of a round either happens or leaves everything as it was, and then costs
+the rows that it was for: a move its row, a prefill the newcomers, a step, tried twice, one row. All others go on.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
 from toolkit.engines.endings import LiveRow
 from toolkit.engines.memory import MIB, ByteLedger, at_the_seam
 from toolkit.engines.parked import Parked, ParkedRows
-from toolkit.engines.prefill import Prefiller
-from toolkit.engines.protocol import OnStep, OutOfMemory, Part, Round, RoundOutput, Row, StepOutput
-from toolkit.engines.rebatch_cache import RebatchCache
+from toolkit.engines.prefill import Group, Newcomer, Prefiller
+from toolkit.engines.protocol import OnStep, Part, Round, RoundOutput, Row, StepOutput
+from toolkit.engines.rebatch_cache import RebatchCache, RowKV
 from toolkit.engines.round_parts import RoundParts
 from toolkit.engines.row_attention import use_row_attention
 from toolkit.engines.row_cache import BatchCache, RowCache
@@ -54,14 +58,7 @@ class RebatchEngine(TransformersEngine):
 
     def run_round(self, plan: Round, on_step: OnStep) -> RoundOutput:
         """See `RoundEngine.run_round`."""
-        try:
-            return at_the_seam(lambda: self._run(plan, on_step))
-        except OutOfMemory as error:
-            self._batch.clear()
-            self._prefiller.clear()
-            self._parked.drop_all_on_device()
-            self._step_is_due = False
-            raise OutOfMemory(str(error), self._parked.in_host, of_device=error.of_device) from None
+        return at_the_seam(lambda: self._run(plan, on_step))
 
     def time_part(self, part: Part, rows: int, length: int, others: int, clock: Callable[[], float]) -> float:
         """See `RoundEngine.time_part`."""
@@ -83,43 +80,88 @@ class RebatchEngine(TransformersEngine):
     @torch.inference_mode()
     def _run(self, plan: Round, on_step: OnStep) -> RoundOutput:
         self._check_rows(plan.enter)
-        self._move(plan)
         progress = _Progress(plan, on_step)
+        self._move(plan, progress)
         self._admit(progress)
         over = progress.is_over()
         while (self._batch or self._prefiller.busy) and not over:
             if self._batch:
-                self._step_is_due = False
-                progress.stepped(self._batch.step())
+                self._step(progress)
             over = progress.is_over()
             if not over:
                 self._admit(progress)
-                over = bool(progress.ended)  # who is told to stop does so after a step, not between it and its pass
+                # who is told to stop does so after a step, not between it and its pass
+                over = bool(progress.ended) or progress.is_short
         self._parked.settle()
-        return RoundOutput(progress.steps, tuple(progress.joined), tuple(progress.ended), *self._usage())
+        joined, ended, dropped = tuple(progress.joined), tuple(progress.ended), sorted(progress.dropped, reverse=True)
+        return RoundOutput(progress.steps, joined, ended, *self._usage(), tuple(dropped))
 
-    def _move(self, plan: Round) -> None:
+    def _step(self, progress: _Progress) -> None:
+        """One step of all; where memory is too short for it, whoever came last goes instead, and the round is over."""
+        step = self.ledger.attempt(self._batch.step)
+        if step is None:
+            self._batch.cache.fit()
+            step = self.ledger.attempt(self._batch.step)
+        if step is None:
+            if not self._drop_newcomers(progress):
+                self._drop_last(progress)
+            return
+        self._step_is_due = False
+        progress.stepped(step)
+
+    def _drop_newcomers(self, progress: _Progress) -> bool:
+        """Those who are or were to be prefilled go, having little to lose; whether there are any."""
+        numbers = self._prefiller.numbers
+        self._prefiller.clear()
+        self._step_is_due = False
+        progress.dropped += numbers
+        progress.is_short = True
+        return bool(numbers)
+
+    def _drop_last(self, progress: _Progress) -> None:
+        """The last who was admitted goes, of the paused rows if there are any: nobody waits for their next tokens."""
+        number = max(self._parked.on_device or self._batch.numbers)
+        self._evict(number)
+        progress.dropped.append(number)
+
+    def _move(self, plan: Round, progress: _Progress) -> None:
         """What comes before the first step."""
         for number in plan.evict:
             self._evict(number)
-        for number in plan.pause:
-            row = self._take_out(number)
-            self._see_that_fits(row.size_bytes)
-            self._parked.pause(number, row)
-        for number in plan.swap_out:
-            self._parked.swap_out(number, self._take_out(number))
-        for number in plan.swap_in:
-            self._see_that_fits(self._parked.size_bytes(number))
-            self._parked.swap_in(number)
+        for move, numbers in (
+            (self._pause, plan.pause),
+            (self._swap_out, plan.swap_out),
+            (self._swap_in, plan.swap_in),
+        ):
+            for number in numbers:
+                if not self.ledger.attempt(partial(move, number)):
+                    self._evict(number)
+                    progress.dropped.append(number)
         if not plan.overlap:
             self._parked.wait()
-        self._resume(plan.resume)
+        gone = set(progress.dropped)
+        self._resume([number for number in plan.resume if number not in gone], progress)
         for number in plan.numbers:
             if number in self._batch or number in self._parked:
                 raise ValueError(f"row {number} is here already")
         self._prefiller.add(
             (number, LiveRow(row, self._eos_ids)) for number, row in zip(plan.numbers, plan.enter, strict=True)
         )
+
+    def _pause(self, number: int) -> bool:
+        row = self._take_out(number)
+        self._see_that_fits(row.size_bytes)
+        self._parked.pause(number, row)
+        return True
+
+    def _swap_out(self, number: int) -> bool:
+        self._parked.swap_out(number, self._take_out(number))
+        return True
+
+    def _swap_in(self, number: int) -> bool:
+        self._see_that_fits(self._parked.size_bytes(number))
+        self._parked.swap_in(number)
+        return True
 
     def _see_that_fits(self, size_bytes: int) -> None:
         """Where memory is short, the batch gives up what it has to spare."""
@@ -147,8 +189,9 @@ class RebatchEngine(TransformersEngine):
             raise ValueError(f"row {number} is not here")
         return self._parked.copy_of(live, None)
 
-    def _resume(self, numbers: Sequence[int]) -> None:
-        rows, caches = [], []
+    def _resume(self, numbers: Sequence[int], progress: _Progress) -> None:
+        rows: list[Newcomer] = []
+        caches: list[RowKV] = []
         for number in numbers:
             live, cached = self._parked.take(number)
             if cached is None:
@@ -156,36 +199,73 @@ class RebatchEngine(TransformersEngine):
             else:
                 rows.append((number, live))
                 caches.append(cached)
-        self._batch.join(rows, caches)
+        self._join(rows, caches, progress)
+
+    def _join(self, rows: Sequence[Newcomer], caches: Sequence[RowKV], progress: _Progress) -> None:
+        """They go into the batch together, or else one by one, as many as memory has room for."""
+        if self.ledger.attempt(lambda: self._batch.join(rows, caches)) is not None:
+            return
+        for (number, live), cached in zip(rows, caches, strict=True):
+            if self.ledger.attempt(partial(self._batch.join, [(number, live)], [cached])) is None:
+                progress.dropped.append(number)
+                progress.is_short = True
 
     def _admit(self, progress: _Progress) -> None:
         """Prefill newcomers: all of them, or, with chunks and a batch that waits for its step, one pass."""
         chunk_tokens = progress.plan.chunk_tokens
+        if progress.is_short:
+            self._drop_newcomers(progress)
         while self._prefiller.busy and not (self._batch and self._step_is_due):
             if self._shapes_in and self._batch:
-                if progress.is_over():
-                    return
-                newcomers = self._prefiller.take_waiting()
-                width = max(len(live.row.tokens) for _, live in newcomers)
-                rows = len(self._batch) + len(newcomers)
-                with self.ledger.reserve(self._shape.prefill_bytes(rows, width, self._batch.cache.width)):
-                    step = self._batch.step_with(newcomers)
-                progress.stepped(step)
-                progress.joined_now([number for number, _ in newcomers])
+                if not progress.is_over():
+                    self._shape_in(progress)
                 return
             if chunk_tokens and progress.ended:
                 return
             bound = chunk_tokens if self._batch else 0
-            done = self._prefiller.advance(bound, cuts=chunk_tokens > 0)
+            done = self.ledger.attempt(partial(self._prefiller.advance, bound, cuts=chunk_tokens > 0))
             self._step_is_due = bound > 0
-            if done is not None:
-                group, logits = done
-                try:
-                    step = self._batch.welcome(group.newcomers, group.caches(), logits)
-                finally:  # memory may be too short for the batch to grow
-                    self._prefiller.release(group)
-                progress.joined_now(step.rows)
-                progress.saw(step)
+            for group, logits in done or ():
+                self._welcome(group, logits, progress)
+            if done is None or progress.is_short:
+                self._drop_newcomers(progress)
+                if self._parked.on_device and not self._batch:  # or the same would happen again, for ever
+                    self._drop_last(progress)
+
+    def _welcome(self, group: Group, logits: torch.Tensor, progress: _Progress) -> None:
+        """A group's prefill has ended: its rows get their first tokens, and those who go on join the batch."""
+        newcomers = group.newcomers
+        step = self.ledger.attempt(lambda: self._batch.first_tokens(newcomers, logits))
+        if step is None:
+            progress.dropped += [number for number, _ in newcomers]
+            progress.is_short = True
+        else:
+            ended = {number for number, _ in step.ended}
+            staying = [pair for pair in zip(newcomers, group.caches(), strict=True) if pair[0][0] not in ended]
+            self._join([one for one, _ in staying], [cached for _, cached in staying], progress)
+        self._prefiller.release(group)
+        if step is not None:
+            progress.joined_now(step.rows)
+            progress.saw(step)
+
+    def _shape_in(self, progress: _Progress) -> None:
+        """All newcomers are prefilled in a step of those who run."""
+        newcomers = self._prefiller.take_waiting()
+        numbers = [number for number, _ in newcomers]
+        width = max(len(live.row.tokens) for _, live in newcomers)
+        passing = self._shape.prefill_bytes(len(self._batch) + len(newcomers), width, self._batch.cache.width)
+
+        def together() -> StepOutput:
+            with self.ledger.reserve(passing):
+                return self._batch.step_with(newcomers)
+
+        step = self.ledger.attempt(together)
+        if step is None:
+            progress.dropped += numbers
+            progress.is_short = True
+            return
+        progress.stepped(step)
+        progress.joined_now(numbers)
 
     def _make_cache(self, layout: str, like: torch.Tensor) -> BatchCache:
         if layout == "slab":
@@ -217,12 +297,14 @@ class _Progress:
         self.steps = 0
         self.joined: list[tuple[int, int]] = []
         self.ended: list[int] = []
+        self.dropped: list[int] = []  # memory had no room for them
+        self.is_short = False  # it has none for more steps or newcomers, until somebody decides anew
 
     def is_over(self) -> bool:
         stopped = not self._is_wanted and (self.plan.steps_before + self.steps) % self.plan.stop_every == 0
         if self.plan.chunk_tokens and not self.steps:
             stopped = False  # a bounded pass is followed by its step
-        return bool(self.ended) or self.steps >= self.plan.steps or stopped
+        return self.is_short or bool(self.ended) or self.steps >= self.plan.steps or stopped
 
     def stepped(self, step: StepOutput) -> None:
         self.steps += 1

@@ -68,9 +68,7 @@ class RoundParts:
         def whole() -> None:
             self._prefiller.add(newcomers)
             while self._prefiller.busy:
-                done = self._prefiller.advance()
-                if done is not None:
-                    group, logits = done
+                for group, logits in self._prefiller.advance():
                     self._batch.first_tokens(group.newcomers, logits)
                     self._prefiller.release(group)
 

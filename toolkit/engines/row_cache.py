@@ -9,7 +9,8 @@ scheduler that counts real tokens counts right; `RebatchCache` has the padded sl
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from transformers.cache_utils import Cache, DynamicLayer
@@ -45,7 +46,7 @@ class RowCache(Cache):  # type: ignore[misc]
         self._lengths: list[int] = []
         self._ends: list[Views] | None = None  # where the next step writes, by layer: keys and values in turn
         self._read: list[Views] = []  # what it reads then
-        self._refresh()
+        self._positions: torch.Tensor | None = None  # of the next step; None: to be made
 
     @property
     def device(self) -> torch.device:
@@ -91,8 +92,9 @@ class RowCache(Cache):  # type: ignore[misc]
         for index, length in enumerate(self._lengths):
             if length + ahead > self._blocks[index].shape[2]:
                 old = self._blocks[index]
-                self._blocks[index] = self._block(_room(length + ahead))
-                self._blocks[index][:, :, :length] = old[:, :, :length]
+                with self._block(_room(length + ahead)) as block:
+                    block[:, :, :length] = old[:, :, :length]
+                self._blocks[index] = block
                 self._ledger.take(-old.nbytes)
                 self._ends = None
 
@@ -103,11 +105,11 @@ class RowCache(Cache):  # type: ignore[misc]
     def join(self, row: RowKV) -> None:
         """Put a row after the others. The tensors may lie on another device."""
         length = row[0][0].shape[1]
-        block = self._block(_room(length + 1))
-        own = block[:, :, :length].unbind(0)
-        for layer, (keys, values) in enumerate(row):
-            own[2 * layer].copy_(keys)
-            own[2 * layer + 1].copy_(values)
+        with self._block(_room(length + 1)) as block:
+            own = block[:, :, :length].unbind(0)
+            for layer, (keys, values) in enumerate(row):
+                own[2 * layer].copy_(keys)
+                own[2 * layer + 1].copy_(values)
         self._blocks.append(block)
         self._lengths.append(length)
         self._refresh()
@@ -130,7 +132,7 @@ class RowCache(Cache):  # type: ignore[misc]
     def advance(self) -> None:
         """A pass of one token per row has been written."""
         self._lengths = [length + 1 for length in self._lengths]
-        self._positions += 1
+        self._positions = None if self._positions is None else self._positions.add_(1)
         self._ends = None
 
     def mask(self, *, as_4d: bool) -> torch.Tensor | None:
@@ -139,6 +141,8 @@ class RowCache(Cache):  # type: ignore[misc]
 
     def positions(self) -> torch.Tensor:
         """[N, 1]: the position of each row's next token."""
+        if self._positions is None:
+            self._positions = torch.tensor(self._lengths, dtype=torch.long, device=self.device)[:, None]
         return self._positions
 
     def shrink(self) -> None:
@@ -167,12 +171,15 @@ class RowCache(Cache):  # type: ignore[misc]
         self._read = list(zip(*[block[:, :, : length + 1].unbind(0) for block, length in pairs], strict=True))
         return list(zip(*[block[:, :, length].unbind(0) for block, length in pairs], strict=True))
 
-    def _block(self, room: int) -> torch.Tensor:
-        self._ledger.take(room * self.bytes_per_token)
-        return self._like.new_empty(2 * len(self.layers), self._heads, room, self._dim)
+    @contextmanager
+    def _block(self, room: int) -> Iterator[torch.Tensor]:
+        """A new block, charged for unless filling it raises."""
+        with self._ledger.hold(room * self.bytes_per_token):
+            yield self._like.new_empty(2 * len(self.layers), self._heads, room, self._dim)
 
     def _refresh(self) -> None:
-        self._positions = torch.tensor(self._lengths, dtype=torch.long, device=self.device)[:, None]
+        """What a step needs is made by the next one: leaving takes no memory."""
+        self._positions = None
         self._ends = None
 
 

@@ -63,7 +63,7 @@ class TransformersEngine:
         if share:
             budget = share.least(budget, self._device)
         limited = self._device.type == "cpu" or engine.kv_cache_memory_mib is not None or share is not None
-        self.ledger = ByteLedger(budget if limited else None)
+        self.ledger = ByteLedger(budget if limited else None, alone=share is None)
         self.facts = EngineFacts(
             engine=self.name,
             engine_version=self._version,

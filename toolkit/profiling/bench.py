@@ -105,13 +105,12 @@ class LocalBench:
         """See `RoundBench.admit`."""
         (row,) = slice_rows(Shape(1, length, self.facts.max_model_len - length))
         engine = self._round_engine
-        for number in range(limit):
-            try:
-                engine.run_round(Round(0, (row,), (number,)), lambda _: True)
-            except OutOfMemory:
-                return number, True
-        engine.run_round(Round(0, evict=tuple(range(limit))), lambda _: True)
-        return limit, False
+        entered, runs_out = 0, False
+        while entered < limit and not runs_out:
+            runs_out = bool(engine.run_round(Round(0, (row,), (entered,)), lambda _: True).dropped)
+            entered += not runs_out
+        engine.run_round(Round(0, evict=tuple(range(entered))), lambda _: True)
+        return entered, runs_out
 
     def fits(self, shape: Shape) -> bool:
         """See `Bench.fits`. The engine holds memory for all steps from the start, so the first one tells."""

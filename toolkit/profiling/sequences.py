@@ -193,11 +193,11 @@ class _Feed:
 
     def _round_done(self, event: RoundDone, now_s: float) -> None:
         running = self._on[event.worker]
-        if event.output is None:
+        if event.output is None or event.failure:
             del self._on[event.worker]
             self._end(running, FailedPoint(kind="rounds", batch_size=0, length=0, reason=event.failure))
             if event.failure != "crashed":  # a crashed worker is ready again later
-                self._next(event.worker, running.rows.next_row, ())
+                self._next(event.worker, running.rows.next_row, running.rows.rows)
             return
         running.rows.finish(event.output, now_s - running.sent_s)
         if len(running.rows.points) < ROUNDS:

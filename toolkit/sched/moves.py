@@ -58,6 +58,11 @@ def finish(worker: Worker, moves: Moves) -> None:
         _transfer(worker, moves)
 
 
+def holds(worker: Worker, job: Job) -> bool:
+    """Whether the job's cache is on the worker."""
+    return job in worker.residents.jobs or job in worker.held.jobs or job in worker.swapped.jobs
+
+
 def forget(worker: Worker, job: Job) -> None:
     """The job's cache is dropped, wherever on the worker it is; its counters are right from here on."""
     if job in worker.residents.jobs:

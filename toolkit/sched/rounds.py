@@ -6,7 +6,7 @@ whose cache an engine still holds though they have gone are remembered until the
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from toolkit.sched import moves
 from toolkit.sched.types import Batch, Job, RoundResult, Worker
@@ -53,7 +53,7 @@ class Rounds:
             residents.leave(job)
         if worker.index in self._cancelled:
             ended += self._finish_cancelled(worker, result)
-        if result.failure:
+        if result.failure == "crashed":
             return ended
         if batch.moves is not None:
             moves.finish(worker, batch.moves)
@@ -61,9 +61,19 @@ class Rounds:
             worker.row_limit = min(2 * worker.row_limit, worker.slots)
         for request_id in result.dropped:
             dropped = jobs.get(request_id)  # it may have been cancelled meanwhile
-            if dropped is not None and (dropped in residents.jobs or dropped in worker.held.jobs):
+            if dropped is not None and moves.holds(worker, dropped):
                 self.evict(worker, dropped, now_s)
         return ended
+
+    def run_short(self, worker: Worker, result: RoundResult, jobs: Mapping[str, Job]) -> Job | None:
+        """Memory ran out in the round that has finished: of those who were dropped, half may enter with the next.
+
+        Who was alone on the device, and had to go even so.
+        """
+        dropped = [job for request_id in result.dropped if (job := jobs.get(request_id)) is not None]
+        stay = len(worker.residents)
+        worker.row_limit = max(stay + len(dropped) // 2, 1)
+        return dropped[0] if len(dropped) == 1 and not (stay or worker.held) else None
 
     def _finish_prefills(self, worker: Worker, batch: Batch, result: RoundResult) -> None:
         """Who joined has the prefill's token and the steps since; who did not, has neither."""
@@ -88,17 +98,15 @@ class Rounds:
             worker.residents.leave(job)
         return leaving
 
-    def fail(self, worker: Worker, lost: Sequence[Job], now_s: float) -> Job | None:
-        """No cache is left on the device: all wait again, in order, and half as many may enter; who failed alone.
+    def crash(self, worker: Worker, now_s: float) -> Job | None:
+        """No cache is left on the device: all wait again, in order, and half as many may enter; who was alone.
 
-        Copies in host memory are still there, also those of jobs that were being swapped in, but for those `lost`.
+        Copies in host memory go with `lose`, which comes next.
         """
         rows = len(worker.residents)
         jobs = [*worker.residents.jobs, *worker.held.jobs]
-        for job in reversed([*jobs, *lost]):
+        for job in reversed(jobs):
             self.evict(worker, job, now_s)
-        if not worker.host_tokens:
-            self._cancelled.pop(worker.index, None)
         worker.row_limit = max(rows // 2, 1)
         return jobs[0] if len(jobs) == 1 else None
 
@@ -107,6 +115,7 @@ class Rounds:
         for job in reversed([*worker.residents.jobs, *worker.held.jobs, *worker.swapped.jobs]):
             self.evict(worker, job, now_s)
         self._released.pop(worker.index, None)
+        self._cancelled.pop(worker.index, None)
 
     def evict(self, worker: Worker, job: Job, now_s: float) -> None:
         """Its cache is dropped, its tokens are kept: it waits before all others. Called for the last admitted first."""

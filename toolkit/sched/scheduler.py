@@ -16,6 +16,7 @@ from operator import attrgetter
 
 import numpy as np
 
+from toolkit.sched import moves
 from toolkit.sched.history import History
 from toolkit.sched.protocols import LooksBack, MemoryLaw, Policy, Ranks, Reorders, Reschedules
 from toolkit.sched.ranked import RankedInbox
@@ -193,8 +194,10 @@ class Scheduler:
         for job in self._rounds.finish(worker, batch, result, self._jobs, now_s):
             self._end(job)
         if result.failure:
-            worker.oom_events += result.failure == "oom"
-            alone = self._rounds.fail(worker, [self._jobs[lost] for lost in result.lost], now_s)
+            is_short = result.failure == "oom"
+            worker.oom_events += is_short
+            rounds = self._rounds
+            alone = rounds.run_short(worker, result, self._jobs) if is_short else rounds.crash(worker, now_s)
             if alone is not None:
                 self._strike(alone, result.failure)
 
@@ -234,7 +237,7 @@ class Scheduler:
         """At once where it waits, with its batch where it runs."""
         job.cancelled = True
         for worker in self.workers:
-            if job in worker.residents.jobs or job in worker.held.jobs or job in worker.swapped.jobs:
+            if moves.holds(worker, job):
                 if self._rounds.cancel(worker, job):
                     self._end(job)
                 else:

@@ -151,11 +151,11 @@ class RoundResult:
 
     `joined` names those whose prefill ended in it, each with the round's steps until then, which it had no part in;
     None: everybody's did before the first step. Where prefill gives a token, they have it: a round in which one ends
-    with it may have 0 steps. Who is not named is prefilled further in the next round. With a `failure` all caches on
-    the device are lost, and of those in host memory the ones that are `lost` by name.
+    with it may have 0 steps. Who is not named is prefilled further in the next round.
 
-    An engine that also schedules (`toolkit.inside`) may have `missed` residents in so many of the steps, and have
-    `dropped` the caches of others to make room, the last admitted first: these wait again.
+    Those whose caches were `dropped`, the last admitted first, wait again: memory had no room for them, which is the
+    failure "oom" and may be all of them, or an engine that also schedules (`toolkit.inside`) made room. Of a round that
+    "crashed" no cache is left. Such an engine may also have `missed` residents in so many of the steps.
     """
 
     batch_id: int
@@ -164,7 +164,6 @@ class RoundResult:
     ended: tuple[str, ...] = ()
     joined: tuple[tuple[str, int], ...] | None = None
     failure: Failure = ""
-    lost: tuple[str, ...] = ()
     missed: tuple[tuple[str, int], ...] = ()
     dropped: tuple[str, ...] = ()
 

@@ -290,10 +290,9 @@ class Driver:
         self._complete(flight, event, result, now_s)
 
     def _round_done(self, event: RoundDone) -> None:
-        worker = self.scheduler.workers[event.worker]
-        flight, result = self._under_way.round_done(event, worker.swapped.jobs)
+        flight, result = self._under_way.round_done(event)
         now_s = self.now_s
-        self.stats.count_round(flight.batch, result, now_s, worker)
+        self.stats.count_round(flight.batch, result, now_s, self.scheduler.workers[event.worker])
         self._complete(flight, event, result, now_s)
 
     def _complete(

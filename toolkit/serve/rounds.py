@@ -5,7 +5,7 @@ The scheduler speaks of jobs, the engine of numbers, which a row gets when it en
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from toolkit.engines.protocol import Round, RoundOutput
 from toolkit.sched.types import Batch, Failure, Job, RoundResult
@@ -19,7 +19,6 @@ class KeptRows:
         self._numbers: dict[str, int] = {}  # by request
         self._lives: dict[int, Live] = {}
         self._next = 0
-        self._stale: list[int] = []  # what the engine may still hold, and the scheduler has forgotten
         self._prefilling: dict[int, None] = {}  # whose first token has not come since they entered
         self._waited: tuple[int, ...] = ()  # those of them when the round began
         self._received: dict[int, int] = {}  # tokens in this round, by number
@@ -28,8 +27,7 @@ class KeptRows:
 
     def begin(self, batch: Batch, live_of: Callable[[str], Live]) -> Round:
         """The round for the engine. `live_of` knows the requests of those who enter."""
-        evict = (*self._stale, *self._forget(batch.evict), *self._forget(batch.release))
-        self._stale = []
+        evict = (*self._forget(batch.evict), *self._forget(batch.release))
         moves = batch.moves
         kept = self._numbers_of
         lives = [live_of(job.request_id) for job in batch.jobs]
@@ -68,32 +66,28 @@ class KeptRows:
         joined = self._joined(dict(output.joined))
         for number, _ in output.joined:
             self._prefilling.pop(number, None)
+        dropped = tuple([self._lives[number].ask.request_id for number in output.dropped])
+        for number, request_id in zip(output.dropped, dropped, strict=True):
+            del self._numbers[request_id]
+            self._drop(number)
+        failure: Failure = "oom" if dropped else ""
         self._steps += output.steps
-        return RoundResult(batch.batch_id, batch.worker, output.steps, self._end(output.ended), joined)
+        ended = self._end(output.ended)
+        return RoundResult(batch.batch_id, batch.worker, output.steps, ended, joined, failure, dropped=dropped)
 
-    def failed(
-        self, batch: Batch, failure: Failure, swapped: Iterable[Job], in_host: Collection[int] = ()
-    ) -> RoundResult:
-        """What came of a round before it failed, by the tokens that came. Rows that are `in_host` memory outlive `oom`.
-
-        Of those which the scheduler takes to be `swapped` out, some may not have got there.
-        """
+    def crashed(self, batch: Batch) -> RoundResult:
+        """What came of a round before its worker was lost, by the tokens that came. All rows went with it."""
         received, waited = self._received, self._waited
         first = {number: received[number] - 1 for number in waited if number in received}  # steps since they joined
         went_on = [count for number, count in received.items() if number not in waited]
         steps = max([*first.values(), *went_on], default=0)
         joined = self._joined({number: steps - since for number, since in first.items()})
         ended = self._end(self._ended)
-        out = [job.request_id for job in swapped if job.request_id in self._numbers] if failure == "oom" else []
-        kept = {request_id for request_id in out if self._numbers[request_id] in in_host}
-        lost = tuple(request_id for request_id in out if request_id not in kept)
-        gone = [request_id for request_id in self._numbers if request_id not in kept]
-        numbers = [self._numbers.pop(request_id) for request_id in gone]
-        for number in numbers:
-            self._drop(number)
-        self._stale = numbers if failure == "oom" else []
+        self._numbers.clear()
+        self._lives.clear()
+        self._prefilling.clear()
         self._steps += steps
-        return RoundResult(batch.batch_id, batch.worker, steps, ended, joined, failure, lost)
+        return RoundResult(batch.batch_id, batch.worker, steps, ended, joined, "crashed")
 
     def _joined(self, after: Mapping[int, int]) -> tuple[tuple[str, int], ...] | None:
         """Whose prefill ended after how many steps, by request; None: everybody's before the first."""

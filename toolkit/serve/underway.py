@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from toolkit.engines.protocol import FinishReason
-from toolkit.sched.types import Batch, BatchResult, Job, RoundResult
+from toolkit.sched.types import Batch, BatchResult, RoundResult
 from toolkit.serve.live import Flight, Live, merge
 from toolkit.serve.rounds import KeptRows
 from toolkit.workers.protocol import BatchDone, BatchProgress, RoundDone, Workers
@@ -103,11 +103,11 @@ class UnderWay:
         rows = zip(flight.lives, flight.received, event.output.tokens, event.output.finish, strict=True)
         return flight, [News(live, list(tokens[received:]), finish) for live, received, tokens, finish in rows]
 
-    def round_done(self, event: RoundDone, swapped: Iterable[Job]) -> tuple[Flight, RoundResult]:
-        """A round is over, whose tokens have all come: what it was, and its result. `swapped` are in host memory."""
+    def round_done(self, event: RoundDone) -> tuple[Flight, RoundResult]:
+        """A round is over, whose tokens have all come: what it was, and its result."""
         flight, kept = self._land(event.worker), self._kept[event.worker]
         if event.output is None:
-            return flight, kept.failed(flight.batch, event.failure, swapped, event.in_host)
+            return flight, kept.crashed(flight.batch)
         return flight, kept.result(flight.batch, event.output)
 
     def _land(self, worker: int) -> Flight:

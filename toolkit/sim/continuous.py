@@ -7,6 +7,8 @@ are laid out by `toolkit.sim.stretches`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -49,6 +51,7 @@ class RoundWorker(Decoding):
         self._moved_s = 0.0  # when the current round's transfers end
         self._ran = 0  # steps that the current round will have made
         self._failure: Failure = ""
+        self._dropped: tuple[str, ...] = ()  # with it
         self._newcomers: Passes[Job] = Passes()  # whose prefill takes several passes
         self._step_is_due = False  # before the next of them
         self._stretches: list[Stretch] = []  # of the current round, where it has such passes
@@ -59,15 +62,15 @@ class RoundWorker(Decoding):
             self._ledger.evictions += self._drop(job)
         for job in batch.release:
             self._ledger.reroutes += self._drop(job)
-        self._batch, self._start_s, self._failure = batch, now_s, ""
+        self._batch, self._start_s, self._failure, self._dropped = batch, now_s, "", ()
         self._begun_s = prefilled_s = self._begin(batch, now_s)
         if self._newcomers or (batch.chunk_tokens and batch.jobs):
             return self._run_in_passes(batch, prefilled_s)
         if batch.jobs:
             prefilled_s += self._prefill(batch)
             if self._failure:
-                self._ran, self._prefilled_s, self._done_s = 0, prefilled_s, prefilled_s
-                return prefilled_s
+                self._ran, self._prefilled_s, self._done_s = 0, prefilled_s, max(prefilled_s, self._moved_s)
+                return self._done_s
         ends, n = self._ends, len(self._resident)
         if len(ends) > n:
             self._drop_stale_ends()
@@ -118,9 +121,11 @@ class RoundWorker(Decoding):
         assert batch is not None
         ledger.busy_s[index] += done_s - self._start_s
         ledger.completed_s[index] = done_s
-        if self._failure:
-            return RoundResult(batch.batch_id, index, 0, (), (), self._failure)
         moves = batch.moves
+        if self._failure:
+            if moves is not None and moves.overlap:
+                self._shelves.transfer(moves)
+            return RoundResult(batch.batch_id, index, 0, (), (), self._failure, dropped=self._dropped)
         if self._future:
             self._count_future(batch)
         ledger.rounds += 1
@@ -146,8 +151,9 @@ class RoundWorker(Decoding):
         if batch.jobs and self._runs_out:
             n, held = rows + len(newcomers), self.used + sum([job.length for job in newcomers.everybody()])
             if self._runs_out(batch.batch_id, n, held // n, batch.steps):
-                self._done_s = begin_s + self._pass_s(newcomers.next(batch.chunk_tokens if rows else 0))
-                self._fail("oom")
+                passed_s = begin_s + self._pass_s(newcomers.next(batch.chunk_tokens if rows else 0))
+                self._done_s = max(passed_s, self._moved_s)
+                self._run_short(newcomers.everybody())
                 return self._done_s
         if not rows:
             self._ends.clear()
@@ -249,16 +255,20 @@ class RoundWorker(Decoding):
         if self._runs_out:
             n = len(self._resident)
             if self._runs_out(batch.batch_id, n, self.used // n, batch.steps):
-                self._fail("oom")
+                self._run_short(jobs)
         return self._latency.prefill_s(len(jobs), mean)
 
-    def _fail(self, failure: Failure) -> None:
-        """All caches are lost."""
-        self._failure = failure
+    def _run_short(self, jobs: Sequence[Job]) -> None:
+        """Memory has no room for these: they go, and the round ends."""
+        self._failure = "oom"
         self._ledger.oom_batches += 1
-        self._forget_all()
-        self._newcomers.clear()
         self._stretches, self._step_is_due = [], False
+        self._give_up(jobs)
+
+    def _give_up(self, jobs: Sequence[Job]) -> None:
+        for job in jobs:
+            self._drop(job)
+        self._dropped = tuple([job.request_id for job in reversed(jobs)])
 
     def _drop(self, job: Job) -> bool:
         """Its cache is dropped; false for one that was cancelled and has gone."""

@@ -91,15 +91,6 @@ class Decoding:
             heappush(self._ends, (self._steps + outputs[k] - job.generated, admission, job))
         self._resumed += jobs
 
-    def _forget_all(self) -> None:
-        """All caches on the device are lost."""
-        for job in list(self._resident):
-            self._leave(job)
-        self._ends.clear()
-        self._tokenless.clear()
-        self._resumed.clear()
-        self._shelves.drop_device()
-
     def _drop_stale_ends(self) -> None:
         """What is on top of the heap belongs to a resident, not to one who was evicted or paused meanwhile."""
         ends, resident = self._ends, self._resident

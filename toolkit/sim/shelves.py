@@ -45,11 +45,6 @@ class Shelves:
         self.host_tokens -= tokens
         return tokens > 0
 
-    def drop_device(self) -> None:
-        """All caches on the device are lost."""
-        self.device.clear()
-        self.device_tokens = 0
-
     def duration_s(self, moves: Moves) -> float:
         """Seconds that the transfers of a round take, one after the other."""
         if not (moves.swap_out or moves.swap_in):

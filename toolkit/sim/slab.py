@@ -1,7 +1,7 @@
 """A simulated worker whose running batch is one padded slab of KV cache, as on the engine `rebatch` (BATON, section 4).
 
 It differs from its base in three things. Memory is rows x the longest of them. A round that would take more than there
-is runs out of it at that step, and all caches on the device are lost. And who enters joins in one of two ways:
+is runs out of it at that step, and the last admitted goes. And who enters joins in one of two ways:
 
 - embed: prefilled apart, in groups of like length one after the other, then put into the slab;
 - shape: prefilled in a step of those who run, all padded to the longest who enters. It costs what a prefill of all rows
@@ -12,6 +12,7 @@ is runs out of it at that step, and all caches on the device are lost. And who e
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,7 +22,7 @@ from numpy.typing import NDArray
 from toolkit.sched.footprint import peak_to_come
 from toolkit.sched.likeness import groups_alike
 from toolkit.sched.passes import Group
-from toolkit.sched.types import Batch, Failure, Job, Joining, Moves, RoundResult
+from toolkit.sched.types import Batch, Job, Joining, RoundResult
 from toolkit.sim.continuous import RoundWorker
 
 
@@ -91,21 +92,17 @@ class SlabWorker(RoundWorker):
             assert self._batch is not None
             result.steps += 1
             result.joined = tuple([(job.request_id, 1) for job in self._batch.jobs])
-        if spills:
+        if spills and self._resident:
             self._shaped = 0  # its step is done
-            self._fail("oom")
-            result.failure = "oom"
+            self._run_short([next(reversed(self._shelves.device or self._resident))])
+            result.failure, result.dropped = self._failure, self._dropped
         return result
-
-    def _transferred(self, moves: Moves, done_s: float) -> None:
-        if self._ran != self._spills_after:
-            super()._transferred(moves, done_s)
 
     def _prefill(self, batch: Batch) -> float:
         there = len(self._resident)
         seconds = self._shape(batch, there) if self._shapes and there else self._prefill_apart(batch)
         if not self._failure and self._passing(batch, there) > self._capacity:
-            self._fail("oom")
+            self._run_short(batch.jobs)
         return seconds
 
     def _passing(self, batch: Batch, there: int) -> int:
@@ -125,6 +122,7 @@ class SlabWorker(RoundWorker):
             jobs = tuple([batch.jobs[index] for index in group])
             seconds += super()._prefill(replace(batch, jobs=jobs, input_length=max([job.length for job in jobs])))
             if self._failure:
+                self._give_up(batch.jobs)
                 break
             if self._emits and number < len(groups):
                 self._passes.append((len(jobs), self._resident[jobs[0]][2], self._begun_s + seconds))
@@ -155,8 +153,8 @@ class SlabWorker(RoundWorker):
         self._give_tokens(self._tokenless, at_s)
         self._gaps.wait_from(at_s)
 
-    def _fail(self, failure: Failure) -> None:
-        super()._fail(failure)
+    def _run_short(self, jobs: Sequence[Job]) -> None:
+        super()._run_short(jobs)
         self._steps -= self._shaped
         self._shaped = 0
 

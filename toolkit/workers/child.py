@@ -16,7 +16,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import cast
 
 from toolkit.engines.factory import make_engine
@@ -67,8 +67,12 @@ class Outbox:
     def begin_round(self, batch_id: int, plan: Round) -> None:
         """A round starts. Its newcomers may get their first tokens in later ones."""
         self._batch_id = batch_id
-        self._awaited.difference_update(plan.evict)
+        self.forget(plan.evict)
         self._awaited.update(plan.numbers)
+
+    def forget(self, numbers: Iterable[int]) -> None:
+        """These rows are gone."""
+        self._awaited.difference_update(numbers)
 
     def put(self, step: StepOutput) -> None:
         """A step's tokens."""
@@ -212,10 +216,8 @@ def _run(engine: Engine, run: Run, channel: Channel, outbox: Outbox, watch: Stop
 def _run_round(engine: RoundEngine, run: RunRound, channel: Channel, outbox: Outbox, watch: Stopwatch) -> DoneRound:
     watch.start()
     outbox.begin_round(run.batch_id, run.plan)
-    try:
-        output = engine.run_round(run.plan, watch.reporting(RunningRound(run, channel, outbox).on_step))
-    except OutOfMemory as error:
-        return DoneRound(run.batch_id, outbox.take(), watch.stop(), None, error.in_host)
+    output = engine.run_round(run.plan, watch.reporting(RunningRound(run, channel, outbox).on_step))
+    outbox.forget(output.dropped)
     return DoneRound(run.batch_id, outbox.take(), watch.stop(), output)
 
 

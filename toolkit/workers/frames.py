@@ -94,13 +94,12 @@ class Done(msgspec.Struct, frozen=True, tag="done"):
 
 
 class DoneRound(msgspec.Struct, frozen=True, tag="done-round"):
-    """The round is over. `output` None: it ran out of memory, and all rows are gone but those `in_host` memory."""
+    """The round is over; `output` also names the rows that memory had no room for."""
 
     batch_id: int
     steps: tuple[StepOutput, ...]
     times: Times
-    output: RoundOutput | None
-    in_host: tuple[int, ...] = ()
+    output: RoundOutput
 
 
 ToWorker = Start | Run | RunRound | Interrupt | Cancel | Stop

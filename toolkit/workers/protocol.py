@@ -64,9 +64,9 @@ class BatchDone:
 
 @dataclass(slots=True, frozen=True)
 class RoundDone:
-    """A round is over; all its tokens came as progress. With a `failure` there is no `output`, and no cache is left.
+    """A round is over; all its tokens came as progress. Of one that "crashed" there is no `output`, and no cache.
 
-    Rows `in_host` memory survive "oom", and nothing survives "crashed".
+    One that ran out of memory ("oom") has lost the rows that `output` says were dropped.
     """
 
     worker: int
@@ -74,7 +74,6 @@ class RoundDone:
     output: RoundOutput | None
     times: Times
     failure: Failure = ""
-    in_host: tuple[int, ...] = ()
 
     @property
     def steps(self) -> int:
