@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from bisect import insort
-from collections import deque
 from collections.abc import Iterable, Sequence
 from operator import attrgetter
 
@@ -18,7 +17,9 @@ import numpy as np
 
 from toolkit.sched import moves
 from toolkit.sched.history import History
-from toolkit.sched.protocols import LooksBack, MemoryLaw, Policy, Ranks, Reorders, Reschedules
+from toolkit.sched.longest import longest
+from toolkit.sched.protocols import LooksBack, Policy, Ranks, Reorders, Reschedules
+from toolkit.sched.queues import Queues
 from toolkit.sched.ranked import RankedInbox
 from toolkit.sched.rounds import Rounds
 from toolkit.sched.stranded import RETURN_S, Stranded
@@ -57,17 +58,16 @@ class Scheduler:
             self._finished.add(length)
         self._refusals: list[Refusal] = []
         self._tickets = 0
-        self._batches = 0
         self._interrupts: list[int] = []
         self._rounds = Rounds()
         self._reschedules = policy if isinstance(policy, Reschedules) else None
         self._reorders = policy if isinstance(policy, Reorders) else None
-        longest = _usable if policy.continuous else _longest_alone
         for worker in self.workers:
-            worker.longest = longest(worker.memory)
+            worker.longest = longest(worker.memory, policy.continuous)
         self._longest = max(worker.longest for worker in self.workers)
         self._stranded = Stranded(self.workers)
         self._view = View(self._pool, self.workers, -math.inf, self._finished, np.random.default_rng(seed))
+        self._queues = Queues(self.workers, self._view.mixed)
         if isinstance(policy, Ranks):
             for worker in self.workers:
                 worker.inbox = RankedInbox(policy.standings(worker.latency))
@@ -138,7 +138,7 @@ class Scheduler:
         if decision.batches:
             self._take(decision.batches)
             for batch in decision.batches:
-                self._enqueue(batch)
+                self._queues.put(batch)
         if not view.free:
             return []
         started = [self._start(worker, now_s) for worker in view.free if worker.queue]
@@ -168,7 +168,7 @@ class Scheduler:
         if isinstance(result, RoundResult):
             self._complete_round(worker, batch, result, now_s)
         else:
-            self._unload(worker, batch)
+            self._queues.unload(worker, batch)
             self._complete_batch(worker, batch, result, now_s)
 
     def _complete_batch(self, worker: Worker, batch: Batch, result: BatchResult, now_s: float) -> None:
@@ -249,17 +249,8 @@ class Scheduler:
         if job in waiting:
             waiting.remove(job)
             self._end(job)
-        elif any(job in batch.jobs for worker in self.workers for batch in worker.queue):
-            self._take_out_of_queue(job)
+        elif self._queues.take_out(job):
             self._end(job)
-
-    def _take_out_of_queue(self, job: Job) -> None:
-        """Its batch goes without it, or not at all: a policy must not take a worker to have work that nobody wants."""
-        worker, batch = next((worker, batch) for worker in self.workers for batch in worker.queue if job in batch.jobs)
-        batch.jobs = tuple(other for other in batch.jobs if other is not job)
-        if not batch.jobs:
-            worker.queue.remove(batch)
-            self._unload(worker, batch)
 
     def worker_lost(self, index: int, now_s: float) -> None:
         """A worker's process is gone, after its running batch was completed as crashed: its queue runs elsewhere."""
@@ -267,22 +258,14 @@ class Scheduler:
         worker.alive = False
         self._view.workers_changed()
         self._rounds.lose(worker, now_s)
-        mixed = self._view.mixed
-        if mixed:
+        if self._view.mixed:
             self._stranded.lost(now_s)
             self._stranded.divide(self._pool)
         if not any(other.alive for other in self.workers):
             return  # what waits here, waits for this worker to come back
         inbox, worker.inbox = worker.inbox, worker.inbox.emptied()
         self._to_pool(inbox.everybody())
-        queue, worker.queue = worker.queue, deque()
-        worker.load_s = 0.0
-        for batch in queue:
-            if mixed:
-                self._place(batch, batch.jobs, worker)
-            else:
-                batch.worker = self._least_loaded(worker).index
-                self._enqueue(batch)
+        self._queues.leave(worker)
 
     def worker_ready(self, index: int, now_s: float) -> None:
         """A worker that was lost is back."""
@@ -355,22 +338,6 @@ class Scheduler:
             taken = {job.ticket for batch in batches for job in batch.jobs}
             self._pool[:] = [job for job in self._pool if job.ticket not in taken]
 
-    def _enqueue(self, batch: Batch, *, first: bool = False) -> None:
-        worker = self.workers[batch.worker]
-        if batch.batch_id < 0:
-            batch.batch_id = self._batches
-            self._batches += 1
-        worker.load_s += batch.estimated_s  # Eq. 11
-        worker.assigned += 1
-        if first:
-            worker.queue.appendleft(batch)
-        else:
-            worker.queue.append(batch)
-
-    def _unload(self, worker: Worker, batch: Batch) -> None:
-        """The correction on completion of SCLS 4.5; exactly zero when nothing is left, so that no error adds up."""
-        worker.load_s = max(worker.load_s - batch.estimated_s, 0.0) if worker.queue or worker.running else 0.0
-
     def _start(self, worker: Worker, now_s: float) -> Batch:
         batch = worker.queue.popleft()
         if batch.keep_cache:
@@ -380,42 +347,12 @@ class Scheduler:
         return batch
 
     def _try_again(self, worker: Worker, batch: Batch, jobs: list[Job], failure: str) -> None:
-        """In two halves, so that memory suffices or a request that kills its worker is found and fails alone."""
+        """In two halves; who fails alone is struck, and given up in the end."""
         if len(jobs) == 1:
             self._strike(jobs[0], failure)
             if jobs[0].strikes >= MAX_STRIKES:
                 return
-        where = self._least_loaded(worker) if failure == "crashed" else worker
-        half = (len(jobs) + 1) // 2
-        for part in (jobs[half:], jobs[:half]):  # the first half ends up at the front
-            if part and failure == "crashed" and self._view.mixed:
-                self._place(batch, part, worker, first=True)
-            elif part:
-                self._enqueue(_retry(batch, part, where), first=True)
-
-    def _place(self, batch: Batch, jobs: Sequence[Job], lost: Worker, *, first: bool = False) -> None:
-        """Jobs of a batch of `lost` go where they fit by that worker's laws, in smaller batches if they must.
-
-        One that nobody else alive holds waits in the queue of `lost`, alone.
-        """
-        able = [
-            other for other in self.workers if other.alive and other is not lost and _fits(other, jobs, batch.steps)
-        ]
-        if able or len(jobs) == 1:
-            where = min(able, key=lambda other: (other.load_s, other.index), default=lost)
-            self._enqueue(_retry(batch, jobs, where), first=first)
-            return
-        half = (len(jobs) + 1) // 2
-        parts = (jobs[half:], jobs[:half]) if first else (jobs[:half], jobs[half:])
-        for part in parts:
-            self._place(batch, part, lost, first=first)
-
-    def _least_loaded(self, lost: Worker) -> Worker:
-        """Of the workers that are alive, others than `lost` first."""
-        return min(
-            self.workers,
-            key=lambda other: (not other.alive, other is lost, other.load_s, other.index),
-        )
+        self._queues.halve(worker, batch, jobs, crashed=failure == "crashed")
 
     def _end(self, job: Job) -> None:
         if not job.cancelled:
@@ -427,37 +364,3 @@ _FAILED = {
     "oom": "ran out of memory alone, twice",
     "crashed": "the worker died while it ran alone, twice",
 }
-
-
-def _fits(worker: Worker, jobs: Sequence[Job], steps: int) -> bool:
-    """Whether the worker's memory has room for a static batch of these jobs."""
-    if not all(worker.holds(job) for job in jobs):
-        return False
-    longest = np.array([max(job.length for job in jobs)])
-    return len(jobs) == 1 or int(worker.memory.max_batch(longest, steps, 0.0)[0]) >= len(jobs)
-
-
-def _retry(batch: Batch, jobs: Sequence[Job], worker: Worker) -> Batch:
-    """A part of a failed batch as a batch of its own, estimated by the worker's law."""
-    length = max(job.length for job in jobs)
-    steps = min(batch.steps, max(job.remaining_limit for job in jobs))
-    law = worker.latency
-    estimate = law.prefill_s(len(jobs), length) + law.decode_s(len(jobs), length, steps - law.prefill_emits_token)
-    return Batch(worker.index, tuple(jobs), steps, length, estimate, batch.until, batch.keep_cache)
-
-
-def _usable(memory: MemoryLaw) -> int:
-    return memory.usable_tokens
-
-
-def _longest_alone(memory: MemoryLaw) -> int:
-    """The longest prompt + output, in tokens, that fits a worker by itself; by bisection, the law being monotone."""
-
-    def fits(length: int) -> bool:
-        return bool(memory.max_batch(np.array([length]), 0, 0.0)[0] >= 1)
-
-    low, high = 0, 1 << 40
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle - 1)
-    return low

@@ -1,0 +1,128 @@
+"""The batches that wait at workers: queues in order, the loads that SCLS balances, what becomes of batches that failed.
+
+A batch that ran out of memory is tried again in two halves on its worker, one that lost its worker on another. What a
+batch holds was decided by its policy; where it has to go instead is decided here, by the workers' own laws.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+import numpy as np
+
+from toolkit.sched.types import Batch, Job, Worker
+
+
+class Queues:
+    """The queues of a scheduler's workers. `Worker.queue`, `load_s` and `assigned` are written here.
+
+    Args:
+        workers: all of them.
+        mixed: whether they are of several kinds: a batch then goes only where its jobs fit.
+    """
+
+    def __init__(self, workers: Sequence[Worker], mixed: bool) -> None:
+        self._workers = workers
+        self._mixed = mixed
+        self._batches = 0  # that have a number
+
+    def put(self, batch: Batch, *, first: bool = False) -> None:
+        """At the end of its worker's queue, or `first`."""
+        worker = self._workers[batch.worker]
+        if batch.batch_id < 0:
+            batch.batch_id = self._batches
+            self._batches += 1
+        worker.load_s += batch.estimated_s  # Eq. 11
+        worker.assigned += 1
+        if first:
+            worker.queue.appendleft(batch)
+        else:
+            worker.queue.append(batch)
+
+    def unload(self, worker: Worker, batch: Batch) -> None:
+        """The correction on completion of SCLS 4.5; exactly zero when nothing is left, so that no error adds up."""
+        worker.load_s = max(worker.load_s - batch.estimated_s, 0.0) if worker.queue or worker.running else 0.0
+
+    def take_out(self, job: Job) -> bool:
+        """Its batch goes without it, or not at all: a policy must not take a worker to have work that nobody wants.
+
+        False where no batch that waits has it.
+        """
+        for worker in self._workers:
+            for batch in worker.queue:
+                if job in batch.jobs:
+                    self._leave_out(job, worker, batch)
+                    return True
+        return False
+
+    def _leave_out(self, job: Job, worker: Worker, batch: Batch) -> None:
+        batch.jobs = tuple(other for other in batch.jobs if other is not job)
+        if not batch.jobs:
+            worker.queue.remove(batch)
+            self.unload(worker, batch)
+
+    def halve(self, worker: Worker, batch: Batch, jobs: Sequence[Job], *, crashed: bool) -> None:
+        """Jobs of a batch that failed on `worker`, in two before all others: there, or where it `crashed` elsewhere.
+
+        So memory suffices, or a request that kills its worker is found and fails alone.
+        """
+        where = self._least_loaded(worker) if crashed else worker
+        half = (len(jobs) + 1) // 2
+        for part in (jobs[half:], jobs[:half]):  # the first half ends up at the front
+            if part and crashed and self._mixed:
+                self._place(batch, part, worker, first=True)
+            elif part:
+                self.put(_retry(batch, part, where), first=True)
+
+    def leave(self, lost: Worker) -> None:
+        """What waits at a worker that is lost goes elsewhere."""
+        queue, lost.queue = lost.queue, deque()
+        lost.load_s = 0.0
+        for batch in queue:
+            if self._mixed:
+                self._place(batch, batch.jobs, lost)
+            else:
+                batch.worker = self._least_loaded(lost).index
+                self.put(batch)
+
+    def _place(self, batch: Batch, jobs: Sequence[Job], lost: Worker, *, first: bool = False) -> None:
+        """Jobs of a batch of `lost` go where they fit by that worker's laws, in smaller batches if they must.
+
+        One that nobody else alive holds waits in the queue of `lost`, alone.
+        """
+        able = [
+            other for other in self._workers if other.alive and other is not lost and _fits(other, jobs, batch.steps)
+        ]
+        if able or len(jobs) == 1:
+            where = min(able, key=lambda other: (other.load_s, other.index), default=lost)
+            self.put(_retry(batch, jobs, where), first=first)
+            return
+        half = (len(jobs) + 1) // 2
+        parts = (jobs[half:], jobs[:half]) if first else (jobs[:half], jobs[half:])
+        for part in parts:
+            self._place(batch, part, lost, first=first)
+
+    def _least_loaded(self, lost: Worker) -> Worker:
+        """Of the workers that are alive, others than `lost` first."""
+        return min(
+            self._workers,
+            key=lambda other: (not other.alive, other is lost, other.load_s, other.index),
+        )
+
+
+def _fits(worker: Worker, jobs: Sequence[Job], steps: int) -> bool:
+    """Whether the worker's memory has room for a static batch of these jobs."""
+    if not all(worker.holds(job) for job in jobs):
+        return False
+    longest = np.array([max(job.length for job in jobs)])
+    return len(jobs) == 1 or int(worker.memory.max_batch(longest, steps, 0.0)[0]) >= len(jobs)
+
+
+def _retry(batch: Batch, jobs: Sequence[Job], worker: Worker) -> Batch:
+    """A part of a failed batch as a batch of its own, estimated by the worker's law."""
+    length = max(job.length for job in jobs)
+    steps = min(batch.steps, max(job.remaining_limit for job in jobs))
+    law = worker.latency
+    estimate = law.prefill_s(len(jobs), length) + law.decode_s(len(jobs), length, steps - law.prefill_emits_token)
+    return Batch(worker.index, tuple(jobs), steps, length, estimate, batch.until, batch.keep_cache)
