@@ -6,6 +6,10 @@ import samples
 from toolkit.errors import InputError
 from toolkit.files.recipe import PolicySpec
 from toolkit.sched.policies import ORACLES, POLICIES
+from toolkit.sim.api import world_from_fit
+from toolkit.traces.generate import backlog
+from toolkit.traces.lengths import Lengths
+from toolkit.tuning.evaluate import Bench, Task
 from toolkit.tuning.space import PolicySpace, make_spaces, search_space, sweep
 
 SLICE = PolicySpec(name="slice", parameters={"slice_tokens": 128})
@@ -98,3 +102,15 @@ def test_the_0_of_a_logarithmic_range_is_searched_as_its_upper_end():
     assert (space.meant("chunk_tokens", 512), space.meant("chunk_tokens", 511)) == (0, 511)
     bounded = PolicySpace("fcfs", {"chunk_tokens": 64}, search_space("fcfs", {"chunk_tokens": 64}, {}))
     assert (bounded.first()["chunk_tokens"], bounded.meant("chunk_tokens", 16_384)) == (64, 16_384)
+
+
+def test_vllms_flags_that_bound_one_another_are_tried_as_near_as_it_takes_them() -> None:
+    world = world_from_fit(samples.paged_fit(), workers=1, max_new_tokens=64)
+    drawn = {"max_num_seqs": 100, "max_num_batched_tokens": 32}
+    tried = (
+        Task(Bench(world, [backlog(40, Lengths("fixed", 60), Lengths("fixed", 20), seed=0)], {}), "vllm", drawn)
+        .run()
+        .outcome
+    )
+    assert tried.parameters["max_num_seqs"] == tried.parameters["max_num_batched_tokens"] == 32
+    assert tried.metrics["throughput_rps"] > 0

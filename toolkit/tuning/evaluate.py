@@ -15,6 +15,8 @@ from toolkit.files.tuning import Outcome, Value
 from toolkit.metrics import Served, meets_sla, sla_ratios
 from toolkit.sched.policies import make_any
 from toolkit.sched.policies.parameters import parameters
+from toolkit.sched.policies.vllm import VllmPolicy
+from toolkit.sched.protocols import AnyPolicy
 from toolkit.sim.api import World, simulate
 from toolkit.traces.types import Trace
 from toolkit.tuning.attainment import lower_bound_percent
@@ -106,8 +108,7 @@ class Task:
 
     def simulate(self, window: int) -> Seen:
         """One window of the bench."""
-        candidate = make_any(self.policy, self.parameters)
-        result = simulate(self.bench.windows[window], candidate, self.bench.world)
+        result = simulate(self.bench.windows[window], self._candidate(), self.bench.world)
         return Seen(result.served, result.metrics(self.bench.sla))
 
     def sum_up(self, seen: Sequence[Seen]) -> Evaluation:
@@ -115,9 +116,14 @@ class Task:
         sla, first = self.bench.sla, seen[0].metrics
         metrics = {key: fmean(one.metrics[key] for one in seen) for key in first if all(key in o.metrics for o in seen)}
         metrics[ATTAINMENT_LOWER] = lower_bound_percent([meets_sla(one.served, sla) for one in seen])
-        whole = parameters(make_any(self.policy, self.parameters))
+        whole = parameters(self._candidate())
         outcome = Outcome(policy=self.policy, parameters=whole, metrics=metrics)
         return Evaluation(outcome, sla_ratios(_joined([one.served for one in seen]), sla))
+
+    def _candidate(self) -> AnyPolicy:
+        """The policy. Parameters are drawn each by itself; where one bounds another, the nearest that may be."""
+        within = VllmPolicy.within if self.policy == VllmPolicy.name else dict
+        return make_any(self.policy, within(self.parameters))
 
     def run(self) -> Evaluation:
         """All windows, here and now."""

@@ -8,11 +8,12 @@ are larger.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
 from toolkit.errors import InputError
-from toolkit.sched.policies.parameters import knob, validate
+from toolkit.sched.policies.parameters import Value, defaults, knob, validate
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,3 +42,9 @@ class VllmPolicy:
                 f"the limit is at least max_num_seqs, {self.max_num_seqs}",
                 "vLLM refuses it: each request that runs may need a token of a pass",
             )
+
+    @classmethod
+    def within(cls, drawn: Mapping[str, Value]) -> dict[str, Value]:
+        """The parameters nearest to `drawn` that vLLM takes: as many requests as a pass has tokens, at most."""
+        whole = {**defaults(cls), **drawn}
+        return {**drawn, "max_num_seqs": min(int(whole["max_num_seqs"]), int(whole["max_num_batched_tokens"]))}
