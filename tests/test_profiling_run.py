@@ -125,6 +125,7 @@ class InMemory:
         if failure == "crashed":
             self._rounds[worker] = FakeRoundEngine(FACTS)
         output = None if failure == "crashed" else self._rounds[worker].run_round(plan, lambda _: True)
+        failure = failure or ("oom" if output.dropped else "")
         self._on_event(RoundDone(worker, batch_id, output, Times(), failure))
         if failure == "crashed":
             self._on_event(WorkerLost(worker, "killed"))

@@ -79,6 +79,11 @@ class RowsOfSequence:
         self._steps = log_uniform((1, max(self._ranges.spec.slice_tokens)), self._rng)
         return Round(self._steps, tuple(self._entering.values()), tuple(self._entering), evict=self._stale)
 
+    def left_by(self, output: RoundOutput) -> tuple[int, ...]:
+        """Numbers of those who are still in the engine after a round that ran out of memory."""
+        gone = {*output.ended, *output.dropped}
+        return tuple(number for number in (*self._cached, *self._entering) if number not in gone)
+
     def finish(self, output: RoundOutput, seconds: float) -> None:
         """The round has ended, so many wall seconds after it was sent."""
         left = len(self._stale) + len(output.ended)
@@ -196,8 +201,8 @@ class _Feed:
         if event.output is None or event.failure:
             del self._on[event.worker]
             self._end(running, FailedPoint(kind="rounds", batch_size=0, length=0, reason=event.failure))
-            if event.failure != "crashed":  # a crashed worker is ready again later
-                self._next(event.worker, running.rows.next_row, running.rows.rows)
+            if event.output is not None:  # a crashed worker is ready again later
+                self._next(event.worker, running.rows.next_row, running.rows.left_by(event.output))
             return
         running.rows.finish(event.output, now_s - running.sent_s)
         if len(running.rows.points) < ROUNDS:
