@@ -3,13 +3,15 @@
 import asyncio
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import samples
 from serving import FACTS, fake_plan
 
 from toolkit.deploy.plan import make_plan
-from toolkit.engines.protocol import RoundOutput, SliceOutput
+from toolkit.engines.fake_rounds import FakeRoundEngine
+from toolkit.engines.protocol import Round, RoundOutput, SliceOutput
 from toolkit.errors import TargetMissedError
 from toolkit.files.fit import HeldOutError, OverheadFit
 from toolkit.serve.drift import CheckedWorkers, Measured, Point, checks_of, judge
@@ -117,6 +119,23 @@ def test_the_driver_hears_of_workers_and_of_its_own_batches_only():
     _, _, before, after = measured(checks_of(plan(), 5.0)[0])
     assert [type(event) for event in before] == [WorkerReady] * 2
     assert [type(event) for event in after] == [BatchProgress, BatchDone]
+
+
+def test_rows_that_a_short_round_left_are_dropped_before_anybody_meets_them():
+    engine = FakeRoundEngine(FACTS.model_copy(update={"capacity_tokens": 400}))
+    events = []
+
+    class Rounds(TimedWorkers):
+        def run_round(self, worker, batch_id, plan):
+            output = engine.run_round(plan, lambda step: True)
+            failure = "oom" if output.dropped else ""
+            done = RoundDone(worker, batch_id, output, Times(), failure)
+            asyncio.get_running_loop().call_soon(self.on_event, done)
+
+    check = replace(checks_of(plan("past-future"))[0], workers=(0,), points=(Point(5, 76, 16),))
+    checked = CheckedWorkers(Rounds(check, size=1), [check], lambda found: None)
+    asyncio.run(checked.start(events.append))
+    assert engine.run_round(Round(4), lambda step: pytest.fail("a row is here")).tokens == 0
 
 
 def test_a_point_that_fails_ends_the_check_and_not_the_server():

@@ -26,6 +26,7 @@ from toolkit.estimators.load import laws_from_fit
 from toolkit.files.plan import Kind, Plan
 from toolkit.sched.policies import make_policy
 from toolkit.sched.protocols import LatencyLaw, Policy
+from toolkit.sched.types import Failure
 from toolkit.workers.protocol import BatchDone, BatchProgress, OnEvent, RoundDone, WorkerEvent, Workers
 
 STEPS = 16  # of a point, at most
@@ -36,6 +37,7 @@ MAY_EXCEED = 1  # of several points
 
 
 OnFound = Callable[["list[Measured]"], None]
+Ended = tuple[Failure, float]  # how a batch ended, and when
 
 
 class Point(NamedTuple):
@@ -179,7 +181,7 @@ class CheckedWorkers:
     on_found: OnFound
     clock: Callable[[], float] = time.perf_counter
     size: int = field(init=False)
-    _waits: dict[int, asyncio.Future[float | None]] = field(default_factory=dict)  # by worker, while it runs a point
+    _waits: dict[int, asyncio.Future[Ended]] = field(default_factory=dict)  # by worker, while it runs something
     _batches: int = 0
     _rows: int = 0
 
@@ -193,7 +195,7 @@ class CheckedWorkers:
             if not measuring:
                 on_event(event)
             elif isinstance(event, BatchDone | RoundDone):
-                self._waits.pop(event.worker).set_result(None if event.failure else self.clock())
+                self._waits.pop(event.worker).set_result((event.failure, self.clock()))
             elif not isinstance(event, BatchProgress):
                 on_event(event)
 
@@ -217,22 +219,38 @@ class CheckedWorkers:
 
     async def _run(self, check: Check, point: Point) -> list[float | None]:
         """The point on every worker of the check at once; seconds from dispatch to result, None where it failed."""
-        loop, begun_s = asyncio.get_running_loop(), []
-        waits = []
+        begun_s: list[float] = []
+        waits: list[asyncio.Future[Ended]] = []
+        first_row = self._rows
         for worker in check.workers:
             rows = check.rows(point, self._rows)
             numbers = tuple(range(self._rows, self._rows + len(rows)))
             self._rows += len(rows)
-            self._batches += 1
-            self._waits[worker] = wait = loop.create_future()
-            waits.append(wait)
+            waits.append(self._expect(worker))
             begun_s.append(self.clock())
             if check.in_rounds:
                 self.workers.run_round(worker, self._batches, Round(point.steps, tuple(rows), numbers))
             else:
                 self.workers.run(worker, self._batches, rows, point.steps)
-        ended_s = await asyncio.gather(*waits)
-        return [None if end is None else end - begin for begin, end in zip(begun_s, ended_s, strict=True)]
+        ended = await asyncio.gather(*waits)
+        if check.in_rounds:
+            short = [worker for worker, (failure, _) in zip(check.workers, ended, strict=True) if failure == "oom"]
+            await self._evict(short, tuple(range(first_row, self._rows)))
+        return [None if failure else end_s - begin_s for begin_s, (failure, end_s) in zip(begun_s, ended, strict=True)]
+
+    async def _evict(self, workers: Sequence[int], numbers: tuple[int, ...]) -> None:
+        """Rounds of these ran out of memory and left rows that had room: nobody may meet them later."""
+        waits = []
+        for worker in workers:
+            waits.append(self._expect(worker))
+            self.workers.run_round(worker, self._batches, Round(0, evict=numbers))
+        await asyncio.gather(*waits)
+
+    def _expect(self, worker: int) -> asyncio.Future[Ended]:
+        """The end of a batch that the worker will be given next."""
+        self._batches += 1
+        self._waits[worker] = wait = asyncio.get_running_loop().create_future()
+        return wait
 
     def run(self, worker: int, batch_id: int, rows: Sequence[Row], steps: int) -> None:
         self.workers.run(worker, batch_id, rows, steps)
