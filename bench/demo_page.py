@@ -37,7 +37,7 @@ TUNE = [
     ("^the target that binds", "^analytic|^wrote|^validation"),
 ]
 SERVE = [("== 4/5", "^ what "), (r"^\$ llmctl bench", "^trace: "), ("^warm-up: batches", "== 5/5")]
-SLS = [("== 5/5", r"^\$ "), ("measured live, same requests", r"^rc \d")]
+SLS = [("== 5/5", r"^\$ "), ("measured live, same requests", r"^rc \d|^real\t")]
 PICTURE = [("== 4/5", r"^\$ "), ("^warm-up: batches", "== 5/5"), *SLS]
 
 
