@@ -68,11 +68,17 @@ def run(folder: Path, *words: str) -> None:
 
 
 @contextmanager
-def process(command: Sequence[str], folder: Path, **environment: str) -> Iterator[subprocess.Popen[str]]:
-    """A server, for as long as the block lasts; its words are in serve.log."""
+def process(
+    command: Sequence[str], folder: Path, *, piped: bool = False, **environment: str
+) -> Iterator[subprocess.Popen[str]]:
+    """A server, for as long as the block lasts; its words are in serve.log, those of its stdout too unless `piped`.
+
+    A pipe that nobody reads is full after 64 KiB of a log of requests, and then the server stands still.
+    """
     with (folder / "serve.log").open("a") as log:
+        stdout = subprocess.PIPE if piped else log
         server = subprocess.Popen(
-            command, cwd=folder, env=os.environ | environment, stdout=subprocess.PIPE, stderr=log, text=True
+            command, cwd=folder, env=os.environ | environment, stdout=stdout, stderr=log, text=True
         )
         try:
             yield server
@@ -102,7 +108,7 @@ def llmctl(arguments: Arguments) -> Iterator[str]:
     """`llmctl serve` with the engine that keeps its rows, under Past-Future; its URL."""
     folder = arguments.work / "llmctl"
     words = ["serve", "server.yaml", "--fit", "server-fit.json", "--port", "0", "--json", "--allow-end-after"]
-    with process([*LLMCTL, *words, "--force", "--shutdown-timeout", "1"], folder) as server:
+    with process([*LLMCTL, *words, "--force", "--shutdown-timeout", "1"], folder, piped=True) as server:
         assert server.stdout is not None
         url = str(json.loads(server.stdout.readline())["url"])
         _wait(f"{url}/ready", server)

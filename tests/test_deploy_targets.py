@@ -12,7 +12,7 @@ import orders
 import pytest
 import samples
 import yaml
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
@@ -222,14 +222,29 @@ names = st.one_of(st.sampled_from(NASTY), st.text(st.characters(exclude_categori
 many = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
+def of_a_folder(source: str) -> bool:
+    return source.startswith(("/", ".", "~"))
+
+
 @many
-@given(source=names)
+@given(source=names.filter(lambda name: not of_a_folder(name)))
+@example("random")
 def test_a_models_name_stays_data(gpu: Plan, source: str) -> None:
     """In YAML it is exactly the string, wherever it stands; nothing else in the file changes with it."""
     calm, wild = (yaml_files(render_target("kubernetes", with_model(gpu, one))) for one in ("a/b", source))
     found = wild["core/deployment.yaml"]["spec"]["template"]["metadata"]["annotations"]
     assert found["llmctl.io/model"] == source
-    assert without(wild, {"annotations"}) == without(calm, {"annotations"}) or source == "random" or source[0] in "/."
+    assert without(wild, {"annotations"}) == without(calm, {"annotations"}) or source == "random"
+
+
+@many
+@given(source=names.map(lambda name: f"/srv/{name}"))
+@example("/")
+@example("~/x")
+@example("../x")
+def test_a_folder_of_this_machine_is_no_model_of_a_pod(gpu: Plan, source: str) -> None:
+    with pytest.raises(InputError, match="a folder of this machine"):
+        render_target("kubernetes", with_model(gpu, source))
 
 
 def without(data: Any, keys: set[str]) -> Any:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,14 +11,9 @@ from toolkit.cli.arguments import JsonOption
 from toolkit.cli.basis import VALIDATION, warn_of_foreign
 
 if TYPE_CHECKING:
-    from toolkit.bench.client import Load
-    from toolkit.bench.predict import Conditions
-    from toolkit.bench.report import Warmup
-    from toolkit.bench.validate import Pair
-    from toolkit.endpoints.target import Target
     from toolkit.files.plan import Plan
     from toolkit.files.tuning import Tuning
-    from toolkit.files.validation import Validation, WindowResult
+    from toolkit.files.validation import Validation
     from toolkit.traces.types import Trace
     from toolkit.traces.windows import Window
 
@@ -68,8 +61,9 @@ def command(
     from toolkit.bench.client import Load, try_out
     from toolkit.bench.foreign import check_server
     from toolkit.bench.limits import fitted, limits_of
+    from toolkit.bench.session import Session
     from toolkit.bench.validate import beyond
-    from toolkit.cli.output import emit, note
+    from toolkit.cli.output import emit, note, progress
     from toolkit.endpoints.target import find_target
     from toolkit.errors import LlmctlError, TargetMissedError
     from toolkit.files.io import check_writable, read_file, write_file, write_text
@@ -93,7 +87,7 @@ def command(
     for lacking in dialect.lacks:
         note(f"the server does not take {lacking}: lengths may differ from the trace's")
     chosen = _held_out(tuned, whole) if tuned else split_windows(whole, window_s, windows, 0, seed)[0]
-    session = _Session(target, planned, whole, load, warmup)
+    session = Session(target, planned, whole, load, warmup, progress)
     interrupted = session.run(chosen)
     if not session.results:
         raise LlmctlError("not one window was replayed to its end", "nothing was written")
@@ -129,134 +123,6 @@ def _held_out(tuned: Tuning, whole: Trace) -> list[Window]:
 
     spans = [(window.start_s, window.end_s) for window in tuned.held_out_windows]
     return [Window(start_s, end_s, cut(whole, start_s, end_s)) for start_s, end_s in spans]
-
-
-class _Session:
-    """Windows replayed one after the other, and what came of them."""
-
-    def __init__(self, target: Target, plan: Plan, whole: Trace, load: Load, warmup_s: float) -> None:
-        from toolkit.bench.foreign import tells_of_its_laws
-
-        self._target, self._plan, self._whole, self._load, self._warmup_s = target, plan, whole, load, warmup_s
-        self._tells = tells_of_its_laws(plan, target)
-        self.results: list[WindowResult] = []
-        self.lines: list[str] = []  # the requests, as JSON
-        self._pairs: list[Pair] = []
-        self._finished: list[int] = []  # output lengths that the server's scheduler has seen
-
-    def run(self, windows: list[Window]) -> bool:
-        """Replay them; whether that was interrupted."""
-        for number, window in enumerate(windows, start=1):
-            shown = self._warm_up(number, window)
-            if shown is None or self._replay(number, len(windows), window, shown):
-                return True
-        return False
-
-    def validation(self, trace: Path, plan: Path, notes: tuple[str, ...]) -> Validation:
-        from toolkit.bench.validate import metric_errors, request_errors
-        from toolkit.files.io import head
-        from toolkit.files.validation import Validation
-
-        return Validation(
-            **head({"plan": plan, "trace": trace}),
-            model=self._target.model,
-            policy=self._plan.policy.name,
-            notes=list(notes),
-            windows=self.results,
-            metrics=metric_errors(self.results),
-            requests=request_errors(self._pairs),
-        )
-
-    def _warm_up(self, number: int, window: Window) -> Conditions | None:
-        """What other requests show of the server as it is now; None: interrupted."""
-        from toolkit.bench.predict import Conditions, predict
-        from toolkit.bench.warmup import conditions, others, warm_up
-        from toolkit.cli.output import progress
-
-        expected = predict(self._plan, window.trace, {})["throughput_rps"]
-        count = round(self._warmup_s * expected)
-        if not count:
-            return Conditions(finished=tuple(self._finished))
-        trace = others(self._whole, window.end_s, count)
-        with progress("warming up", count) as advance:
-            if self._tells:
-                warm, interrupted = warm_up(self._target, trace, self._load, advance)
-            else:
-                warm, interrupted = self._look(number, trace, advance)
-        if interrupted:
-            return None
-        self._finished += trace.output_tokens.tolist()
-        return (
-            conditions(warm.slowdown, warm.front, self._finished)
-            if warm
-            else Conditions(finished=tuple(self._finished))
-        )
-
-    def _look(self, number: int, trace: Trace, advance: Callable[[], None]) -> tuple[Warmup | None, bool]:
-        """`warm_up` of a server that tells nothing of its batches."""
-        from toolkit.bench.client import run
-        from toolkit.bench.outside import seen_by_clients
-        from toolkit.bench.predict import Conditions, predicted
-        from toolkit.bench.report import served
-        from toolkit.bench.validate import Pair
-
-        finished = tuple(self._finished)
-        expected = predicted(self._plan, trace, Conditions(finished=finished)).served
-        replay = run(self._target, trace, replace(self._load, seed=self._load.seed + 1), advance)
-        if replay.interrupted:
-            return None, True
-        self._keep(number, "warm-up", trace, Pair(served(replay.samples), expected))
-        return seen_by_clients(self._plan, trace, replay.samples, finished), False
-
-    def _keep(self, number: int, part: str, trace: Trace, pair: Pair) -> None:
-        from toolkit.bench.validate import request_lines
-
-        self.lines += request_lines(number, part, trace, pair)
-
-    def _replay(self, number: int, count: int, window: Window, shown: Conditions) -> bool:
-        from toolkit.bench.client import run
-        from toolkit.bench.costs import counts_or_none
-        from toolkit.bench.predict import predicted
-        from toolkit.bench.report import served
-        from toolkit.bench.validate import Pair
-        from toolkit.bench.warmup import conditions, times_between
-        from toolkit.cli.output import progress
-        from toolkit.files.validation import WindowResult
-        from toolkit.metrics import summarize
-
-        sla = self._plan.recipe.sla
-        simulated = predicted(self._plan, window.trace, shown)
-        before = counts_or_none(self._target) if self._tells else {}
-        with progress(f"window {number} of {count}", len(window.trace)) as advance:
-            replay = run(self._target, window.trace, self._load, advance)
-        if replay.interrupted:
-            return True
-        measured = served(replay.samples)
-        times = times_between(before, counts_or_none(self._target), replay.samples) if self._tells else None
-        meanwhile = times.slowdown if times else None
-        known: dict[str, float] = {}
-        if times and meanwhile:
-            then = conditions(meanwhile, times.front, shown.finished)
-            known = predicted(self._plan, window.trace, then).metrics(sla)
-        self._finished += window.trace.output_tokens.tolist()
-        self._pairs.append(Pair(measured, simulated.served))
-        self._keep(number, "window", window.trace, self._pairs[-1])
-        self.results.append(
-            WindowResult(
-                start_s=window.start_s,
-                end_s=window.end_s,
-                requests=len(replay.samples),
-                failed=sum(bool(sample.failure) for sample in replay.samples),
-                slowdown=shown.slowdown,
-                front_first_s=shown.front.first_s if shown.front else 0.0,
-                front_last_s=shown.front.last_s if shown.front else 0.0,
-                measured=summarize(measured, sla),
-                predicted=simulated.metrics(sla),
-                slowdown_meanwhile=meanwhile,
-                predicted_in_hindsight=known,
-            )
-        )
-        return False
 
 
 def show(result: Validation) -> None:

@@ -168,9 +168,8 @@ def _cannot_join(address: str, error: Exception) -> InputError:
     lines = [line.strip() for one in (error.__cause__, error) if one for line in str(one).splitlines() if line.strip()]
     said, first = " ".join(lines), lines[0][:200] if lines else repr(error)
     if address == LOCAL:
-        return InputError(
-            f"cannot start a Ray cluster on this machine: {first}", "its logs: /tmp/ray/session_latest/logs"
-        )
+        hint = "its logs: session_latest/logs in Ray's temporary folder"
+        return InputError(f"cannot start a Ray cluster on this machine: {first}", hint)
     if "token" in said.lower() or "Unauthenticated" in said:
         hint = f"{MODE}=token, with the cluster's token in {TOKEN_PATH}'s file"
         return InputError(f"the Ray cluster at {address} did not take our token, or we have none", hint)
