@@ -15,7 +15,7 @@ Answer = Callable[[dict], bytes | None]
 
 
 def head(status: int = 200, kind: str = "text/event-stream", extra: str = "") -> bytes:
-    return f"HTTP/1.1 {status} Whatever\r\ncontent-type: {kind}\r\n{extra}\r\n".encode()
+    return f"HTTP/1.1 {status} Whatever\r\nconnection: close\r\ncontent-type: {kind}\r\n{extra}\r\n".encode()
 
 
 def chunked(*pieces: bytes) -> bytes:
