@@ -45,7 +45,7 @@ async def serve(driver: Driver, app: ASGIApp, listener: socket.socket, *_: objec
 
 def main() -> None:
     plan = read_file(Plan, Path(sys.argv[1]))
-    launch.serve = serve  # type: ignore[assignment]
+    launch.serve = serve  # type: ignore[assignment,attr-defined]
     launch.launch(launch.Launch(plan, make_settings(plan), "127.0.0.1", 0), lambda _: None)
 
 

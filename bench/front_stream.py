@@ -93,7 +93,7 @@ class Served:
         """Of the process that serves, and for granian of its worker; not of ours' workers, whose engine is a fake."""
         one = psutil.Process(self.process.pid)
         parts = [one, *(one.children() if self.name.endswith("on granian") and "ours" not in self.name else ())]
-        return sum(part.cpu_times().user + part.cpu_times().system for part in parts)
+        return float(sum(part.cpu_times().user + part.cpu_times().system for part in parts))
 
     def end(self) -> None:
         self.process.terminate()
@@ -148,23 +148,23 @@ def start_all(folder: str, granian: str | None) -> list[Served]:
     servers = []
     for name, flush_s in (("ours", 0.05), ("ours, every step", 0.0)):
         plan = write_plan(Path(folder, name.replace(", ", "-").replace(" ", "-")), flush_s)
-        command = (sys.executable, "-m", "toolkit", "serve", plan, "--json", "--admission", "queue")
+        command = [sys.executable, "-m", "toolkit", "serve", plan, "--json", "--admission", "queue"]
         servers.append(Served(name, command, ".", 0))
         if granian:
-            command = (granian, str(Path(__file__).with_name("front_granian.py")), plan)
+            command = [granian, str(Path(__file__).with_name("front_granian.py")), plan]
             servers.append(Served(f"{name}, on granian", command, ".", 0))
-    uvicorn = (sys.executable, "-m", "uvicorn", "--log-level", "critical", "--no-access-log", "--port")
-    for name, app, extra in (
-        ("FastAPI on uvicorn", "bare:app", ()),
-        ("raw ASGI on uvicorn", "bare:raw", ()),
-        ("FastAPI on asyncio and h11", "bare:app", ("--loop", "asyncio", "--http", "h11")),
-    ):
+    uvicorn = [sys.executable, "-m", "uvicorn", "--log-level", "critical", "--no-access-log"]
+    bare = [
+        ("FastAPI on uvicorn", "bare:app", uvicorn),
+        ("raw ASGI on uvicorn", "bare:raw", uvicorn),
+        ("FastAPI on asyncio and h11", "bare:app", [*uvicorn, "--loop", "asyncio", "--http", "h11"]),
+    ]
+    if granian:
+        command = [granian, "-m", "granian", "--interface", "asgi", "--no-log"]
+        bare += [("FastAPI on granian", "bare:app", command), ("raw ASGI on granian", "bare:raw", command)]
+    for name, app, command in bare:
         port = free_port()
-        servers.append(Served(name, (*uvicorn, str(port), *extra, app), folder, port))
-    for name, app in (("FastAPI on granian", "bare:app"), ("raw ASGI on granian", "bare:raw")) if granian else ():
-        port = free_port()
-        command = (granian, "-m", "granian", "--interface", "asgi", "--no-log", "--port", str(port), app)
-        servers.append(Served(name, command, folder, port))
+        servers.append(Served(name, [*command, "--port", str(port), app], folder, port))
     return servers
 
 

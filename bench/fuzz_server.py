@@ -19,19 +19,22 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any, TypeVar
 
 import hypothesis
 from hypothesis import HealthCheck, Phase
+from hypothesis.strategies import SearchStrategy
 from schemathesis import GenerationMode
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
 import fuzzing
-from serving import Server, ToyWorkers, client, fake_plan
+from serving import Client, Server, ToyWorkers, client, fake_plan
 
 AT_ONCE = 50
+Asked = TypeVar("Asked")
 
 
 class Tally:
@@ -47,10 +50,17 @@ class Tally:
             self.wrong.append(f"{kind}: {complaint} after {str(asked)[:600]}")
 
 
-def generated(kind: str, strategy: object, ask: Callable, tally: Tally, count: int, seed: int) -> None:
+def generated(
+    kind: str,
+    strategy: SearchStrategy[Asked],
+    ask: Callable[[Asked], Mapping[str, Any]],
+    tally: Tally,
+    count: int,
+    seed: int,
+) -> None:
     """`count` requests that hypothesis makes, into one application."""
 
-    async def one(http: object, asked: object) -> None:
+    async def one(http: Client, asked: Asked) -> None:
         response = await http.request(**ask(asked))
         complaint = fuzzing.complaint_of(response)
         if kind == "valid" and response.status_code != 200 and not fuzzing.beyond_schemas(response):
@@ -70,7 +80,7 @@ def generated(kind: str, strategy: object, ask: Callable, tally: Tally, count: i
             suppress_health_check=list(HealthCheck),
         )
         @hypothesis.given(strategy)
-        def run(asked: object) -> None:
+        def run(asked: Asked) -> None:
             runner.run(one(http, asked))
 
         run()
@@ -111,7 +121,7 @@ def main() -> int:
     options = parser.parse_args()
     tally, share, begin_s = Tally(), options.requests // 4, time.monotonic()
     plain = {"method": "POST", "headers": {"content-type": "application/json"}}
-    kinds = {
+    kinds: dict[str, tuple[SearchStrategy[Any], Callable[[Any], Mapping[str, Any]]]] = {
         "valid": (fuzzing.cases(GenerationMode.POSITIVE), fuzzing.wire),
         "invalid": (fuzzing.cases(GenerationMode.NEGATIVE), fuzzing.wire),
         "near": (fuzzing.bodies(), lambda sent: {**plain, "url": sent[0], "content": sent[1]}),

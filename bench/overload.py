@@ -21,6 +21,7 @@ import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -55,7 +56,7 @@ class Phase:
     rss_mib: list[float] = field(default_factory=list)
     seconds: float = 0.0
 
-    def line(self, limits: Limits) -> dict[str, object]:
+    def line(self, limits: Limits) -> dict[str, Any]:
         served = [one for one in self.got if one.status == 200]
         refused = sorted(one.end_s for one in self.got if one.status in (429, 503))
         kept = sum(one.complete and one.first_s <= limits.ttft_s and one.end_s <= limits.e2e_s for one in served)

@@ -18,7 +18,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -69,7 +69,7 @@ def run(folder: Path, *words: str) -> None:
 
 @contextmanager
 def process(
-    command: Sequence[str], folder: Path, *, piped: bool = False, **environment: str
+    command: Sequence[str], folder: Path, environment: Mapping[str, str] = {}, *, piped: bool = False
 ) -> Iterator[subprocess.Popen[str]]:
     """A server, for as long as the block lasts; its words are in serve.log, those of its stdout too unless `piped`.
 
@@ -78,7 +78,7 @@ def process(
     with (folder / "serve.log").open("a") as log:
         stdout = subprocess.PIPE if piped else log
         server = subprocess.Popen(
-            command, cwd=folder, env=os.environ | environment, stdout=stdout, stderr=log, text=True
+            command, cwd=folder, env={**os.environ, **environment}, stdout=stdout, stderr=log, text=True
         )
         try:
             yield server
@@ -98,7 +98,7 @@ def transformers(arguments: Arguments) -> Iterator[str]:
     command += ["--cb-max-batch-tokens", str(PASS_TOKENS), "--port", str(arguments.port), "--log-level", "warning"]
     (folder / "hf" / "hub").mkdir(parents=True, exist_ok=True)
     environment = {"PYTHONPATH": str(arguments.accelerate), "HF_HUB_OFFLINE": "1", "HF_HOME": str(folder / "hf")}
-    with process(command, folder, **environment) as server:
+    with process(command, folder, environment) as server:
         _wait(f"{url}/health", server)
         yield url
 

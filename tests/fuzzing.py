@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import httpx
 import msgspec
@@ -48,14 +49,14 @@ def complaint_of(response: httpx.Response) -> str:
     return complaint(response.status_code, response.headers.get("content-type", ""), response.content)
 
 
-def cases(mode: GenerationMode, settings: Settings = SETTINGS) -> st.SearchStrategy[schemathesis.Case]:
+def cases(mode: GenerationMode, settings: Settings = SETTINGS) -> st.SearchStrategy[schemathesis.Case[Any]]:
     """Requests that the server's own schema allows, or does not."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return schemathesis.openapi.from_dict(document(settings)).as_strategy(generation_mode=mode)
 
 
-def wire(case: schemathesis.Case) -> dict:
+def wire(case: schemathesis.Case[Any]) -> dict[str, Any]:
     """A case in httpx's words."""
     kwargs = case.as_transport_kwargs(base_url="http://test")
     kept = {key: kwargs[key] for key in ("method", "url", "headers", "params") if kwargs.get(key) is not None}
@@ -93,7 +94,7 @@ def bodies(draw: st.DrawFn) -> tuple[str, bytes]:
     path = draw(st.sampled_from(SENT))
     properties = document(SETTINGS)["components"]["schemas"]["ChatForm"]["properties"]
     fields = draw(st.dictionaries(st.sampled_from([*properties, "prompt", "tokens"]), VALUES, max_size=4))
-    good = (
+    good: dict[str, Any] = (
         {"prompt": "hello", "tokens": [104]} if path != SENT[1] else {"messages": [{"role": "user", "content": "hi"}]}
     )
     if path == "/tokenize":

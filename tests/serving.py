@@ -9,11 +9,11 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import httpx
 import msgspec
@@ -22,14 +22,14 @@ import samples
 
 from toolkit.deploy.plan import make_plan
 from toolkit.engines.bytes_tokenizer import EOS, VOCAB_SIZE, ByteTokenizer
-from toolkit.engines.protocol import Row, SliceOutput, StepOutput
+from toolkit.engines.protocol import FinishReason, Round, Row, SliceOutput, StepOutput
 from toolkit.estimators.laws import bilinear_law
 from toolkit.estimators.memory import ZetaMemory
 from toolkit.files.io import write_file
 from toolkit.files.plan import Plan
 from toolkit.sched.policies import make_policy
 from toolkit.sched.scheduler import Scheduler
-from toolkit.sched.types import Worker
+from toolkit.sched.types import Failure, Worker
 from toolkit.serve.api import make_app
 from toolkit.serve.driver import Driver
 from toolkit.serve.forecast import UNLIMITED, Limits
@@ -60,7 +60,7 @@ def text(prompt: Sequence[int] | str, count: int) -> str:
     return bytes(generate(prompt, count)).decode()
 
 
-def run_row(row: Row, steps: int) -> tuple[tuple[int, ...], str]:
+def run_row(row: Row, steps: int) -> tuple[tuple[int, ...], FinishReason]:
     """The new tokens of a row, and how it ended."""
     tokens = list(row.tokens)
     count = min(steps, row.max_new_tokens - row.generated)
@@ -74,7 +74,7 @@ def run_row(row: Row, steps: int) -> tuple[tuple[int, ...], str]:
 
 
 class HandWorkers:
-    """Workers that a test moves by hand: batches wait in `running` until it says what became of them."""
+    """Workers that a test moves by hand: batches wait in `running` until it says what became of them. No rounds."""
 
     def __init__(self, size: int = 1) -> None:
         self.size = size
@@ -94,6 +94,12 @@ class HandWorkers:
         self.running[worker] = (batch_id, list(rows), steps)
         self.rows.append(list(rows))
 
+    def run_round(self, worker: int, batch_id: int, plan: Round) -> None:
+        raise NotImplementedError
+
+    def interrupt(self, worker: int, batch_id: int) -> None:
+        raise NotImplementedError
+
     def cancel(self, worker: int, batch_id: int, request_ids: Sequence[str]) -> None:
         assert self.running[worker][0] == batch_id
         self.unwanted += request_ids
@@ -109,13 +115,13 @@ class HandWorkers:
         batch_id, rows, _ = self.running[worker]
         frames = []
         for step in range(done_before, done_before + steps):
-            new = [(row, run_row(one, step + 1)) for row, one in enumerate(rows)]
-            new = [(row, tokens, finish) for row, (tokens, finish) in new if len(tokens) == step + 1]
+            told = [(row, *run_row(one, step + 1)) for row, one in enumerate(rows)]
+            new = [(row, tokens, finish) for row, tokens, finish in told if len(tokens) == step + 1]
             ended = tuple((row, finish) for row, _, finish in new if finish)
             frames.append(StepOutput(tuple(row for row, _, _ in new), tuple(t[-1] for _, t, _ in new), ended))
         self.on_event(BatchProgress(worker, batch_id, tuple(frames)))
 
-    def finish(self, worker: int = 0, *, steps: int | None = None, failure: str = "") -> None:
+    def finish(self, worker: int = 0, *, steps: int | None = None, failure: Failure = "") -> None:
         """The batch is over, having run `steps` of its steps."""
         batch_id, rows, planned = self.running.pop(worker)
         results = [run_row(row, planned if steps is None else steps) for row in rows]
@@ -159,7 +165,7 @@ def make_driver(
     policy: str = "slice",
     capacity: int = 4096,
     limits: Limits = UNLIMITED,
-    **parameters,
+    **parameters: Any,
 ) -> Driver:
     memory = ZetaMemory(capacity)
     planned = [Worker(index, LAW, memory) for index in range(workers.size)]
@@ -167,21 +173,29 @@ def make_driver(
     return Driver(Scheduler(make_policy(policy, parameters), planned), workers, Stats(), limits=limits)
 
 
+class Client(httpx.AsyncClient):
+    """Of a server in this process, whose parts a test may look at."""
+
+    def __init__(self, driver: Driver, workers: HandWorkers, settings: Settings) -> None:
+        transport = httpx.ASGITransport(make_app(driver, ByteTokenizer(), settings))
+        super().__init__(transport=transport, base_url="http://test")
+        self.driver, self.workers = driver, workers
+
+
 @asynccontextmanager
-async def client(workers: HandWorkers | None = None, *, capacity: int = 4096, limits: Limits = UNLIMITED, **settings):
-    """An HTTP client of a server in this process; `.driver` and `.workers` on it."""
+async def client(
+    workers: HandWorkers | None = None, *, capacity: int = 4096, limits: Limits = UNLIMITED, **settings: Any
+) -> AsyncIterator[Client]:
+    """A server in this process, and its client."""
     workers = workers or ToyWorkers()
     driver = make_driver(workers, capacity=capacity, limits=limits)
     await driver.start()
-    app = make_app(driver, ByteTokenizer(), replace(SETTINGS, **settings))
-    transport = httpx.ASGITransport(app)
-    async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
-        http.driver, http.workers = driver, workers
+    async with Client(driver, workers, replace(SETTINGS, **settings)) as http:
         yield http
     await driver.stop()
 
 
-def events(body: str) -> list[dict | str]:
+def events(body: str) -> list[Any]:
     """The data of server-sent events."""
     lines = [line.removeprefix("data: ") for line in body.split("\n\n") if line.startswith("data: ")]
     return [line if line == "[DONE]" else msgspec.json.decode(line) for line in lines]
@@ -195,8 +209,8 @@ async def turns(count: int = 20) -> None:
 
 def fake_plan(folder: Path, **config: float) -> Plan:
     """A plan that serves the shipped fake engine in processes; `config` is FakeConfig's."""
-    config = {"model_type": "fake", **config}
-    model = {"source": "random", "config": config, "dtype": "float32", "max_model_len": 512, "tokenizer": "bytes"}
+    fake = {"model_type": "fake", **config}
+    model = {"source": "random", "config": fake, "dtype": "float32", "max_model_len": 512, "tokenizer": "bytes"}
     recipe = samples.recipe(model=model, serve={"max_new_tokens": 256, "port": 0})
     inputs = {"recipe": folder / "recipe.json", "fit": folder / "fit.json"}
     write_file(recipe, inputs["recipe"])
