@@ -211,14 +211,14 @@ def test_what_the_books_cannot_hold_is_left_to_vllm(make):
     session = Request("session", 4, 4, 4, resumable=True)
     long = Request("long", 20, 500, 5)
     assert run(scheduler, [session, long]) == {"session": 4, "long": 5}
-    assert scheduler.steps.scheduler._tickets == 0
+    assert not scheduler.steps.scheduler._view.finished_lengths
 
 
 def test_a_request_that_fills_the_cache_to_its_last_token_is_ours(make):
     scheduler = make(blocks=9, block_size=4)
     request = Request("full", 20, 12, 12)
     assert run(scheduler, [request]) == {"full": 12}
-    assert scheduler.steps.scheduler._tickets == 1
+    assert len(scheduler.steps.scheduler._view.finished_lengths) == 1
 
 
 @pytest.mark.parametrize("version", ["0.31.2", "0.33.0", "1.0", "nonsense"])

@@ -1,9 +1,9 @@
 """The sans-IO scheduler: what every policy shares.
 
 A driver tells it what happens (`submit`, `complete`, `end`, `cancel`, `worker_lost`, `worker_ready`) and asks what to
-run (`tick`); time comes in with every call. It keeps the pool, the workers' queues and their loads, and it owns what no
-policy should have to get right: requests that can never fit, batches that ran out of memory or lost their worker,
-cancellation. The decisions themselves are the policy's.
+run (`tick`); time comes in with every call. It owns what no policy should have to get right: requests that can never
+fit, batches that ran out of memory or lost their worker, cancellation. Its books are those of who waits (`pool`), of
+batches that wait (`queues`), of rounds (`rounds`) and of who was given up (`refusals`). The decisions are the policy's.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ import numpy as np
 from toolkit.sched import moves
 from toolkit.sched.history import History
 from toolkit.sched.longest import longest
+from toolkit.sched.pool import Pool
 from toolkit.sched.protocols import LooksBack, Policy, Ranks, Reorders, Reschedules
 from toolkit.sched.queues import Queues
 from toolkit.sched.ranked import RankedInbox
+from toolkit.sched.refusals import Refusals, too_long
 from toolkit.sched.rounds import Rounds
-from toolkit.sched.stranded import RETURN_S, Stranded
 from toolkit.sched.types import Batch, BatchResult, Job, Refusal, Request, RoundResult, View, Worker
 
-MAX_STRIKES = 2  # a job that failed this often alone is given up
 _index = attrgetter("index")
 
 
@@ -51,13 +51,11 @@ class Scheduler:
     ) -> None:
         self.policy = policy
         self.workers = list(workers)
-        self._pool: list[Job] = []
         self._jobs: dict[str, Job] = {}
         self._finished = policy.first_history() if isinstance(policy, LooksBack) else History(history)
         for length in finished:
             self._finished.add(length)
-        self._refusals: list[Refusal] = []
-        self._tickets = 0
+        self._refusals = Refusals()
         self._interrupts: list[int] = []
         self._rounds = Rounds()
         self._reschedules = policy if isinstance(policy, Reschedules) else None
@@ -65,8 +63,8 @@ class Scheduler:
         for worker in self.workers:
             worker.longest = longest(worker.memory, policy.continuous)
         self._longest = max(worker.longest for worker in self.workers)
-        self._stranded = Stranded(self.workers)
-        self._view = View(self._pool, self.workers, -math.inf, self._finished, np.random.default_rng(seed))
+        self._pool = Pool(self.workers)
+        self._view = View(self._pool.jobs, self.workers, -math.inf, self._finished, np.random.default_rng(seed))
         self._queues = Queues(self.workers, self._view.mixed)
         if isinstance(policy, Ranks):
             for worker in self.workers:
@@ -75,8 +73,8 @@ class Scheduler:
     @property
     def wake_at_s(self) -> float:
         """When to tick again though nothing happened; infinity: no need."""
-        due_s = self._view.due_s if self._pool else math.inf
-        return min(due_s, self._stranded.wake_at_s) if self._view.mixed else due_s
+        due_s = self._view.due_s if self._pool.jobs else math.inf
+        return min(due_s, self._pool.wake_at_s) if self._view.mixed else due_s
 
     @property
     def jobs(self) -> int:
@@ -96,24 +94,21 @@ class Scheduler:
     def waiting_jobs(self) -> int:
         """Requests that wait to run: in the pool, at a worker, preempted, or in a batch in its queue."""
         queued = sum(batch.size for worker in self.workers for batch in worker.queue)
-        at_workers = sum(worker.inbox.waiting + len(worker.held) + len(worker.swapped) for worker in self.workers)
-        return len(self._pool) + len(self._stranded.jobs) + queued + at_workers
+        preempted = sum(len(worker.held) + len(worker.swapped) for worker in self.workers)
+        return self._pool.waiting + queued + preempted
 
     def submit(self, request: Request, now_s: float) -> Refusal | None:
         """A request arrives. A `Refusal`, and no further trace of it, where it can never fit."""
-        total = request.prompt_tokens + request.max_new_tokens
-        if total > self._longest:
-            return Refusal(
-                request.request_id,
-                f"prompt + max_tokens is {total} tokens; a worker's memory holds {self._longest}",
-            )
+        refusal = too_long(request, self._longest)
+        if refusal is not None:
+            return refusal
         if request.request_id in self._jobs:
             raise ValueError(f"request {request.request_id!r} is already here")
         job = Job(request, 0, request.prompt_tokens, waiting_since_s=now_s)
         self._jobs[request.request_id] = job
         if request.priority:
             self._view.prioritised = True
-        self._to_pool((job,))
+        self._pool.add((job,))
         return None
 
     def tick(self, now_s: float) -> list[Batch]:
@@ -122,12 +117,12 @@ class Scheduler:
             self._give_up(now_s)
         if self._reschedules is not None:
             self._release(self._reschedules.release(self._view, now_s), now_s)
-        if self._pool:
+        if self._pool.jobs:
             self._route(now_s)
         view = self._view
         view.now_s = now_s
         if self._reorders is not None:
-            self._reorder(*self._reorders.reorder(view, now_s))
+            self._pool.reorder(*self._reorders.reorder(view, now_s))
         decision = self.policy.plan(view, now_s)
         if view.arrived:
             view.arrived.clear()
@@ -136,7 +131,7 @@ class Scheduler:
         for index in decision.interrupt:
             self._interrupt(index)
         if decision.batches:
-            self._take(decision.batches)
+            self._pool.take(decision.batches)
             for batch in decision.batches:
                 self._queues.put(batch)
         if not view.free:
@@ -186,7 +181,7 @@ class Scheduler:
             worker.oom_events += result.failure == "oom"
             self._try_again(worker, batch, going_on, result.failure)
         else:
-            self._to_pool(going_on)
+            self._pool.add(going_on)
 
     def _complete_round(self, worker: Worker, batch: Batch, result: RoundResult, now_s: float) -> None:
         if worker.index in self._interrupts:  # nobody took it in time
@@ -201,14 +196,14 @@ class Scheduler:
             if alone is not None:
                 self._strike(alone, result.failure)
 
-    def _strike(self, job: Job, failure: str) -> None:
-        """It failed alone; it is given up if not for the first time."""
-        job.strikes += 1
-        if job.strikes >= MAX_STRIKES:
-            if job.home >= 0:
-                self.workers[job.home].inbox.remove(job)
-            self._refusals.append(Refusal(job.request_id, _FAILED[failure]))
-            self._end(job)
+    def _strike(self, job: Job, failure: str) -> bool:
+        """It failed alone; whether it is given up, as it is if not for the first time."""
+        if not self._refusals.strike(job, failure):
+            return False
+        if job.home >= 0:  # it was evicted
+            self._pool.remove(job)
+        self._end(job)
+        return True
 
     def _interrupt(self, index: int) -> None:
         batch = self.workers[index].running
@@ -243,13 +238,7 @@ class Scheduler:
                 else:
                     self._interrupt(worker.index)
                 return
-        waiting = self.workers[job.home].inbox if job.home >= 0 else self._pool
-        if job in self._stranded.jobs:
-            waiting = self._stranded.jobs
-        if job in waiting:
-            waiting.remove(job)
-            self._end(job)
-        elif self._queues.take_out(job):
+        if self._pool.remove(job) or self._queues.take_out(job):
             self._end(job)
 
     def worker_lost(self, index: int, now_s: float) -> None:
@@ -259,12 +248,10 @@ class Scheduler:
         self._view.workers_changed()
         self._rounds.lose(worker, now_s)
         if self._view.mixed:
-            self._stranded.lost(now_s)
-            self._stranded.divide(self._pool)
+            self._pool.worker_lost(now_s)
         if not any(other.alive for other in self.workers):
             return  # what waits here, waits for this worker to come back
-        inbox, worker.inbox = worker.inbox, worker.inbox.emptied()
-        self._to_pool(inbox.everybody())
+        self._pool.take_back(worker)
         self._queues.leave(worker)
 
     def worker_ready(self, index: int, now_s: float) -> None:
@@ -272,71 +259,30 @@ class Scheduler:
         self.workers[index].alive = True
         self._view.workers_changed()
         if self._view.mixed:
-            self._stranded.divide(self._pool)
+            self._pool.worker_ready()
 
     def take_refusals(self) -> list[Refusal]:
         """Requests given up on since the last call."""
-        refusals, self._refusals = self._refusals, []
-        return refusals
-
-    def _to_pool(self, jobs: Iterable[Job]) -> None:
-        stranded = self._stranded
-        for job in jobs:
-            job.ticket = self._tickets
-            job.home = -1
-            self._tickets += 1
-            (self._pool if job.limit_tokens <= stranded.limit else stranded.jobs).append(job)
+        return self._refusals.take()
 
     def _give_up(self, now_s: float) -> None:
         """Those whose workers were lost, and did not come back."""
-        for job in self._stranded.given_up(now_s):
-            tokens, job.cancelled = job.limit_tokens, True  # not a length to look back on
-            reason = f"prompt + max_tokens is {tokens} tokens; workers that hold so many are lost since {RETURN_S:g} s"
-            self._refusals.append(Refusal(job.request_id, reason))
+        for job in self._pool.given_up(now_s):
+            job.cancelled = True  # not a length to look back on
+            self._refusals.strand(job)
             self._end(job)
 
     def _release(self, jobs: Sequence[Job], now_s: float) -> None:
         """They leave their workers, whose next round tells the engine, and wait in the pool behind all others."""
         for job in jobs:
             self._rounds.release(self.workers[job.home], job, now_s)
-        self._to_pool(jobs)
-
-    def _reorder(self, behind: Sequence[Job], first: Sequence[Job]) -> None:
-        for job in behind:
-            self.workers[job.home].inbox.defer(job)
-        for job in first:
-            self.workers[job.home].inbox.advance(job)
+        self._pool.add(jobs)
 
     def _route(self, now_s: float) -> None:
         homes = self.policy.route(self._view, now_s)
-        if homes is None:
-            return
-        for job, home in zip(self._pool, homes, strict=True):
-            job.home = home
-            self.workers[home].inbox.append(job)
-        self._view.arrived += homes
-        self._pool.clear()
-
-    def _take(self, batches: Sequence[Batch]) -> None:
-        """The batches' jobs leave the pool and the inboxes."""
-        pooled = 0
-        for batch in batches:
-            for job in batch.jobs:
-                if job.home >= 0:
-                    inbox = self.workers[job.home].inbox
-                    if inbox[0] is job:
-                        inbox.popleft()
-                    else:
-                        inbox.remove(job)
-                else:
-                    pooled += 1
-        if not pooled:
-            return
-        if pooled == len(self._pool):
-            self._pool.clear()
-        else:
-            taken = {job.ticket for batch in batches for job in batch.jobs}
-            self._pool[:] = [job for job in self._pool if job.ticket not in taken]
+        if homes is not None:
+            self._pool.route(homes)
+            self._view.arrived += homes
 
     def _start(self, worker: Worker, now_s: float) -> Batch:
         batch = worker.queue.popleft()
@@ -348,19 +294,11 @@ class Scheduler:
 
     def _try_again(self, worker: Worker, batch: Batch, jobs: list[Job], failure: str) -> None:
         """In two halves; who fails alone is struck, and given up in the end."""
-        if len(jobs) == 1:
-            self._strike(jobs[0], failure)
-            if jobs[0].strikes >= MAX_STRIKES:
-                return
+        if len(jobs) == 1 and self._strike(jobs[0], failure):
+            return
         self._queues.halve(worker, batch, jobs, crashed=failure == "crashed")
 
     def _end(self, job: Job) -> None:
         if not job.cancelled:
             self._finished.add(job.generated)
         del self._jobs[job.request_id]
-
-
-_FAILED = {
-    "oom": "ran out of memory alone, twice",
-    "crashed": "the worker died while it ran alone, twice",
-}
