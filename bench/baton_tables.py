@@ -38,7 +38,8 @@ from toolkit.files.fit import Segment
 from toolkit.sched.policies import make_policy
 from toolkit.sched.policies.parameters import Value
 from toolkit.sched.types import Joining
-from toolkit.sim.api import World, simulate
+from toolkit.sim.api import simulate
+from toolkit.sim.world import World
 from toolkit.traces.types import Trace
 
 KV_BYTES = 2 * 32 * 4096 * 2  # per token

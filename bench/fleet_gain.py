@@ -32,9 +32,10 @@ from toolkit.sched.policies import make_policy
 from toolkit.sched.protocols import LatencyLaw, Policy
 from toolkit.sched.scheduler import Scheduler
 from toolkit.sched.types import Worker
-from toolkit.sim.api import World, fleet, requests_of, virtual_workers, world_from_fit
+from toolkit.sim.api import requests_of, virtual_workers
 from toolkit.sim.ledger import Ledger
 from toolkit.sim.loop import run
+from toolkit.sim.world import World, fleet, world_from_fit
 from toolkit.traces.read import read_trace
 from toolkit.traces.scale import scale_lengths, scale_rate
 from toolkit.traces.types import Trace

@@ -29,7 +29,8 @@ from toolkit.serve.live import Ask, Live
 from toolkit.serve.reply import Reply
 from toolkit.serve.stats import Stats
 from toolkit.serve.text import TextOutput
-from toolkit.sim.api import simulate, world_from_fit
+from toolkit.sim.api import simulate
+from toolkit.sim.world import world_from_fit
 from toolkit.traces.generate import Arrivals, backlog, generate
 from toolkit.traces.lengths import Lengths
 from toolkit.traces.types import Trace

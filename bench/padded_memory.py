@@ -25,9 +25,11 @@ from toolkit.estimators.laws import bilinear_law
 from toolkit.estimators.memory import ZetaMemory
 from toolkit.sched.policies import make_policy
 from toolkit.sched.scheduler import Scheduler
-from toolkit.sim.api import World, counters, requests_of, virtual_workers
+from toolkit.sim.api import requests_of, virtual_workers
+from toolkit.sim.counters import counters
 from toolkit.sim.ledger import Ledger
 from toolkit.sim.loop import run
+from toolkit.sim.world import World
 from toolkit.traces.read import read_trace
 from toolkit.traces.types import Trace
 

@@ -27,7 +27,7 @@ from results_file import put_section
 
 from toolkit.sched.policies.parameters import Value
 from toolkit.sim.api import simulate
-from toolkit.sim.worlds import TABLE_1_LIMIT, make_world, policy_for
+from toolkit.sim.settings import TABLE_1_LIMIT, make_world, policy_for
 from toolkit.traces.generate import backlog
 from toolkit.traces.lengths import Lengths
 

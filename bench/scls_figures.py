@@ -27,7 +27,8 @@ from toolkit.estimators.laws import SegmentedLaw, bilinear_law
 from toolkit.estimators.memory import PAPER_DEEPSPEED_RULES, RuleMemory, ZetaMemory
 from toolkit.sched.policies import make_policy
 from toolkit.sched.policies.parameters import Value
-from toolkit.sim.api import World, simulate
+from toolkit.sim.api import simulate
+from toolkit.sim.world import World
 from toolkit.traces.generate import Arrivals, generate
 from toolkit.traces.lengths import Lengths
 from toolkit.traces.types import Trace

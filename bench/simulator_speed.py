@@ -35,10 +35,11 @@ from toolkit.sched.policies.past_future import PastFuturePolicy
 from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sched.scheduler import Scheduler
 from toolkit.sched.types import Job, Request, View, Worker
-from toolkit.sim.api import World, requests_of, virtual_workers
+from toolkit.sim.api import requests_of, virtual_workers
 from toolkit.sim.ledger import Ledger
 from toolkit.sim.loop import run
 from toolkit.sim.paged_engine import PagedEngine, serve
+from toolkit.sim.world import World
 from toolkit.traces.read import read_trace
 from toolkit.traces.types import Trace
 

@@ -16,7 +16,7 @@ from toolkit.sched.policies import ORACLES, POLICIES
 from toolkit.sim import comparison
 from toolkit.sim.api import simulate
 from toolkit.sim.loop import SimulationStalledError
-from toolkit.sim.worlds import make_world, policy_for
+from toolkit.sim.settings import make_world, policy_for
 from toolkit.traces.read import read_trace
 from toolkit.traces.types import Trace
 from toolkit.traces.write import write_trace

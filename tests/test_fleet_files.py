@@ -14,7 +14,7 @@ from toolkit.files.fleet import is_fleet
 from toolkit.files.io import file_text, head, load_recipe, read_file, write_file
 from toolkit.files.plan import Plan
 from toolkit.serve.assemble import make_scheduler
-from toolkit.sim.api import world_of
+from toolkit.sim.world import world_of
 
 MODEL = {"source": "random", "config": {"model_type": "fake"}, "dtype": "float32", "max_model_len": 512,
          "tokenizer": "bytes"}  # fmt: skip

@@ -16,7 +16,8 @@ from toolkit.sched.policies import POLICIES, make_policy
 from toolkit.sched.scheduler import Scheduler
 from toolkit.sched.stranded import RETURN_S
 from toolkit.sched.types import BatchResult, Job, Request, View, Worker
-from toolkit.sim.api import World, fleet, simulate
+from toolkit.sim.api import simulate
+from toolkit.sim.world import World, fleet
 from toolkit.traces.types import Trace
 
 SMALL, LARGE = 180, 400  # tokens; a request has up to 180

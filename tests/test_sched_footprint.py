@@ -12,9 +12,10 @@ from toolkit.sched.footprint import footprint, peak_to_come
 from toolkit.sched.policies import make_policy
 from toolkit.sched.scheduler import Scheduler
 from toolkit.sched.types import Job, Request, Worker
-from toolkit.sim.api import World, requests_of, virtual_workers
+from toolkit.sim.api import requests_of, virtual_workers
 from toolkit.sim.ledger import Ledger
 from toolkit.sim.loop import run
+from toolkit.sim.world import World
 from toolkit.traces.types import Trace
 
 CAPACITY = 400

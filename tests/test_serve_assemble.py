@@ -7,7 +7,7 @@ from toolkit.errors import InputError
 from toolkit.files.plan import Plan, PlannedPolicy
 from toolkit.files.profile import EngineFacts
 from toolkit.serve.assemble import make_scheduler
-from toolkit.sim.api import world_from_fit
+from toolkit.sim.world import world_from_fit
 
 
 def plan(policy: str, engine: str = "transformers", **changes: object) -> Plan:

@@ -15,7 +15,8 @@ from toolkit.files.fit import Segment
 from toolkit.sched.kernels import padded_peak
 from toolkit.sched.likeness import alike, groups_alike
 from toolkit.sched.policies import make_policy
-from toolkit.sim.api import World, simulate
+from toolkit.sim.api import simulate
+from toolkit.sim.world import World
 from toolkit.traces.types import Trace
 
 CAPACITY = 300

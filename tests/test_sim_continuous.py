@@ -14,7 +14,8 @@ from toolkit.files.fit import Segment
 from toolkit.sched.history import History
 from toolkit.sched.policies import make_policy
 from toolkit.sched.protocols import LooksBack, Reorders, Reschedules
-from toolkit.sim.api import World, simulate
+from toolkit.sim.api import simulate
+from toolkit.sim.world import World
 from toolkit.traces.types import Trace
 
 CAPACITY = 160

@@ -17,9 +17,10 @@ from toolkit.sched.policies import ORACLES, POLICIES, make_policy
 from toolkit.sched.protocols import LooksBack, Oracle, Ranks, Reorders, Reschedules
 from toolkit.sched.scheduler import Scheduler
 from toolkit.sched.types import BatchResult, Moves, Request, Worker
-from toolkit.sim.api import World, requests_of, simulate, virtual_workers
+from toolkit.sim.api import requests_of, simulate, virtual_workers
 from toolkit.sim.ledger import Ledger
 from toolkit.sim.loop import run
+from toolkit.sim.world import World
 from toolkit.traces.types import Trace
 
 CASES = {

@@ -6,7 +6,8 @@ import samples
 
 from toolkit.estimators.load import laws_from_fit
 from toolkit.sched.policies import POLICIES, make_policy
-from toolkit.sim.api import simulate, world_from_fit
+from toolkit.sim.api import simulate
+from toolkit.sim.world import world_from_fit
 from toolkit.traces.types import Trace
 
 

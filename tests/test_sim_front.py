@@ -8,8 +8,9 @@ import samples
 
 from toolkit.errors import InputError
 from toolkit.sched.policies import make_policy
-from toolkit.sim.api import simulate, world_from_fit
+from toolkit.sim.api import simulate
 from toolkit.sim.front import FrontDelay
+from toolkit.sim.world import world_from_fit
 from toolkit.traces.types import Trace
 
 

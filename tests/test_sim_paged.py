@@ -16,9 +16,10 @@ from toolkit.estimators.memory import ZetaMemory
 from toolkit.estimators.steps import StepLaw
 from toolkit.sched.iterations import header_of, passes_of
 from toolkit.sched.policies.vllm import VllmPolicy
-from toolkit.sim.api import World, simulate
+from toolkit.sim.api import simulate
 from toolkit.sim.paged import PagedScheduler, Row
 from toolkit.sim.paged_engine import PagedEngine, PassRange
+from toolkit.sim.world import World
 from toolkit.traces.types import Trace
 
 DATA = Path(__file__).parent / "data"

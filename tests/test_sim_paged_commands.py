@@ -13,7 +13,7 @@ from toolkit.files.io import write_file
 from toolkit.sched.policies import KNOWN, make_any, make_policy, refuse_unservable
 from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sim.api import simulate
-from toolkit.sim.worlds import make_world
+from toolkit.sim.settings import make_world
 from toolkit.traces.types import Trace
 from toolkit.tuning.crew import Alone
 from toolkit.tuning.space import search_space

@@ -11,7 +11,8 @@ from toolkit.estimators.load import laws_from_fit
 from toolkit.estimators.memory import ZetaMemory
 from toolkit.files.fit import OverheadFit, PartFit, RoundsFit
 from toolkit.sched.policies import make_policy
-from toolkit.sim.api import World, simulate, world_from_fit
+from toolkit.sim.api import simulate
+from toolkit.sim.world import World, world_from_fit
 from toolkit.traces.types import Trace
 
 LAW = bilinear_law(p=(1e-4, 0.0, 0.0, 1e-2), d=(0.0, 0.0, 0.0, 1e-2), prefill_emits_token=True)

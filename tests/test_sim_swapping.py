@@ -12,8 +12,9 @@ from toolkit.estimators.swap import LinearSwap
 from toolkit.sched.policies import make_policy
 from toolkit.sched.scheduler import Scheduler
 from toolkit.sched.types import RoundResult
-from toolkit.sim.api import World, requests_of, simulate
+from toolkit.sim.api import requests_of, simulate
 from toolkit.sim.loop import run
+from toolkit.sim.world import World
 from toolkit.traces.types import Trace
 
 CAPACITY, HOST_TOKENS, LIMIT = 160, 120, 40

@@ -4,7 +4,7 @@ import past_future_table1 as bench
 import pytest
 
 from toolkit.sim.api import simulate
-from toolkit.sim.worlds import make_world, policy_for
+from toolkit.sim.settings import make_world, policy_for
 from toolkit.traces.generate import backlog
 from toolkit.traces.lengths import Lengths
 

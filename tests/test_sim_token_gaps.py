@@ -8,8 +8,9 @@ from test_sim_contract import CAPACITY, CASES, LAW, cases, requests, trace_of
 
 from toolkit.estimators.memory import ZetaMemory
 from toolkit.sched.policies import make_policy
-from toolkit.sim.api import World, simulate
+from toolkit.sim.api import simulate
 from toolkit.sim.token_gaps import TokenGaps
+from toolkit.sim.world import World
 
 
 @settings(max_examples=40, deadline=None)

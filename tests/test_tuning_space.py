@@ -6,7 +6,7 @@ import samples
 from toolkit.errors import InputError
 from toolkit.files.recipe import PolicySpec
 from toolkit.sched.policies import ORACLES, POLICIES
-from toolkit.sim.api import world_from_fit
+from toolkit.sim.world import world_from_fit
 from toolkit.traces.generate import backlog
 from toolkit.traces.lengths import Lengths
 from toolkit.tuning.evaluate import Bench, Task

@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 from toolkit.estimators.laws import WithOverhead
 from toolkit.files.plan import Plan
 from toolkit.sched.policies import make_any
-from toolkit.sim.api import SimResult, World, fleet, simulate, world_of
+from toolkit.sim.api import SimResult, simulate
 from toolkit.sim.front import FrontDelay
+from toolkit.sim.world import World, fleet, world_of
 from toolkit.traces.types import Trace
 
 

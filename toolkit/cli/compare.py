@@ -25,8 +25,8 @@ from toolkit.cli.stage import (
 
 if TYPE_CHECKING:
     from toolkit.cli.figure import Panel
-    from toolkit.sim.api import World
     from toolkit.sim.comparison import Run
+    from toolkit.sim.world import World
 
 # goodput first: it is what the rows are sorted by
 DECIDING = ("goodput_rps", "throughput_rps", "ttft_p99_s", "mtpot_p99_s", "e2e_mean_s", "e2e_p95_s")
@@ -64,7 +64,7 @@ def command(
     from toolkit.files.io import check_writable
     from toolkit.sched.policies import KNOWN
     from toolkit.sim.comparison import compare, usual_policies
-    from toolkit.sim.worlds import assign_settings, check_capacity, policy_for
+    from toolkit.sim.settings import assign_settings, check_capacity, policy_for
 
     if png:
         require_matplotlib()

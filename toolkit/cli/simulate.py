@@ -42,7 +42,7 @@ def command(
     """
     from toolkit.cli.output import emit, note, table
     from toolkit.sim.api import simulate
-    from toolkit.sim.worlds import assign_settings, check_capacity, policy_for
+    from toolkit.sim.settings import assign_settings, check_capacity, policy_for
     from toolkit.traces.scale import scale_rate
 
     of_world, of_policy = assign_settings([policy], parse_settings(settings))

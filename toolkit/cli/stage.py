@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from toolkit.files.plan import Kind
     from toolkit.sched.policies.parameters import Value
     from toolkit.sched.types import Refusal
-    from toolkit.sim.api import World
+    from toolkit.sim.world import World
     from toolkit.traces.types import Trace
 
 TraceOption = Annotated[str, typer.Option(help="A trace file, or the name of a shipped trace.")]
@@ -41,7 +41,7 @@ class Stage:
     def world(self, given: Mapping[str, Value], workers: int | None, max_new_tokens: int | None, seed: int) -> World:
         """What is simulated, with the settings that were given. `InputError` for one that cannot be."""
         from toolkit.errors import InputError
-        from toolkit.sim.worlds import make_world
+        from toolkit.sim.settings import make_world
 
         if self.kinds and workers:
             raise InputError(
@@ -58,7 +58,7 @@ def open_stage(trace: str, fit: str, max_new_tokens: int | None, fit_lengths: bo
     from toolkit.files.fit import Fit
     from toolkit.files.fits import fit_path
     from toolkit.files.io import read_file
-    from toolkit.sim.worlds import UNIT_STEP, USUAL_LIMIT
+    from toolkit.sim.settings import UNIT_STEP, USUAL_LIMIT
     from toolkit.traces.read import read_trace
     from toolkit.traces.scale import scale_lengths
     from toolkit.traces.shipped import trace_path

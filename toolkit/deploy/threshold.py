@@ -19,7 +19,8 @@ from toolkit.sched.policies import make_any
 from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sched.protocols import AnyPolicy, BuiltIn
 from toolkit.sched.scheduler import Scheduler
-from toolkit.sim.api import World, fleet, requests_of, simulate, world_from_fit
+from toolkit.sim.api import requests_of, simulate
+from toolkit.sim.world import World, fleet, world_from_fit
 from toolkit.traces.prepare import prepare
 from toolkit.traces.types import Trace
 

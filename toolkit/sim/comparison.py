@@ -13,8 +13,9 @@ from toolkit.sched.policies import BUILT_IN, ORACLES, POLICIES
 from toolkit.sched.policies.parameters import Value, parameters
 from toolkit.sched.protocols import AnyPolicy
 from toolkit.sched.types import Refusal
-from toolkit.sim.api import World, simulate
+from toolkit.sim.api import simulate
 from toolkit.sim.loop import SimulationStalledError
+from toolkit.sim.world import World
 from toolkit.traces.scale import mean_rate, scale_rate
 from toolkit.traces.types import Trace
 

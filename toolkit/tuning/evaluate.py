@@ -17,7 +17,8 @@ from toolkit.sched.policies import make_any
 from toolkit.sched.policies.parameters import parameters
 from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sched.protocols import AnyPolicy
-from toolkit.sim.api import World, simulate
+from toolkit.sim.api import simulate
+from toolkit.sim.world import World
 from toolkit.traces.types import Trace
 from toolkit.tuning.attainment import lower_bound_percent
 

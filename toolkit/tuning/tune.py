@@ -15,7 +15,7 @@ from toolkit.files.recipe import Recipe
 from toolkit.files.tuning import Outcome, PolicyResult, Tuning
 from toolkit.files.tuning import Window as WindowSpec
 from toolkit.sched.policies import make_any, refuse_unservable
-from toolkit.sim.api import World
+from toolkit.sim.world import World
 from toolkit.traces.windows import Window
 from toolkit.tuning.crew import Runner, collect
 from toolkit.tuning.evaluate import Bench, Evaluation, Limits, Task

@@ -16,7 +16,7 @@ from toolkit.estimators.resample import resampled_fits, scaled_fits
 from toolkit.files.fit import Fit
 from toolkit.files.profile import Profile
 from toolkit.files.tuning import Interval, Outcome, Uncertainty
-from toolkit.sim.api import World, fleet
+from toolkit.sim.world import World, fleet
 from toolkit.tuning.crew import Runner, collect
 from toolkit.tuning.evaluate import Bench, Limits, Task
 from toolkit.tuning.search import Progress

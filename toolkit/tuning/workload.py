@@ -12,7 +12,8 @@ from toolkit.files.fit import Fit
 from toolkit.files.plan import Kind
 from toolkit.files.recipe import Recipe
 from toolkit.sched.policies import make_any
-from toolkit.sim.api import World, simulate, world_of
+from toolkit.sim.api import simulate
+from toolkit.sim.world import World, world_of
 from toolkit.traces.prepare import prepare
 from toolkit.traces.scale import mean_rate, scale_rate
 from toolkit.traces.types import Trace

@@ -15,10 +15,11 @@ from toolkit.files.io import write_file
 from toolkit.sched.policies import POLICIES, make_policy
 from toolkit.sched.policies.parameters import knobs
 from toolkit.sched.types import Decision, Request
-from toolkit.sim.api import World, simulate
+from toolkit.sim.api import simulate
 from toolkit.sim.loop import SimulationStalledError
+from toolkit.sim.settings import WorldSettings, assign_settings, make_world, policy_for
 from toolkit.sim.validity import Validity, extrapolation_warning
-from toolkit.sim.worlds import WorldSettings, assign_settings, make_world, policy_for
+from toolkit.sim.world import World
 from toolkit.traces.generate import backlog
 from toolkit.traces.lengths import Lengths
 from toolkit.traces.types import Trace

@@ -22,7 +22,7 @@ from toolkit.sched.policies import make_any
 from toolkit.sched.policies.parameters import Value, check, choice, knob, knobs
 from toolkit.sched.protocols import AnyPolicy
 from toolkit.sched.types import Joining
-from toolkit.sim.api import World, fleet, world_from_fit
+from toolkit.sim.world import World, fleet, world_from_fit
 from toolkit.traces.types import Trace
 
 UNIT_STEP = "unit-step"
