@@ -83,11 +83,11 @@ def test_a_worker_that_hangs_is_killed_and_its_request_goes_on():
     async def test(http: httpx.AsyncClient) -> None:
         asking = asyncio.create_task(http.post("/v1/completions", json={"prompt": "a", "max_tokens": 8}))
         await turns(60)
-        http.driver._check_progress()
+        http.driver.watch.check()
         assert http.workers.killed == []
         (flight,) = http.driver.flights.values()
         flight.sign_s -= 10 * flight.batch.estimated_s + 31
-        http.driver._check_progress()
+        http.driver.watch.check()
         assert http.workers.killed == [0]
         http.workers.crash(steps=3)
         http.workers.recover()
@@ -104,8 +104,8 @@ def test_time_in_which_the_server_itself_stood_still_is_not_the_workers():
         await turns(60)
         (flight,) = http.driver.flights.values()
         flight.sign_s -= 3600
-        http.driver._checked_s -= 3600
-        http.driver._check_progress()
+        http.driver.watch._checked_s -= 3600
+        http.driver.watch.check()
         assert http.workers.killed == []
         http.workers.finish()
         await asking

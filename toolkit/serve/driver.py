@@ -1,8 +1,8 @@
 """The scheduler on the real clock: asyncio moves requests, batches and tokens between clients, scheduler and workers.
 
-All decisions are the scheduler's. The driver tells it what happened, starts the batches it wants, and passes tokens on
-as they come. It keeps each request's tokens, so a slice that was lost goes on from what its client has seen.
-Everything runs on one event loop and nothing here waits for a client.
+All decisions are the scheduler's. The driver tells it what happened, starts the batches that it wants (`underway`), and
+passes tokens on as they come (`lives`). Each request's tokens are kept, so a slice that was lost goes on from what its
+client has seen. Everything runs on one event loop and nothing here waits for a client.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Literal
 
-from toolkit.engines.protocol import FinishReason
 from toolkit.files.profile import EngineFacts
 from toolkit.sched.scheduler import Scheduler
 from toolkit.sched.types import Batch, BatchResult, Request, RoundResult
 from toolkit.serve.forecast import UNLIMITED, Forecast, Limits
-from toolkit.serve.live import Ask, Flight, Live, Status
-from toolkit.serve.liveness import CHECK_EVERY_S, Patience, silent
-from toolkit.serve.reply import Delta, Reply
+from toolkit.serve.live import Ask, Flight, Live
+from toolkit.serve.liveness import Patience, Watch
+from toolkit.serve.lives import Lives
+from toolkit.serve.reply import Reply
 from toolkit.serve.stats import Stats
 from toolkit.serve.text import TextOutput
 from toolkit.serve.underway import UnderWay, slice_result
@@ -76,7 +76,6 @@ class Driver:
         self.scheduler = scheduler
         self.stats = stats
         self.forecast = Forecast(scheduler, limits)
-        self.patience = patience
         self.state: State = "loading"
         self.leaving = False  # the end was announced: balancers should look elsewhere, though requests are still taken
         self.facts: dict[int, EngineFacts] = {}
@@ -85,14 +84,12 @@ class Driver:
         self._workers = workers
         self._on_end = on_end
         self._accept = accept
-        self._lives: dict[str, Live] = {}
+        self._lives = Lives(stats, self.forecast, self._ended)
         self._under_way = UnderWay(workers, self._lives.__getitem__)
-        self._empty = asyncio.Event()
+        self.watch = Watch(self.flights, patience, workers.kill, lambda: self.now_s)
         self._start_s = 0.0
         self._tick_soon: asyncio.Handle | None = None
         self._wake: asyncio.TimerHandle | None = None
-        self._check: asyncio.TimerHandle | None = None
-        self._checked_s = 0.0
 
     @property
     def now_s(self) -> float:
@@ -119,21 +116,19 @@ class Driver:
     async def start(self) -> None:
         """Load the workers. `EngineError` if one cannot, and whatever `accept` raises."""
         self._start_s = time.monotonic()
-        self._empty.set()
         await self._workers.start(self._on_event)
         if self._accept:
             self._accept([self.facts[worker] for worker in sorted(self.facts)])
         self.state = "ready"
-        self._checked_s = self.now_s
-        self._check_progress()
+        self.watch.start()
 
     async def drain(self, timeout_s: float) -> int:
         """Take nothing new, and wait until all requests have ended; those that have not in time fail. How many did."""
         self.state = "draining"
         try:
-            await asyncio.wait_for(self._empty.wait(), timeout_s)
+            await asyncio.wait_for(self._lives.empty.wait(), timeout_s)
         except TimeoutError:
-            late = list(self._lives.values())
+            late = list(self._lives)
             for live in late:
                 self._give_up(live, SHUTTING_DOWN)
             return len(late)
@@ -142,11 +137,12 @@ class Driver:
     async def stop(self) -> None:
         """End the workers; whoever still waits, fails."""
         self.state = "stopped"
-        for live in list(self._lives.values()):
+        for live in self._lives:
             self._give_up(live, SHUTTING_DOWN)
-        for handle in (self._tick_soon, self._wake, self._check):
+        for handle in (self._tick_soon, self._wake):
             if handle:
                 handle.cancel()
+        self.watch.stop()
         await self._workers.stop()
 
     def submit(self, ask: Ask, output: TextOutput, reply: Reply, index: int) -> Live:
@@ -160,10 +156,7 @@ class Driver:
         if refusal:
             raise RefusedError(refusal.reason)
         live = Live(ask, output, reply, index, now_s, told)
-        self.forecast.submitted(len(ask.prompt))
-        self._lives[ask.request_id] = live
-        self._empty.clear()
-        self.stats.prompt_tokens += len(ask.prompt)
+        self._lives.begin(live)
         self._tick_later()
         return live
 
@@ -173,26 +166,15 @@ class Driver:
             return
         self.scheduler.cancel(live.ask.request_id, self.now_s)
         self._under_way.unwanted(live)
-        self._end(live, "cancelled")
+        self._lives.end(live, "cancelled")
         self._tick_later()
 
     def _give_up(self, live: Live, reason: str) -> None:
         self.scheduler.cancel(live.ask.request_id, self.now_s)
         self._under_way.unwanted(live)
-        self._fail(live, reason)
+        self._lives.fail(live, reason)
 
-    def _fail(self, live: Live, reason: str) -> None:
-        self._end(live, "failed")
-        live.reply.put(Delta(live.index, failure=reason))
-
-    def _end(self, live: Live, status: Status) -> None:
-        live.status = status
-        del self._lives[live.ask.request_id]
-        if not self._lives:
-            self._empty.set()
-        self.stats.count_end(
-            status, live.arrival_s, live.first_token_s, live.last_token_s, live.output.tokens, live.max_gap_s
-        )
+    def _ended(self, live: Live) -> None:
         if self._on_end:
             self._on_end(live, self._start_s)
 
@@ -219,7 +201,7 @@ class Driver:
                 self._under_way.interrupt(worker)
             for refusal in self.scheduler.take_refusals():
                 if refusal.request_id in self._lives:
-                    self._fail(self._lives[refusal.request_id], refusal.reason)
+                    self._lives.fail(self._lives[refusal.request_id], refusal.reason)
             self._arm(now_s)
 
     def _arm(self, now_s: float) -> None:
@@ -239,19 +221,6 @@ class Driver:
             if math.isnan(live.started_s):
                 live.started_s = now_s
                 self.stats.queue.observe(now_s - live.arrival_s)
-
-    def _check_progress(self) -> None:
-        """Workers that hang are killed: what they ran goes on elsewhere. Time in which we stood still ourselves is not
-        theirs: of a machine that was suspended nobody hangs.
-        """
-        late_s = self.now_s - self._checked_s - CHECK_EVERY_S
-        self._checked_s = self.now_s
-        if late_s > CHECK_EVERY_S:
-            for flight in self.flights.values():
-                flight.sign_s += late_s
-        for hung in silent(self.flights, self.patience, self.now_s):
-            self._workers.kill(hung.worker)
-        self._check = asyncio.get_running_loop().call_later(CHECK_EVERY_S, self._check_progress)
 
     def _on_event(self, event: WorkerEvent) -> None:
         with self._loud():
@@ -275,8 +244,11 @@ class Driver:
     def _progress(self, event: BatchProgress) -> None:
         now_s = self.now_s
         for live, tokens, finish in self._under_way.progress(event, now_s):
-            stopped = self._deliver(live, tokens, finish, now_s)
-            if stopped and not live.flight:  # of a slice, its result will say so
+            if not self._lives.deliver(live, tokens, finish, now_s):
+                continue
+            if live.flight:  # its slice's result will say so
+                self._under_way.unwanted(live)
+            else:
                 self.scheduler.end(live.ask.request_id, len(live.tokens), now_s)
                 self._tick_later()
 
@@ -284,7 +256,7 @@ class Driver:
         flight, news = self._under_way.slice_done(event)
         now_s = self.now_s
         for live, tokens, finish in news:
-            self._deliver(live, tokens, finish, now_s)
+            self._lives.deliver(live, tokens, finish, now_s)
         result = slice_result(flight, event)
         self.stats.count_batch(flight.batch, result, event.steps, now_s, self.scheduler.workers[event.worker].latency)
         self._complete(flight, event, result, now_s)
@@ -311,33 +283,6 @@ class Driver:
         start_s = time.perf_counter()
         yield
         self.stats.deciding.observe(time.perf_counter() - start_s)
-
-    def _deliver(self, live: Live, tokens: Sequence[int], finish: FinishReason, now_s: float) -> bool:
-        """New tokens go to the client at once. A row that has ended gets no more, whatever its batch still does.
-
-        True where a stop string ended it, and the worker or the scheduler may think that it goes on.
-        """
-        if live.status or not (tokens or finish):
-            return False
-        live.tokens += tokens
-        shown = live.output.feed(tokens, finish)
-        if shown.tokens:
-            if math.isnan(live.first_token_s):
-                live.first_token_s = now_s
-                self.forecast.first_token(live.told, now_s - live.arrival_s)
-            else:
-                live.max_gap_s = max(live.max_gap_s, (now_s - live.last_token_s) / shown.tokens)
-            self.stats.count_tokens(shown.tokens, live.arrival_s, live.last_token_s, now_s)
-            live.last_token_s = now_s
-        stopped = bool(shown.finish) and (not finish or live.output.tokens < len(live.tokens))
-        if stopped:
-            del live.tokens[live.output.tokens :]
-            self._under_way.unwanted(live)
-        if shown.finish:
-            self._end(live, shown.finish)
-            self.forecast.ended(live.told, now_s - live.arrival_s, live.output.tokens)
-        live.reply.put(Delta(live.index, shown.text, shown.tokens, shown.finish))
-        return stopped
 
     @contextmanager
     def _loud(self) -> Iterator[None]:

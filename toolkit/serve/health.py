@@ -7,7 +7,6 @@ from toolkit.sched.footprint import footprint
 from toolkit.sched.types import Worker
 from toolkit.serve.driver import Driver
 from toolkit.serve.live import Flight
-from toolkit.serve.liveness import silent
 from toolkit.serve.metrics import Gauges, WorkerGauges
 
 
@@ -20,7 +19,7 @@ def problem(driver: Driver) -> str:
     alive = [worker.index for worker in driver.scheduler.workers if worker.alive]
     if not alive:
         return "no worker is alive"
-    hung = {one.worker: one for one in silent(driver.flights, driver.patience, driver.now_s)}
+    hung = {one.worker: one for one in driver.watch.silent()}
     return str(hung[alive[0]]) if hung.keys() >= set(alive) else ""
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import asyncio
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -31,9 +32,52 @@ class Silent(NamedTuple):
         return f"{said} in a batch of {self.estimated_s:.2f} s"
 
 
-def silent(flights: Mapping[int, Flight], patience: Patience, now_s: float) -> Iterator[Silent]:
-    """Those among the workers that run something."""
-    for worker, flight in flights.items():
-        silent_s, estimated_s = now_s - flight.sign_s, flight.batch.estimated_s
-        if silent_s > patience.times * estimated_s + patience.grace_s:
-            yield Silent(worker, silent_s, estimated_s)
+class Watch:
+    """Kills workers that hang, so that what they ran goes on elsewhere.
+
+    Args:
+        flights: what each worker runs now, live.
+        patience: when a worker hangs.
+        kill: ends one, at once.
+        clock: seconds; signs of life are on it.
+    """
+
+    def __init__(
+        self,
+        flights: Mapping[int, Flight],
+        patience: Patience,
+        kill: Callable[[int], None],
+        clock: Callable[[], float],
+    ) -> None:
+        self._flights, self._patience, self._kill, self._clock = flights, patience, kill, clock
+        self._checked_s = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+
+    def start(self) -> None:
+        """Look now, and every so often until `stop`."""
+        self._checked_s = self._clock()
+        self.check()
+
+    def stop(self) -> None:
+        if self._timer:
+            self._timer.cancel()
+
+    def check(self) -> None:
+        """Time in which this process stood still itself is not the workers': of a suspended machine nobody hangs."""
+        now_s = self._clock()
+        late_s, self._checked_s = now_s - self._checked_s - CHECK_EVERY_S, now_s
+        if late_s > CHECK_EVERY_S:
+            for flight in self._flights.values():
+                flight.sign_s += late_s
+        for hung in self.silent():
+            self._kill(hung.worker)
+        self._timer = asyncio.get_running_loop().call_later(CHECK_EVERY_S, self.check)
+
+    def silent(self) -> list[Silent]:
+        """Those among the workers that run something."""
+        found = []
+        for worker, flight in self._flights.items():
+            silent_s, estimated_s = self._clock() - flight.sign_s, flight.batch.estimated_s
+            if silent_s > self._patience.times * estimated_s + self._patience.grace_s:
+                found.append(Silent(worker, silent_s, estimated_s))
+        return found
