@@ -11,6 +11,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Literal
 
@@ -25,6 +26,7 @@ from toolkit.traces.types import Trace
 PREPARED = 2000  # requests made before the clock starts: making one costs the machine that is measured
 
 Lengths = Literal["hidden", "given"]
+Progress = Callable[[str, int], AbstractContextManager[Callable[..., None]]]  # a title and a count; gives advance()
 
 
 @dataclass(slots=True, frozen=True)

@@ -7,19 +7,18 @@ told through a `Progress`; nothing is printed or written here.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 
-from toolkit.bench.client import Load, Replay, run
+from toolkit.bench.client import Progress, Replay, run
 from toolkit.bench.costs import counts_or_none
 from toolkit.bench.foreign import tells_of_its_laws
 from toolkit.bench.outside import seen_by_clients
 from toolkit.bench.predict import Conditions, predict, predicted
 from toolkit.bench.report import Warmup, served
+from toolkit.bench.subject import Subject
 from toolkit.bench.validate import Pair, metric_errors, request_errors, request_lines
 from toolkit.bench.warmup import ServerTimes, conditions, others, times_between, warm_up
-from toolkit.endpoints.target import Target
 from toolkit.files.io import head
 from toolkit.files.plan import Plan
 from toolkit.files.validation import Validation, WindowResult
@@ -28,25 +27,21 @@ from toolkit.sim.api import SimResult
 from toolkit.traces.types import Trace
 from toolkit.traces.windows import Window
 
-Progress = Callable[[str, int], AbstractContextManager[Callable[..., None]]]  # a title and a count; gives advance()
-
 
 class Session:
     """Windows replayed against one server under one plan.
 
     Args:
-        whole: the trace; warm-ups are taken from behind each window.
+        subject: the server, and the whole trace; warm-ups are taken from behind each window.
         warmup_s: about how long they last; 0: none.
 
     `results`, and `lines` (each request as JSON), hold what was replayed to its end.
     """
 
-    def __init__(
-        self, target: Target, plan: Plan, whole: Trace, load: Load, warmup_s: float, progress: Progress
-    ) -> None:
-        self._target, self._plan, self._whole, self._load = target, plan, whole, load
-        self._warmup_s, self._progress = warmup_s, progress
-        self._tells = tells_of_its_laws(plan, target)
+    def __init__(self, subject: Subject, plan: Plan, warmup_s: float, progress: Progress) -> None:
+        self._target, self._whole, self._load = subject.target, subject.trace, subject.load
+        self._plan, self._warmup_s, self._progress = plan, warmup_s, progress
+        self._tells = tells_of_its_laws(plan, subject.target)
         self.results: list[WindowResult] = []
         self.lines: list[str] = []
         self._pairs: list[Pair] = []
@@ -60,13 +55,13 @@ class Session:
                 return True
         return False
 
-    def validation(self, trace: Path, plan: Path, notes: Sequence[str]) -> Validation:
+    def validation(self, trace: Path, plan: Path) -> Validation:
         """validation.json; the files are those that this was made from."""
         return Validation(
             **head({"plan": plan, "trace": trace}),
             model=self._target.model,
             policy=self._plan.policy.name,
-            notes=list(notes),
+            notes=list(self._whole.notes),
             windows=self.results,
             metrics=metric_errors(self.results),
             requests=request_errors(self._pairs),

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from toolkit.errors import TargetMissedError
 from toolkit.files.validation import MetricError, RequestError, WindowResult
 from toolkit.metrics import Served
 from toolkit.traces.types import Trace
@@ -97,9 +98,13 @@ def request_lines(number: int, part: str, trace: Trace, pair: Pair) -> list[str]
     ]
 
 
-def beyond(metrics: Sequence[MetricError], max_error_percent: float) -> list[MetricError]:
-    """Those of `HELD_TO` whose error is larger."""
-    return [each for each in metrics if each.metric in HELD_TO and abs(each.error_percent) > max_error_percent]
+def hold(errors: Iterable[tuple[str, float | None]], limit_percent: float) -> None:
+    """`TargetMissedError` where one of `HELD_TO` is predicted further off; None stands where nothing was predicted."""
+    known = [(metric, error) for metric, error in errors if metric in HELD_TO and error is not None]
+    wrong = [f"{metric} {error:+.1f} %" for metric, error in known if abs(error) > limit_percent]
+    if wrong:
+        told = f"beyond {limit_percent:g} %: {', '.join(wrong)}"
+        raise TargetMissedError(told, "profile and fit again, on the machine as it is now")
 
 
 def _errors(pair: Pair, name: str) -> Floats:

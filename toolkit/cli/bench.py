@@ -10,9 +10,7 @@ import typer
 from toolkit.cli.arguments import JsonOption, SlaOption, parse_sla
 
 if TYPE_CHECKING:
-    from toolkit.bench.client import Load
-    from toolkit.bench.report import BenchReport, Warmup
-    from toolkit.endpoints.target import Target
+    from toolkit.bench.report import BenchReport
     from toolkit.traces.types import Trace
 
 LATE_S = 0.05  # the client's own delay from which on its figures deserve a warning
@@ -71,18 +69,15 @@ def command(
     Requests go out at the trace's times, whatever the server does; latencies count from there. Ctrl-C ends the replay
     early and reports what was answered.
     """
-    from toolkit.bench.client import Load, run, try_out
-    from toolkit.bench.costs import counts_or_none, scheduling
-    from toolkit.bench.foreign import check_server, tells_of_its_laws
-    from toolkit.bench.limits import fitted, limits_of
-    from toolkit.bench.predict import predict
-    from toolkit.bench.report import Prediction, report, request_lines
-    from toolkit.bench.warmup import conditions, others, times_between
+    from toolkit.bench.measurement import Measurement
+    from toolkit.bench.report import request_lines
+    from toolkit.bench.subject import Wanted, look_at
+    from toolkit.bench.validate import hold
     from toolkit.cli.basis import warn_of_foreign
-    from toolkit.cli.output import emit, note, progress, seconds
+    from toolkit.cli.output import emit, note, progress
     from toolkit.endpoints.target import find_target
     from toolkit.errors import LlmctlError
-    from toolkit.files.io import check_writable, head, read_file, write_file
+    from toolkit.files.io import check_writable, read_file, write_file
     from toolkit.files.plan import Plan
     from toolkit.traces.read import read_trace
     from toolkit.traces.shipped import trace_path
@@ -94,52 +89,17 @@ def command(
     targets = parse_sla(sla) or (planned.recipe.sla if planned else {})
     path = trace_path(trace)
     loaded, _ = read_trace(path)
-    target = find_target(url, model, api_key)
-    if planned:
-        check_server(planned, target, warn_of_foreign if force else None)
-    limits = limits_of(planned, target, max_new_tokens, vocab_size)
-    whole = fitted(loaded, limits, rate)
-    replayed = _excerpt(whole, start, duration)
-    lengths = lengths or ("hidden" if target.own else "given")
-    dialect = try_out(target, lengths, limits.output)
-    load = Load(lengths, limits.output, limits.vocabulary, timeout, seed, dialect)
-    for lacking in dialect.lacks:
-        note(f"the server does not take {lacking}: lengths may differ from the trace's")
-    for line in replayed.notes:
-        note(f"trace: {line}")
-    predicted = Prediction()
-    seen: list[int] = []  # output lengths of the warm-up
-    if planned:
-        as_fitted = predict(planned, replayed, targets)
-        count = round(warmup * as_fitted["throughput_rps"]) if tells_of_its_laws(planned, target) else 0
-        warming = others(whole, start + float(replayed.arrival_s[-1]), count)
-        warm = _warm_up(target, warming, load, warmup)
-        seen = warming.output_tokens.tolist()
-        shown = conditions(warm.slowdown, warm.front, seen) if warm else None
-        metrics = predict(planned, replayed, targets, shown) if shown else as_fitted
-        predicted = Prediction(metrics, as_fitted, warm)
-    expected_s = predicted.metrics.get("makespan_s", float(replayed.arrival_s[-1]))
-    note(f"replaying {len(replayed):,} requests against {target.model}: about {seconds(expected_s)}")
-    counted = counts_or_none(target) if target.own else {}
-    with progress("replaying", len(replayed)) as advance:
-        replay = run(target, replayed, load, advance)
-    counted_later = counts_or_none(target) if counted else {}
-    times = times_between(counted, counted_later, replay.samples) if predicted.warmup else None
-    slowdown, front = (times.slowdown, times.front) if times else (None, None)
-    hindsight = conditions(slowdown, front, seen) if slowdown else None
-    result = report(
-        replay,
-        head({"trace": path} | ({"plan": plan} if plan else {})),
-        model=target.model,
-        lengths=load.lengths,
-        trace_notes=replayed.notes,
-        sla=targets,
-        predicted=predicted,
-        replay_slowdown=slowdown,
-        replay_front=front,
-        in_hindsight=predict(planned, replayed, targets, hindsight) if planned and hindsight else None,
-        scheduling=scheduling(counted, counted_later) if counted else None,
-    )
+    wanted = Wanted(rate, lengths, max_new_tokens, vocab_size, timeout, seed)
+    subject = look_at(find_target(url, model, api_key), loaded, planned, wanted, warn_of_foreign if force else None)
+    part = _excerpt(subject.trace, start, duration)
+    for line in (*subject.notes, *(f"trace: {one}" for one in part.notes)):
+        note(line)
+    measurement = Measurement(subject, part, planned, targets, note, progress)
+    if not measurement.warm_up(warmup, start + float(part.arrival_s[-1])):
+        note("interrupted while it warmed up: nothing was measured")
+        raise typer.Exit(130)
+    replay = measurement.replay()
+    result = measurement.report(replay, {"trace": path} | ({"plan": plan} if plan else {}))
     if save_requests:
         write_lines(request_lines(replay.samples), save_requests)
     if out:
@@ -151,40 +111,7 @@ def command(
     if not result.measured["throughput_rps"]:
         raise LlmctlError(f"not one of {result.requests:,} requests was served", "the reasons are above")
     if max_error is not None:
-        _hold(result, max_error)
-
-
-def _hold(result: BenchReport, max_error: float) -> None:
-    """`TargetMissedError` where the prediction is further off than `max_error` percent."""
-    from toolkit.bench.validate import HELD_TO
-    from toolkit.errors import TargetMissedError
-
-    rows = [(row.metric, row.error_percent) for row in result.compared if row.metric in HELD_TO]
-    wrong = [f"{metric} {error:+.1f} %" for metric, error in rows if error is not None and abs(error) > max_error]
-    if wrong:
-        remedy = "profile and fit again, on the machine as it is now"
-        raise TargetMissedError(f"beyond {max_error:g} %: {', '.join(wrong)}", remedy)
-
-
-def _warm_up(target: Target, trace: Trace, load: Load, expected_s: float) -> Warmup | None:
-    """Serve other requests, and say how much slower than fitted the server's batches were."""
-    from toolkit.bench.warmup import warm_up
-    from toolkit.cli.output import note, progress, seconds
-
-    if not len(trace):
-        return None
-    note(f"warming up with {len(trace):,} other requests: about {seconds(expected_s)}")
-    with progress("warming up", len(trace)) as advance:
-        warm, interrupted = warm_up(target, trace, load, advance)
-    if interrupted:
-        note("interrupted while it warmed up: nothing was measured")
-        raise typer.Exit(130)
-    if warm:
-        note(f"warm-up: batches take {warm.slowdown:.2f} times as long as fitted; the prediction takes that over")
-        if warm.front:
-            delays = f"{seconds(warm.front.first_s)} to first tokens and {seconds(warm.front.last_s)} to last ones"
-            note(f"warm-up: HTTP and the front add {delays}; so do the prediction's latencies")
-    return warm
+        hold(((row.metric, row.error_percent) for row in result.compared), max_error)
 
 
 def _excerpt(trace: Trace, start: float, duration: float | None) -> Trace:
