@@ -33,6 +33,7 @@ from toolkit.sched.types import Failure, Worker
 from toolkit.serve.api import make_app
 from toolkit.serve.driver import Driver
 from toolkit.serve.forecast import UNLIMITED, Limits
+from toolkit.serve.keys import Keyring
 from toolkit.serve.settings import Settings
 from toolkit.serve.stats import Stats
 from toolkit.workers.protocol import BatchDone, BatchProgress, OnEvent, Times, WorkerLost, WorkerReady
@@ -177,9 +178,10 @@ class Client(httpx.AsyncClient):
     """Of a server in this process, whose parts a test may look at."""
 
     def __init__(self, driver: Driver, workers: HandWorkers, settings: Settings) -> None:
-        transport = httpx.ASGITransport(make_app(driver, ByteTokenizer(), settings))
+        keyring = Keyring(settings.api_key, settings.keys)
+        transport = httpx.ASGITransport(make_app(driver, ByteTokenizer(), settings, keyring=keyring))
         super().__init__(transport=transport, base_url="http://test")
-        self.driver, self.workers = driver, workers
+        self.driver, self.workers, self.keyring = driver, workers, keyring
 
 
 @asynccontextmanager

@@ -6,6 +6,7 @@
 import asyncio
 import contextlib
 import json
+import ssl
 import threading
 from collections.abc import Callable, Iterator
 
@@ -72,7 +73,9 @@ class Server:
 
 
 @contextlib.contextmanager
-def sse_server(answer: Answer = serve_request, models: object = MODELS) -> Iterator[Server]:
+def sse_server(
+    answer: Answer = serve_request, models: object = MODELS, tls: ssl.SSLContext | None = None
+) -> Iterator[Server]:
     """A server in a thread of its own, gone when the block ends."""
     server, started = Server(), threading.Event()
 
@@ -98,8 +101,8 @@ def sse_server(answer: Answer = serve_request, models: object = MODELS) -> Itera
     async def main() -> None:
         nonlocal loop, stop
         loop, stop = asyncio.get_running_loop(), asyncio.Event()
-        listening = await asyncio.start_server(handle, "127.0.0.1", 0)
-        server.url = f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
+        listening = await asyncio.start_server(handle, "127.0.0.1", 0, ssl=tls)
+        server.url = f"{'https' if tls else 'http'}://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
         started.set()
         await stop.wait()
         listening.close()

@@ -16,7 +16,7 @@ from toolkit.deploy.grafana import COLUMNS, dashboard, expressions
 from toolkit.deploy.order import Reckoned
 from toolkit.deploy.render import TARGETS, render_target
 from toolkit.serve.health import gauges
-from toolkit.serve.keys import Account, ApiKey
+from toolkit.serve.keys import Account
 from toolkit.serve.metrics import Exposition
 
 SLA = {"ttft_p99_s": 2.0, "tpot_mean_s": 0.1}
@@ -36,8 +36,9 @@ def exposed() -> dict[str, set[str]]:
     driver = make_driver(HandWorkers())
     driver.stats.ended["failed"] += 1
     registry = CollectorRegistry()
-    account = Account(ApiKey(name="team", sha256="0" * 64))
-    registry.register(Exposition(driver.stats, lambda: gauges(driver), "toy", vllm_names=True, accounts=[account]))
+    accounts = [Account("team")]
+    exposition = Exposition(driver.stats, lambda: gauges(driver), "toy", vllm_names=True, accounts=lambda: accounts)
+    registry.register(exposition)
     families = text_string_to_metric_families(generate_latest(registry).decode())
     return {sample.name: set(sample.labels) for family in families for sample in family.samples}
 

@@ -85,7 +85,7 @@ def test_a_server_that_dies_is_an_engine_error(tmp_path: Path):
     ("words", "message"),
     [
         (["--engine", "rebatch"], "--engine rebatch: this plan is for engine 'vllm'"),
-        (["--request-log", "x"], "--request-log: vLLM's own server has nothing like it"),
+        (["--request-log", "x"], "--request-log: not with engine vllm, whose server is vLLM's own"),
         (["--host", "0.0.0.0"], "there is no API key"),
     ],
 )

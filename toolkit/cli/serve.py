@@ -11,6 +11,8 @@ from toolkit.cli.basis import read_fit, warn_of_foreign
 from toolkit.cli.output import WIDTH, emit, note
 from toolkit.cli.serve_options import (
     AdmissionOption,
+    CertificateKeyOption,
+    CertificateOption,
     CheckOption,
     EndAfterOption,
     EngineOption,
@@ -58,6 +60,8 @@ def command(
     api_key: KeyOption = "",
     api_key_file: KeyFileOption = None,
     api_keys: KeysOption = None,
+    ssl_certfile: CertificateOption = None,
+    ssl_keyfile: CertificateKeyOption = None,
     served_model_name: NameOption = "",
     policy: PolicyOption = None,
     settings: SetOption = None,
@@ -84,11 +88,11 @@ def command(
 
     Prints one line when all workers are loaded and a few points of the fit were measured again, and tells systemd where
     that started it. SIGTERM or Ctrl-C ends it in order: /ready turns 503, running requests get --shutdown-timeout
-    seconds; a second signal ends it at once.
+    seconds; a second signal ends it at once. Files of keys and certificates are read again where they change.
     """
     import os
 
-    from toolkit.cli.serve_target import place_of, read_callers, remembering, serve_managed
+    from toolkit.cli.serve_target import find_callers, find_certificate, place_of, remembering, serve_managed
     from toolkit.serve.assemble import make_limits, make_settings, model_name
     from toolkit.serve.drift import checks_of, judge
     from toolkit.serve.launch import Launch, launch
@@ -103,7 +107,7 @@ def command(
     source = place.plan or source
     ray = ray or ("auto" if place.target == "ray" else "")
     os.environ.pop("LLMCTL_API_KEY", None)  # the workers inherit the environment, and run models' own code
-    manager, (key, keys) = take_notify_socket(), read_callers(api_key, api_key_file, api_keys)
+    manager, ((key, keys), callers) = take_notify_socket(), find_callers(api_key, api_key_file, api_keys)
     chosen = _change(_plan(source, plan, fit, tuning, force), policy, settings, workers)
     _check_engine(chosen, engine)
     address = host or chosen.recipe.serve.host
@@ -111,6 +115,8 @@ def command(
         not_there = {
             "--ray": ray,
             "--api-keys": api_keys,
+            "--ssl-certfile": ssl_certfile,
+            "--ssl-keyfile": ssl_keyfile,
             "--request-log": request_log,
             "--allow-end-after": allow_end_after,
             "--vllm-metrics": vllm_metrics,
@@ -121,8 +127,7 @@ def command(
         }
         _refuse(not_there)
         name, spec = served_model_name or model_name(chosen), chosen.recipe.serve
-        foreign = warn_of_foreign if force else None
-        ending = Ending(shutdown_notice, shutdown_timeout)
+        foreign, ending = warn_of_foreign if force else None, Ending(shutdown_notice, shutdown_timeout)
         at = address, spec.port if port is None else port
         with remembering("local") as memory:
             vllm = VllmLaunch(chosen, name, *at, key, insecure, event_log, ending, foreign)
@@ -152,13 +157,15 @@ def command(
         warn_of_foreign if force else None,
         ray,
         room_timeout,
+        callers,
+        find_certificate(ssl_certfile, ssl_keyfile),
     )
     where = f" on Ray ({ray})" if ray else ""
     note(f"loading {chosen.workers} workers of {chosen.recipe.name}{where}")
     with remembering("ray" if ray else "local") as memory:
 
         def on_ready(url: str) -> None:
-            memory.ready(url, front.model, chosen)
+            memory.ready(url, front.model, chosen, ssl_certfile)
             notify(manager, "READY=1")
             _announce(as_json, url, front.model, chosen, status_page=front.status_page)
 
@@ -170,9 +177,8 @@ def _seconds_of_check(plan: Plan, asked: float | None) -> float:
 
     if asked is not None:
         return asked
-    return (
-        0.0 if all(kind.recipe.engine.name == "fake" for kind in plan.kinds) else BUDGET_S
-    )  # a fake's times are what it was told
+    fake = all(kind.recipe.engine.name == "fake" for kind in plan.kinds)
+    return 0.0 if fake else BUDGET_S  # a fake's times are what it was told
 
 
 def _check_engine(plan: Plan, engine: str | None) -> None:
@@ -191,7 +197,7 @@ def _refuse(options: Mapping[str, object]) -> None:
 
     given = [name for name, value in options.items() if value]
     if given:
-        raise InputError(f"{', '.join(given)}: vLLM's own server has nothing like it", "leave it out with engine vllm")
+        raise InputError(f"{', '.join(given)}: not with engine vllm, whose server is vLLM's own", "leave it out")
 
 
 def _launch_vllm(order: VllmLaunch, memory: Memory, as_json: bool) -> dict[str, int]:

@@ -75,6 +75,18 @@ KeysOption = Annotated[
         help="A file of several keys' sha256, each with a name and limits of its own.",
     ),
 ]
+CertificateOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--ssl-certfile", rich_help_panel=CALLERS, help="Speak TLS with this certificate (PEM, with its chain)."
+    ),
+]
+CertificateKeyOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--ssl-keyfile", rich_help_panel=CALLERS, help="The certificate's key; default: it is in the same file."
+    ),
+]
 NameOption = Annotated[
     str, typer.Option("--served-model-name", rich_help_panel=CALLERS, help="What clients call the model.")
 ]

@@ -11,10 +11,13 @@ from typing import TYPE_CHECKING
 from toolkit.cli.output import emit, note
 
 if TYPE_CHECKING:
+    from ssl import SSLContext
+
     from toolkit.deploy.folder import Manifest
     from toolkit.deploy.running import Running, Where
-    from toolkit.files.keys import ApiKey
     from toolkit.files.plan import Plan
+    from toolkit.serve.keys import Callers
+    from toolkit.serve.rereading import Source
 
 HERE = ("local", "ray")  # the server is this process
 MANAGED = ("systemd", "compose")
@@ -98,13 +101,18 @@ class Memory:
         self._target = target
         self._server: Running | None = None
 
-    def ready(self, url: str, model: str, plan: Plan) -> None:
-        """Write the file. A folder that cannot be written, as in a container, costs `llmctl status`, not the server."""
+    def ready(self, url: str, model: str, plan: Plan, certificate: Path | None = None) -> None:
+        """Write the file; `certificate` is what the server shows.
+
+        A folder that cannot be written, as in a container, costs `llmctl status`, not the server.
+        """
         from toolkit.deploy.running import name_of, remember, this_process
         from toolkit.errors import InputError
 
         name = name_of(plan.recipe.name, url)
         server = this_process(name, self._target, url, model, plan.workers, plan.policy.name)
+        if certificate is not None:
+            server = server.model_copy(update={"certificate": str(certificate.absolute())})
         try:
             remember(server)
         except InputError as error:
@@ -156,12 +164,33 @@ def read_key(given: str, file: Path | None) -> str:
     return key
 
 
-def read_callers(given: str, file: Path | None, keys: Path | None) -> tuple[str, tuple[ApiKey, ...]]:
-    """The API key, or the keys of a file. `InputError` for both, and for a file that holds none."""
+def find_callers(given: str, file: Path | None, keys: Path | None) -> tuple[Callers, Source[Callers] | None]:
+    """The API key, or the keys of a file; and where a file may change while the server runs, that file.
+
+    `InputError` for both, and for a file that holds none.
+    """
     from toolkit.errors import InputError
     from toolkit.files.keys import read_keys
+    from toolkit.serve.rereading import Source
 
-    key = read_key(given, file)
-    if key and keys is not None:
+    if keys is not None and (given or file is not None):
         raise InputError("there is an API key, and a file of keys", "keep one of --api-keys and --api-key or its kin")
-    return key, read_keys(keys) if keys is not None else ()
+    if keys is not None:
+        source: Source[Callers] = Source([keys], lambda: ("", read_keys(keys)))
+    elif file is not None and not given:
+        source = Source([file], lambda: (read_key("", file), ()))
+    else:
+        return (read_key(given, file), ()), None
+    return source.value, source
+
+
+def find_certificate(certificate: Path | None, key: Path | None) -> Source[SSLContext] | None:
+    """What TLS is spoken with; None: it is not. `InputError` for a key alone, and for files that hold no such thing."""
+    from toolkit.errors import InputError
+    from toolkit.serve.certificate import certificate_source
+
+    if certificate is None:
+        if key is not None:
+            raise InputError("--ssl-keyfile without a certificate", "give --ssl-certfile as well")
+        return None
+    return certificate_source(certificate, key)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -29,7 +30,7 @@ def command(
 
     Exit code 1 where none runs, or one is not healthy.
     """
-    found = [_of(url, url.rstrip("/"), "", api_key) for url in urls] if urls else _all(api_key)
+    found = [_of(url, url.rstrip("/"), "", api_key, None) for url in urls] if urls else _all(api_key)
     emit(as_json, {"servers": found}, lambda: _show(found))
     if any(one["metrics"] is False for one in found):
         note("where '-' stands, /metrics asks for the key: LLMCTL_API_KEY")
@@ -53,13 +54,13 @@ def alive() -> list[Running]:
 
 
 def _all(api_key: str) -> list[dict[str, Any]]:
-    return [_of(server.name, server.url, server.target, api_key) for server in alive()]
+    return [_of(server.name, server.url, server.target, api_key, server.certificate) for server in alive()]
 
 
-def _of(name: str, url: str, target: str, api_key: str) -> dict[str, Any]:
+def _of(name: str, url: str, target: str, api_key: str, certificate: str | None) -> dict[str, Any]:
     from toolkit.endpoints.look import KV_USAGE, RUNNING, WAITING, look
 
-    seen = look(url, api_key)
+    seen = look(url, api_key, Path(certificate) if certificate else None)
     seconds, predicted = seen.total("llmctl_batch_seconds_total"), seen.total("llmctl_predicted_batch_seconds_total")
     return {
         "name": name,

@@ -72,7 +72,7 @@ def _requests(server: Running, api_key: str) -> dict[str, int]:
     """How requests have ended up to now, by reason; {} where /metrics does not say."""
     from toolkit.endpoints.look import RUNNING, WAITING, look
 
-    seen = look(server.url, api_key)
+    seen = look(server.url, api_key, Path(server.certificate) if server.certificate else None)
     inside = (seen.total(*RUNNING) or 0) + (seen.total(*WAITING) or 0)
     note(f"stopping {server.name}" + (f", requests in it: {inside:.0f}" if seen.metrics else ""))
     return seen.ended

@@ -26,6 +26,10 @@ def record(
     shutdown_timeout: Annotated[
         float, typer.Option("--shutdown-timeout", min=0.0, help="Seconds that running requests get after a signal.")
     ] = 30.0,
+    upstream_ca: Annotated[
+        Path | None,
+        typer.Option("--upstream-ca", help="For https: trust these authorities (PEM) instead of the system's."),
+    ] = None,
     insecure: Annotated[bool, typer.Option("--insecure", help="Listen for other machines.")] = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -38,7 +42,7 @@ def record(
     from toolkit.serve.recorder.run import Recording, record
 
     host, port = _address(listen)
-    order = Recording(upstream, host, port, out, max_mib << 20, timeout, shutdown_timeout, insecure)
+    order = Recording(upstream, host, port, out, max_mib << 20, timeout, shutdown_timeout, insecure, upstream_ca)
     ended = record(order, lambda url: _announce(as_json, url, upstream, out))
     note(_summary(ended, out))
 

@@ -5,12 +5,15 @@ It may be llmctl's own or vLLM's, which has names of its own for some metrics, a
 
 from __future__ import annotations
 
+import ssl
 from dataclasses import dataclass
+from pathlib import Path
 
 import httpx
 
 from toolkit.endpoints.scrape import Metric, scrape
 from toolkit.endpoints.target import Target
+from toolkit.endpoints.trust import distrusted, verify
 from toolkit.errors import InputError
 
 PATIENCE_S = 5.0
@@ -28,12 +31,13 @@ class Look:
     healthy: bool | None
     ready: bool | None
     metrics: list[Metric]
+    problem: str = "no answer"  # where nobody was healthy or not
 
     @property
     def state(self) -> str:
         """In a word or two. Loading and draining look alike from outside: both are healthy and not ready."""
         if self.healthy is None:
-            return "no answer"
+            return self.problem
         if not self.healthy:
             return "unhealthy"
         return "ready" if self.ready else "not ready"
@@ -57,22 +61,29 @@ class Look:
         return {each.labels.get(label, ""): each.value for each in self.metrics if each.name == name}
 
 
-def look(url: str, api_key: str = "") -> Look:
-    """Ask /health, /ready and /metrics. Never raises for a server that does not answer."""
-    status = _status(f"{url}/health")
-    if status is None:
-        return Look(None, None, [])
+def look(url: str, api_key: str = "", certificate: Path | None = None) -> Look:
+    """Ask /health, /ready and /metrics. Never raises for a server that does not answer, or that is not believed.
+
+    `certificate` is the server's own, where it is known.
+    """
+    try:
+        trusted = verify(url, certificate)
+        status = _status(f"{url}/health", trusted)
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        return Look(None, None, [], "not trusted" if distrusted(error) else "no answer")
+    except InputError:  # its certificate's file is gone
+        return Look(None, None, [], "not trusted")
     healthy = status == OK
     try:
-        metrics = scrape(Target(url, api_key, "", None, own=True))
+        metrics = scrape(Target(url, api_key, "", None, own=True), certificate)
     except InputError:  # it went away in between
         metrics = []
-    ready = _status(f"{url}/ready")
+    try:
+        ready = _status(f"{url}/ready", trusted)
+    except httpx.HTTPError:
+        ready = None
     return Look(healthy, healthy if ready == NOT_FOUND else ready == OK, metrics)
 
 
-def _status(url: str) -> int | None:
-    try:
-        return httpx.get(url, timeout=PATIENCE_S, trust_env=False).status_code
-    except (httpx.HTTPError, httpx.InvalidURL):
-        return None
+def _status(url: str, trusted: ssl.SSLContext | bool) -> int:
+    return httpx.get(url, timeout=PATIENCE_S, trust_env=False, verify=trusted).status_code

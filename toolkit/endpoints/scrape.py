@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import NamedTuple
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from toolkit.endpoints.target import PATIENCE_S, Target
+from toolkit.endpoints.trust import verify
 from toolkit.errors import InputError
 
 
@@ -19,11 +21,15 @@ class Metric(NamedTuple):
     value: float
 
 
-def scrape(target: Target) -> list[Metric]:
-    """All metrics; none where the server has no such page. `InputError` where it does not answer."""
+def scrape(target: Target, certificate: Path | None = None) -> list[Metric]:
+    """All metrics; none where the server has no such page. `InputError` where it does not answer.
+
+    `certificate` is the server's own, where it is known.
+    """
     url = f"{target.url}/metrics"
     try:
-        answer = httpx.get(url, headers=target.headers, timeout=PATIENCE_S, trust_env=False)
+        trusted = verify(url, certificate)
+        answer = httpx.get(url, headers=target.headers, timeout=PATIENCE_S, trust_env=False, verify=trusted)
     except httpx.HTTPError as error:
         raise InputError(f"{url} does not answer: {error}") from error
     if answer.status_code != 200:

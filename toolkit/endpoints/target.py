@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import httpx
 import msgspec
 
+from toolkit.endpoints.trust import HINT, distrusted, verify
 from toolkit.errors import InputError
 
 PATIENCE_S = 60.0  # for a first answer; a server that is loading its model refuses earlier
@@ -129,8 +130,18 @@ def refusal(target: Target, path: str, status: int, body: bytes) -> InputError:
 def _answer(target: Target, method: str, path: str, fields: dict[str, object] | None) -> httpx.Response:
     url = target.url + path
     try:
-        return httpx.request(method, url, headers=target.headers, json=fields, timeout=PATIENCE_S, trust_env=False)
+        return httpx.request(
+            method,
+            url,
+            headers=target.headers,
+            json=fields,
+            timeout=PATIENCE_S,
+            trust_env=False,
+            verify=verify(url),
+        )
     except httpx.HTTPError as error:
+        if untrusted := distrusted(error):
+            raise InputError(f"{target.url}: {untrusted}", HINT) from None
         reason = str(error) or type(error).__name__
         raise InputError(
             f"{url} does not answer: {reason}", "is the server running? start one: llmctl serve"

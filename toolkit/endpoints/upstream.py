@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import re
-import ssl
 from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 import httpx
 
+from toolkit.endpoints.trust import distrusted, trust
 from toolkit.endpoints.wire import Link, WireError
 from toolkit.errors import InputError
 
@@ -75,9 +76,10 @@ class Upstream:
     """The server at `url`, which may have a path that comes before those of requests. Times in seconds.
 
     `InputError` where `url` is none. `silence_s` bounds the wait for an answer to begin, and for its next piece.
+    `authorities` is a file of those who may have signed its certificate; by default the system's may.
     """
 
-    def __init__(self, url: str, silence_s: float) -> None:
+    def __init__(self, url: str, silence_s: float, authorities: Path | None = None) -> None:
         try:
             self._url = httpx.URL(url)
         except httpx.InvalidURL as error:
@@ -88,7 +90,9 @@ class Upstream:
             raise InputError("the URL of the server holds more than its address and a path", "leave the rest out")
         self.silence_s = silence_s
         self._prefix = self._url.raw_path.rstrip(b"/").removesuffix(b"/v1")
-        self._tls = ssl.create_default_context() if self._url.scheme == "https" else None
+        if authorities is not None and self._url.scheme != "https":
+            raise InputError(f"'{url}' shows no certificate that {authorities} could have signed", "https://, or none")
+        self._tls = trust(authorities) if self._url.scheme == "https" else None
         self._idle: list[Link] = []  # the last is the youngest
         self._busy: set[Link] = set()
 
@@ -163,9 +167,24 @@ class Upstream:
         try:
             async with asyncio.timeout(CONNECT_S):
                 made = await asyncio.get_running_loop().create_connection(Link, host, port, ssl=self._tls)
-        except OSError:  # TimeoutError is one
-            raise UpstreamError("the server behind this one cannot be reached") from None
+        except OSError as error:  # TimeoutError is one, and so is a certificate that is not believed
+            shown = "shows a certificate that is not trusted" if distrusted(error) else "cannot be reached"
+            raise UpstreamError(f"the server behind this one {shown}") from None
         return made[1]
+
+    async def check_certificate(self) -> None:
+        """`InputError` for a certificate that is not believed. A server that cannot be reached may come later."""
+        if self._tls is None:
+            return
+        host, port = self.address
+        try:
+            async with asyncio.timeout(CONNECT_S):
+                link = (await asyncio.get_running_loop().create_connection(Link, host, port, ssl=self._tls))[1]
+        except OSError as error:
+            if untrusted := distrusted(error):
+                raise InputError(f"{self.shown}: {untrusted}", "--upstream-ca FILE names who signed it") from None
+        else:
+            link.close()
 
     async def __aenter__(self) -> Self:
         return self

@@ -37,13 +37,22 @@ from toolkit.serve.sse import EventStream, Exchange, json_response
 from toolkit.serve.status import DATA, PAGE, Status
 
 
-def make_app(driver: Driver, tokenizer: Tokenizer, settings: Settings, status: Status | None = None) -> ASGIApp:
-    """The application over a driver that somebody else starts and stops, and the page of a `status`."""
+def make_app(
+    driver: Driver,
+    tokenizer: Tokenizer,
+    settings: Settings,
+    status: Status | None = None,
+    keyring: Keyring | None = None,
+) -> ASGIApp:
+    """The application over a driver that somebody else starts and stops, and the page of a `status`.
+
+    Who may call is who has a key of `keyring`, whose keys may be replaced at any time; by default, of the settings.
+    """
     app = FastAPI(title="llmctl", openapi_url=None, redirect_slashes=False)
     app.add_exception_handler(ApiError, on_api_error)
     app.add_exception_handler(HTTPException, on_http_exception)
     app.add_exception_handler(Exception, on_bug)
-    keyring = Keyring(settings.api_key, settings.keys)
+    keyring = keyring or Keyring(settings.api_key, settings.keys)
     routes = Routes(driver, tokenizer, settings, keyring)
     for path, endpoint, methods in (
         ("/v1/completions", routes.completions, ["POST"]),
@@ -84,7 +93,7 @@ class Routes:
                 lambda: gauges(driver),
                 settings.model,
                 vllm_names=settings.vllm_metrics,
-                accounts=keyring.named,
+                accounts=lambda: keyring.named,
             )
         )
 

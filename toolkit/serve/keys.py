@@ -22,34 +22,63 @@ from toolkit.files.keys import ApiKey
 from toolkit.serve.bucket import MINUTE_S, Bucket
 from toolkit.serve.errors import ApiError
 
+Callers = tuple[str, tuple[ApiKey, ...]]  # the one key that everybody has, or several
 Limit = Literal["requests", "tokens", "concurrent"]
 LIMITS: tuple[Limit, ...] = ("requests", "tokens", "concurrent")
 _SCOPE_KEY = "toolkit.visit"
 
 
 class Account:
-    """What a key has taken. Without a key of its own it is anybody's, and has no limits."""
+    """What a key has taken. Without a name it is anybody's, and has no limits."""
 
-    def __init__(self, key: ApiKey | None = None) -> None:
-        self.name = key.name if key else ""
-        self.max_concurrent = (key and key.max_concurrent) or math.inf
-        self.requests = Bucket(key.requests_per_minute) if key and key.requests_per_minute else None
-        self.tokens = Bucket(key.tokens_per_minute) if key and key.tokens_per_minute else None
+    def __init__(self, name: str = "") -> None:
+        self.name = name
+        self.max_concurrent = math.inf
+        self.requests: Bucket | None = None
+        self.tokens: Bucket | None = None
         self.running = 0  # choices, waiting ones too
         self.accepted = 0  # requests
         self.taken_tokens = 0
         self.refused: Counter[str] = Counter()  # by limit
+
+    def limit(self, key: ApiKey) -> None:
+        """The key's limits from now on. What was taken of one stays taken, unless it has another size."""
+        self.max_concurrent = key.max_concurrent or math.inf
+        self.requests = _bucket(key.requests_per_minute, self.requests)
+        self.tokens = _bucket(key.tokens_per_minute, self.tokens)
 
 
 class Keyring:
     """Everybody's accounts. With neither key nor keys, everybody has the same."""
 
     def __init__(self, api_key: str = "", keys: Sequence[ApiKey] = ()) -> None:
-        self.named = [Account(key) for key in keys]
-        self._entries = list(zip([key.digest for key in keys], self.named, strict=True))
+        self._accounts: dict[str, Account] = {}  # of every name that ever was
+        self.replace(api_key, keys)
+
+    def replace(self, api_key: str = "", keys: Sequence[ApiKey] = ()) -> None:
+        """These keys from now on, and no others. A name that stays, or comes back, keeps what its key has taken.
+
+        A request that was let in is answered to its end.
+        """
+        accounts = [self._accounts.setdefault(key.name, Account(key.name)) for key in keys]
+        for account, key in zip(accounts, keys, strict=True):
+            account.limit(key)
+        entries = list(zip([key.digest for key in keys], accounts, strict=True))
         if api_key:
-            self._entries.append((hashlib.sha256(api_key.encode()).digest(), Account()))
-        self._anybody = None if self._entries else Account()
+            entries.append((hashlib.sha256(api_key.encode()).digest(), self._accounts.setdefault("", Account())))
+        self.named, self._entries = accounts, entries
+        self._anybody = None if entries else self._accounts.setdefault("", Account())
+
+    def renew(self, callers: Callers) -> str:
+        """As `replace`; what a person may want to know of it, in which there is no key."""
+        before = {account.name for account in self.named}
+        self.replace(*callers)
+        now = {account.name for account in self.named}
+        if not now:
+            return "the API key was read again"
+        changes = {"new": now - before, "gone": before - now}
+        told = "".join(f"; {word}: {', '.join(sorted(names))}" for word, names in changes.items() if names)
+        return f"the keys were read again: {len(now)}{told}"
 
     def find(self, headers: Headers) -> Account | None:
         """Whose key it is; None: nobody's. All digests are compared, each in constant time."""
@@ -159,6 +188,12 @@ class Visit:
             code="rate_limit_exceeded",
             headers=headers,
         )
+
+
+def _bucket(per_minute: int | None, before: Bucket | None) -> Bucket | None:
+    if before is not None and before.size == per_minute:
+        return before
+    return Bucket(per_minute) if per_minute else None
 
 
 def _duration(seconds: float) -> str:

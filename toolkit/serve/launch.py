@@ -9,6 +9,8 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
+from ssl import SSLContext
+from typing import Any
 
 import uvloop
 
@@ -20,11 +22,14 @@ from toolkit.files.profile import EngineFacts
 from toolkit.sched.types import Request
 from toolkit.serve.api import make_app
 from toolkit.serve.assemble import make_scheduler, make_stats
+from toolkit.serve.certificate import Certificate
 from toolkit.serve.drift import Check, CheckedWorkers, OnFound
 from toolkit.serve.driver import Driver
 from toolkit.serve.forecast import UNLIMITED, Limits
+from toolkit.serve.keys import Callers, Keyring
 from toolkit.serve.liveness import Patience
 from toolkit.serve.logs import EventLog, RequestLog
+from toolkit.serve.rereading import Followed, Source, follow
 from toolkit.serve.server import Ending, check_exposure, listen, serve, url
 from toolkit.serve.settings import Settings
 from toolkit.serve.status import Status, facts_of
@@ -56,6 +61,8 @@ class Launch:
     on_foreign: OnForeign | None = None  # told where the engine is not the fitted one; None: it is refused
     ray: str = ""
     room_timeout_s: float = 60.0
+    callers: Source[Callers] | None = None  # where the settings' keys are from, if they may change while it runs
+    certificate: Source[SSLContext] | None = None  # None: no TLS
 
 
 def launch(order: Launch, on_ready: Callable[[str], None], on_checked: OnFound = lambda _: None) -> dict[str, int]:
@@ -78,12 +85,16 @@ def launch(order: Launch, on_ready: Callable[[str], None], on_checked: OnFound =
             workers = CheckedWorkers(workers, order.checks, on_checked)
         driver = _driver(order, workers, events, requests)
         status = Status(driver, facts_of(order.plan, order.settings.model)) if order.settings.status_page else None
-        app = make_app(driver, tokenizer, order.settings, status)
+        keyring = Keyring(order.settings.api_key, order.settings.keys)
+        app = make_app(driver, tokenizer, order.settings, status, keyring)
+        certificate = Certificate(order.certificate) if order.certificate else None
         gc.collect()
         gc.freeze()  # what was imported stays: no collection should stall all streams to walk over it
-        serving = serve(driver, app, listener, order.ending, lambda: on_ready(url(listener)))
+        tls = certificate.context if certificate else None
+        serving = serve(driver, app, listener, order.ending, lambda: on_ready(url(listener, tls=tls is not None)), tls)
+        following = follow(_followed(order, keyring, certificate), order.ending.say)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(_beside(serving, _flushes(events), status.sampling() if status else None))
+            runner.run(_beside(serving, _flushes(events), following, status.sampling() if status else None))
         return dict(driver.stats.ended)
 
 
@@ -141,6 +152,16 @@ def warm_up(plan: Plan) -> None:
     scheduler = make_scheduler(plan)
     scheduler.submit(Request("warm-up", 0.0, 1, 1), 0.0)
     scheduler.tick(0.0)
+
+
+def _followed(order: Launch, keyring: Keyring, certificate: Certificate | None) -> list[Followed[Any]]:
+    """What is read again while the server runs, and who takes it."""
+    found: list[Followed[Any]] = []
+    if order.callers:
+        found.append(Followed(order.callers, keyring.renew))
+    if order.certificate and certificate:
+        found.append(Followed(order.certificate, certificate.renew))
+    return found
 
 
 async def _flushes(events: EventLog | None) -> None:

@@ -56,7 +56,7 @@ class Exposition:
         model: str,
         *,
         vllm_names: bool,
-        accounts: Sequence[Account] = (),
+        accounts: Callable[[], Sequence[Account]] = tuple,
     ) -> None:
         self._stats = stats
         self._gauges = gauges
@@ -140,7 +140,7 @@ class Exposition:
         limited = CounterMetricFamily(
             "llmctl_key_limited", "Requests of a key that got 429, by limit.", labels=[*labels, "key", "limit"]
         )
-        for account in self._accounts:
+        for account in self._accounts():
             values = [*labels.values(), account.name]
             requests.add_metric(values, account.accepted)
             tokens.add_metric(values, account.taken_tokens)

@@ -10,6 +10,7 @@ import asyncio
 import ipaddress
 import signal
 import socket
+import ssl
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -71,9 +72,9 @@ def listen(host: str, port: int) -> socket.socket:
         raise InputError(f"cannot listen on {host} port {port}: {reason}", "choose another --port") from None
 
 
-def url(listener: socket.socket) -> str:
+def url(listener: socket.socket, *, tls: bool = False) -> str:
     host, port = listener.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return f"{'https' if tls else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 class SignalFreeServer(uvicorn.Server):
@@ -99,7 +100,12 @@ class Signals:
 
 
 async def serve(
-    driver: Driver, app: ASGIApp, listener: socket.socket, ending: Ending, on_ready: Callable[[], None]
+    driver: Driver,
+    app: ASGIApp,
+    listener: socket.socket,
+    ending: Ending,
+    on_ready: Callable[[], None],
+    tls: ssl.SSLContext | None = None,
 ) -> None:
     """Serve until a signal ends it. `EngineError` where a worker cannot load; a bug of the scheduler is raised."""
     signals = Signals()
@@ -115,6 +121,8 @@ async def serve(
         timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=LAST_BYTES_S,
     )
+    config.load()
+    config.ssl = tls
     server = SignalFreeServer(config)
     listening = asyncio.create_task(server.serve(sockets=[listener]))
     loading = asyncio.create_task(driver.start())

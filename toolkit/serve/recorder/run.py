@@ -31,6 +31,7 @@ class Recording:
     silence_s: float
     ending_s: float
     insecure: bool = False
+    authorities: Path | None = None  # who may have signed the upstream's certificate; None: the system's
 
 
 def record(order: Recording, on_ready: Callable[[str], None]) -> Counter[str]:
@@ -54,10 +55,11 @@ def record(order: Recording, on_ready: Callable[[str], None]) -> Counter[str]:
 async def _record(
     order: Recording, listener: socket.socket, log: TraceLog, on_ready: Callable[[str], None]
 ) -> Counter[str]:
-    async with Upstream(order.upstream, order.silence_s) as upstream:
+    async with Upstream(order.upstream, order.silence_s, order.authorities) as upstream:
         host, port = listener.getsockname()[:2]
         if upstream.address[1] == port and (upstream.address[0] == host or is_loopback(upstream.address[0])):
             raise InputError(f"{upstream.shown} is the recorder itself", "name the server behind it as --upstream")
+        await upstream.check_certificate()
         recorder = Recorder(upstream, log)
         await _serve(recorder, listener, order.ending_s, lambda: on_ready(url(listener)))
         return recorder.ended

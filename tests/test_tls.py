@@ -1,0 +1,170 @@
+"""TLS: the server's own certificate, those of servers that are asked, and one clear line where one is not believed."""
+
+import asyncio
+import json
+import ssl
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+from certificates import listening, needs_openssl, self_signed
+from serving import Server, fake_plan
+from sse_server import sse_server
+
+from toolkit.cli.main import run
+from toolkit.endpoints.look import look
+from toolkit.endpoints.target import find_target
+from toolkit.endpoints.upstream import Upstream, UpstreamError
+from toolkit.errors import InputError
+from toolkit.serve.certificate import certificate_source
+
+pytestmark = needs_openssl
+NOT_TRUSTED = "its certificate is not trusted: self-signed certificate"
+
+
+@pytest.fixture(scope="module")
+def ours(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    return self_signed(tmp_path_factory.mktemp("ours"), "ours")
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A certificate that is good for another host."""
+    return self_signed(tmp_path_factory.mktemp("other"), "other", "DNS:other.example")
+
+
+def shown_by(server: str) -> str:
+    host, port = server.removeprefix("https://").split(":")
+    return ssl.get_server_certificate((host, int(port)))
+
+
+def ended(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
+    with pytest.raises(SystemExit) as caught:
+        run(words)
+    assert isinstance(caught.value.code, int)
+    return caught.value.code, capsys.readouterr().err
+
+
+def test_the_server_speaks_tls_and_takes_a_renewed_certificate(tmp_path: Path, ours, other, monkeypatch, capsys):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    fake_plan(tmp_path)
+    certificate, key = tmp_path / "tls.crt", tmp_path / "tls.key"
+    options = ["--ssl-certfile", str(certificate), "--ssl-keyfile", str(key)]
+    for file, text in zip((certificate, key), map(Path.read_text, ours), strict=True):
+        file.write_text(text)
+    with Server(tmp_path / "plan.json", *options) as server:
+        assert server.url.startswith("https://127.0.0.1:")
+        trusting = httpx.Client(verify=ssl.create_default_context(cafile=ours[0]))
+        with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", http_client=trusting) as client:
+            chunks = client.completions.create(
+                model=server.ready["model"], prompt="a", max_tokens=20, stream=True, extra_body={"ignore_eos": True}
+            )
+            assert [chunk.choices[0].finish_reason for chunk in chunks][-1] == "length"
+        with pytest.raises(httpx.ConnectError, match="CERTIFICATE_VERIFY_FAILED"):
+            httpx.get(f"{server.url}/ready")
+        with pytest.raises(httpx.HTTPError):
+            httpx.get(f"http{server.url.removeprefix('https')}/ready")
+        code, _ = ended(capsys, "status")
+        assert code == 0, "a server of this machine is known by its certificate's file"
+        certificate.write_text(other[0].read_text())
+        key.write_text(other[1].read_text())
+        while shown_by(server.url) != other[0].read_text():
+            assert server.process.poll() is None
+        assert look(server.url, certificate=certificate).state == "ready", "under whatever name it was reached"
+        server.process.terminate()
+        _, said = server.process.communicate(timeout=60)
+    assert server.process.returncode == 0
+    assert "the certificate was read again" in said
+    assert "Traceback" not in said
+
+
+def test_a_certificate_without_its_key_keeps_the_old_one(tmp_path: Path, ours, other):
+    certificate = tmp_path / "both.pem"
+    certificate.write_text(ours[0].read_text() + ours[1].read_text())
+    source = certificate_source(certificate, None)
+    before = source.value
+    certificate.write_text(other[0].read_text() + ours[1].read_text())
+    with pytest.raises(InputError, match="not the key of the certificate"):
+        source.news()
+    assert source.value is before
+
+
+def test_what_is_no_certificate_is_one_line(tmp_path: Path, ours, other, capsys):
+    fake_plan(tmp_path)
+    locked, empty = tmp_path / "locked.key", tmp_path / "empty"
+    empty.write_text("")
+    command = ["openssl", "pkey", "-in", str(ours[1]), "-aes256", "-passout", "pass:x", "-out", str(locked)]
+    subprocess.run(command, check=True)
+    certificate = str(ours[0])
+    for options, said in (
+        (["--ssl-certfile", certificate, "--ssl-keyfile", str(other[1])], "not the key of the certificate"),
+        (["--ssl-certfile", certificate, "--ssl-keyfile", str(locked)], "locked.key: the key has a passphrase"),
+        (["--ssl-certfile", certificate], "ours.pem: no certificate and its key"),
+        (["--ssl-certfile", str(empty), "--ssl-keyfile", str(ours[1])], "no certificate and its key"),
+        (["--ssl-certfile", certificate, "--ssl-keyfile", str(tmp_path)], "cannot be read: Is a directory"),
+        (["--ssl-certfile", "nowhere"], "nowhere: cannot be read: No such file"),
+        (["--ssl-keyfile", str(ours[1])], "--ssl-keyfile without a certificate"),
+    ):
+        code, err = ended(capsys, "serve", str(tmp_path / "plan.json"), *options)
+        assert (code, err.count("error: ")) == (2, 1)
+        assert said in err
+
+
+def test_a_server_that_is_measured_has_to_be_believed(ours, monkeypatch):
+    with sse_server(tls=listening(*ours)) as server:
+        with pytest.raises(InputError) as caught:
+            find_target(server.url)
+        assert caught.value.message == f"{server.url}: {NOT_TRUSTED}"
+        assert "SSL_CERT_FILE" in caught.value.hint
+        assert look(server.url).state == "not trusted"
+        monkeypatch.setenv("SSL_CERT_FILE", str(ours[0]))
+        assert find_target(server.url).model == "tiny"
+        assert look(server.url, certificate=Path("gone.pem")).state == "not trusted"
+
+
+def test_the_recorder_verifies_its_upstream(tmp_path: Path, ours):
+    out = tmp_path / "log.jsonl"
+    with sse_server(tls=listening(*ours)) as server:
+        command = [sys.executable, "-m", "toolkit", "trace", "record", "--upstream", server.url]
+        command += ["--listen", "127.0.0.1:0", "--out", str(out), "--json", "--upstream-ca", str(ours[0])]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            url = json.loads(process.stdout.readline())["url"]
+            body = {"prompt": "a", "max_tokens": 3, "stream": True}
+            assert httpx.post(f"{url}/v1/completions", json=body, timeout=240).status_code == 200
+            process.terminate()
+    assert process.returncode == 0
+    assert json.loads(out.read_text())["output_length"] == 3
+
+
+def test_an_upstream_that_is_not_believed_is_one_line(tmp_path: Path, ours, other, capsys):
+    record = ["trace", "record", "--listen", "127.0.0.1:0", "--out", str(tmp_path / "log")]
+    with sse_server(tls=listening(*other)) as server:
+        upstream = ["--upstream", server.url]
+        wrong_host = f"{server.url}: its certificate is not trusted: IP address mismatch"
+        for options, said in (
+            ([], NOT_TRUSTED),
+            (["--upstream-ca", str(ours[0])], NOT_TRUSTED),
+            (["--upstream-ca", str(other[0])], wrong_host),
+            (["--upstream-ca", str(ours[1])], "ours.key: no certificate in it"),
+            (["--upstream-ca", "nowhere"], "nowhere: cannot be read"),
+        ):
+            code, err = ended(capsys, *record, *upstream, *options)
+            assert (code, err.count("error: ")) == (2, 1)
+            assert said in err
+    code, err = ended(capsys, *record, "--upstream", "http://127.0.0.1:1", "--upstream-ca", str(ours[0]))
+    assert (code, "shows no certificate" in err) == (2, True)
+
+
+def test_a_certificate_that_went_bad_is_told_to_clients_without_an_address(ours):
+    async def ask(url: str) -> str:
+        async with Upstream(url, 5.0) as upstream:
+            with pytest.raises(UpstreamError) as caught:
+                await upstream.send("GET", b"/v1/models", [], b"")
+            return str(caught.value)
+
+    with sse_server(tls=listening(*ours)) as server:
+        assert asyncio.run(ask(server.url)) == "the server behind this one shows a certificate that is not trusted"
