@@ -30,7 +30,7 @@ from toolkit.estimators.swap import LinearSwap
 from toolkit.files.fit import Segment
 from toolkit.sched.policies import make_policy
 from toolkit.sched.protocols import Oracle, Policy, Ranks
-from toolkit.sched.types import Decision, View
+from toolkit.sched.view import Decision, View
 from toolkit.sim.api import simulate
 from toolkit.sim.world import World
 from toolkit.traces.generate import Arrivals, generate

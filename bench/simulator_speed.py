@@ -34,7 +34,8 @@ from toolkit.sched.policies import ORACLES, POLICIES, make_policy
 from toolkit.sched.policies.past_future import PastFuturePolicy
 from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sched.scheduler import Scheduler
-from toolkit.sched.types import Job, Request, View, Worker
+from toolkit.sched.types import Job, Request, Worker
+from toolkit.sched.view import View
 from toolkit.sim.api import requests_of, virtual_workers
 from toolkit.sim.ledger import Ledger
 from toolkit.sim.loop import run

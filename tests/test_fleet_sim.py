@@ -15,7 +15,8 @@ from toolkit.sched.pace import by_pace, requests_per_s
 from toolkit.sched.policies import POLICIES, make_policy
 from toolkit.sched.scheduler import Scheduler
 from toolkit.sched.stranded import RETURN_S
-from toolkit.sched.types import BatchResult, Job, Request, View, Worker
+from toolkit.sched.types import BatchResult, Job, Request, Worker
+from toolkit.sched.view import View
 from toolkit.sim.api import simulate
 from toolkit.sim.world import World, fleet
 from toolkit.traces.types import Trace

@@ -13,7 +13,8 @@ from toolkit.estimators.memory import ZetaMemory
 from toolkit.estimators.swap import LinearSwap
 from toolkit.files.fit import SwapFit
 from toolkit.sched.eventlog import Moved, Recorder, from_lines, to_line
-from toolkit.sched.types import Batch, Decision, Moves, Request, RoundResult, Worker
+from toolkit.sched.types import Batch, Moves, Request, RoundResult, Worker
+from toolkit.sched.view import Decision
 from toolkit.sim.continuous import RoundWorker
 from toolkit.sim.ledger import Ledger
 

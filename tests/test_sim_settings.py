@@ -14,7 +14,8 @@ from toolkit.files.fit import Range
 from toolkit.files.io import write_file
 from toolkit.sched.policies import POLICIES, make_policy
 from toolkit.sched.policies.parameters import knobs
-from toolkit.sched.types import Decision, Request
+from toolkit.sched.types import Request
+from toolkit.sched.view import Decision
 from toolkit.sim.api import simulate
 from toolkit.sim.loop import SimulationStalledError
 from toolkit.sim.settings import WorldSettings, assign_settings, make_world, policy_for

@@ -9,7 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from toolkit.sched.history import History
-from toolkit.sched.types import Decision, Job, View
+from toolkit.sched.types import Job
+from toolkit.sched.view import Decision, View
 
 
 class LatencyLaw(Protocol):

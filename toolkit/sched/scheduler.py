@@ -24,7 +24,8 @@ from toolkit.sched.queues import Queues
 from toolkit.sched.ranked import RankedInbox
 from toolkit.sched.refusals import Refusals, too_long
 from toolkit.sched.rounds import Rounds
-from toolkit.sched.types import Batch, BatchResult, Job, Refusal, Request, RoundResult, View, Worker
+from toolkit.sched.types import Batch, BatchResult, Job, Refusal, Request, RoundResult, Worker
+from toolkit.sched.view import View
 
 _index = attrgetter("index")
 

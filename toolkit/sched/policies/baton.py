@@ -21,7 +21,8 @@ from toolkit.sched.footprint import Footprint, footprint
 from toolkit.sched.policies.continuous import last_first
 from toolkit.sched.policies.parameters import choice, chunk_knob, knob, validate
 from toolkit.sched.policies.routers import ROUTERS
-from toolkit.sched.types import Batch, Decision, Job, Moves, View, Worker
+from toolkit.sched.types import Batch, Job, Moves, Worker
+from toolkit.sched.view import Decision, View
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,8 @@ from typing import ClassVar
 from toolkit.sched.footprint import Footprint, footprint
 from toolkit.sched.policies.parameters import choice, chunk_knob, knob, validate
 from toolkit.sched.policies.routers import ROUTERS
-from toolkit.sched.types import NO_LIMIT, Batch, Decision, Job, View, Worker
+from toolkit.sched.types import NO_LIMIT, Batch, Job, Worker
+from toolkit.sched.view import Decision, View
 
 
 @dataclass(frozen=True, slots=True)

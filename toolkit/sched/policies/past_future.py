@@ -18,7 +18,8 @@ from toolkit.sched.history import History
 from toolkit.sched.kernels import admit_past_future
 from toolkit.sched.policies.continuous import ContinuousPolicy
 from toolkit.sched.policies.parameters import knob
-from toolkit.sched.types import Job, View, Worker
+from toolkit.sched.types import Job, Worker
+from toolkit.sched.view import View
 
 
 @dataclass(frozen=True, slots=True)

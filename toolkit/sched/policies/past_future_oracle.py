@@ -12,7 +12,8 @@ from toolkit.errors import InputError
 from toolkit.sched.footprint import Footprint
 from toolkit.sched.kernels import admit_knowing
 from toolkit.sched.policies.continuous import ContinuousPolicy
-from toolkit.sched.types import Job, View, Worker
+from toolkit.sched.types import Job, Worker
+from toolkit.sched.view import View
 
 
 @dataclass(frozen=True, slots=True)

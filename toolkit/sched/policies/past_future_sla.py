@@ -24,7 +24,8 @@ from toolkit.sched.policies.parameters import knob
 from toolkit.sched.policies.past_future import PastFuturePolicy
 from toolkit.sched.policies.routers import expected_output
 from toolkit.sched.residents import GENERATED, LENGTH, LIMIT
-from toolkit.sched.types import Job, View, Worker
+from toolkit.sched.types import Job, Worker
+from toolkit.sched.view import View
 
 Tokens = NDArray[np.int64]
 CYCLE = 100  # attempts to admit, of which a share is in the order of arrival

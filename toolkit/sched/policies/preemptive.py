@@ -44,7 +44,8 @@ from toolkit.sched.policies.placement import (
 from toolkit.sched.policies.routers import ROUTERS
 from toolkit.sched.protocols import LatencyLaw, Standing
 from toolkit.sched.ranked import RankedInbox
-from toolkit.sched.types import Batch, Decision, Job, View, Worker
+from toolkit.sched.types import Batch, Job, Worker
+from toolkit.sched.view import Decision, View
 
 
 @dataclass(frozen=True, slots=True)

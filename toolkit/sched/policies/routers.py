@@ -17,7 +17,8 @@ import numpy as np
 from toolkit.sched.footprint import peak_to_come
 from toolkit.sched.pace import by_pace, tokens_per_s
 from toolkit.sched.residents import GENERATED, LENGTH
-from toolkit.sched.types import Job, View, Worker
+from toolkit.sched.types import Job, Worker
+from toolkit.sched.view import View
 
 Router = Callable[[View, Sequence[Worker], int], Sequence[int]]  # and the most rows that the policy runs on a worker
 

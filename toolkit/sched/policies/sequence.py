@@ -16,7 +16,8 @@ import numpy as np
 
 from toolkit.sched.policies.parameters import knob, validate
 from toolkit.sched.policies.routers import round_robin
-from toolkit.sched.types import Batch, Decision, Job, View, Worker
+from toolkit.sched.types import Batch, Job, Worker
+from toolkit.sched.view import Decision, View
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,8 @@ import numpy as np
 from toolkit.sched.kernels import split_by_serving_time
 from toolkit.sched.policies.parameters import knob, validate
 from toolkit.sched.policies.shares import share_out
-from toolkit.sched.types import Batch, Decision, Job, View, Worker
+from toolkit.sched.types import Batch, Job, Worker
+from toolkit.sched.view import Decision, View
 
 
 @dataclass(frozen=True, slots=True)

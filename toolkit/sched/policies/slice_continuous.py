@@ -20,7 +20,8 @@ from toolkit.sched.policies.continuous import ContinuousPolicy
 from toolkit.sched.policies.parameters import choice, knob
 from toolkit.sched.policies.routers import ROUTERS, expected_output, holders, soonest
 from toolkit.sched.residents import GENERATED, JOINED, LENGTH, LIMIT
-from toolkit.sched.types import Job, View, Worker
+from toolkit.sched.types import Job, Worker
+from toolkit.sched.view import View
 
 SLICES = "slices"
 

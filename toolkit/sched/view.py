@@ -1,0 +1,74 @@
+"""What passes between the scheduler and a policy: the policy looks at a `View` and answers with a `Decision`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from toolkit.sched.history import History
+from toolkit.sched.types import Batch, Job, Worker
+
+
+@dataclass(slots=True)
+class View:
+    """What a policy may look at. The lists are the scheduler's own, live: read them, never write.
+
+    Where workers are `mixed`, of several kinds, every job of the pool has somebody alive who holds it
+    (`Worker.holds`), and is not given to anybody else.
+    """
+
+    pool: Sequence[Job]  # waiting and not routed, oldest ticket first
+    workers: Sequence[Worker]
+    due_s: float  # when the policy asked to be woken; -inf before its first plan
+    finished: History  # output lengths of the last requests that ended
+    rng: np.random.Generator  # the only randomness: a scheduler made with the same seed decides the same
+    now_s: float = 0.0
+    prioritised: bool = False  # some request had another priority than the default: until then nobody has to look
+    arrived: list[int] = field(default_factory=list)  # workers that jobs were routed to since the last plan
+    free: list[Worker] = field(init=False)  # alive and running nothing, by index: those that a plan can be for
+    mixed: bool = field(init=False)
+    kinds: list[list[Worker]] = field(init=False)  # of mixed workers those alive, by kind; the longest holder's last
+    _alive: list[Worker] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.mixed = not all(worker.is_like(self.workers[0]) for worker in self.workers)
+        self.workers_changed()
+
+    @property
+    def finished_lengths(self) -> Sequence[int]:
+        """Output lengths of the last finished requests, oldest first."""
+        return self.finished.recent
+
+    def alive(self) -> Sequence[Worker]:
+        return self._alive
+
+    def workers_changed(self) -> None:
+        """The scheduler says that a worker was lost or came back."""
+        self._alive = [worker for worker in self.workers if worker.alive]
+        self.free = [worker for worker in self._alive if worker.running is None]
+        self.kinds = _by_kind(self._alive) if self.mixed else []
+
+
+def _by_kind(workers: Sequence[Worker]) -> list[list[Worker]]:
+    kinds: list[list[Worker]] = []
+    for worker in workers:
+        kind = next((kind for kind in kinds if kind[0].is_like(worker)), None)
+        if kind is None:
+            kinds.append([worker])
+        else:
+            kind.append(worker)
+    return sorted(kinds, key=lambda kind: kind[0].longest)
+
+
+@dataclass(slots=True)  # not frozen: one is made per tick, and freezing triples its price
+class Decision:
+    """What a policy wants done: batches for workers' queues, in order, and when to ask it again at the latest.
+
+    `interrupt` names workers whose running round should stop early, since the policy could act on what has come.
+    """
+
+    batches: Sequence[Batch] = ()
+    wake_at_s: float | None = None  # None: leave `View.due_s` as it is
+    interrupt: Sequence[int] = ()
