@@ -25,6 +25,17 @@ class Request:
     life: int = 0  # how often its cache was dropped
 
 
+class FullAttentionSpec:
+    """A cache that grows with its tokens."""
+
+
+@dataclass
+class UniformTypeKVCacheSpecs:
+    """Layers with the same number of slots for a token."""
+
+    kv_cache_specs: dict[str, object]
+
+
 @dataclass
 class SchedulerOutput:
     """Who took part in a step, and in which of its lives it is to get a token."""
@@ -40,17 +51,22 @@ class SchedulerOutput:
 class AsyncScheduler:
     """First come, first served; what the real one does with the same names."""
 
-    def __init__(self, *, blocks=9, block_size=4, slots=4, budget=8, max_model_len=1000, ahead=False, **config) -> None:
+    def __init__(
+        self, *, blocks=9, block_size=4, slots=4, budget=8, max_model_len=1000, ahead=False, kind=None, **config
+    ):
         self.vllm_config = SimpleNamespace(
             speculative_config=None,
             parallel_config=SimpleNamespace(pipeline_parallel_size=1, data_parallel_size=1),
             kv_transfer_config=None,
-            model_config=SimpleNamespace(runner_type="generate"),
+            ec_transfer_config=None,
+            model_config=SimpleNamespace(runner_type="generate", is_diffusion=False),
             scheduler_config=SimpleNamespace(async_scheduling=ahead),
         )
         vars(self.vllm_config).update(config)
         self.cache_config = SimpleNamespace(num_gpu_blocks=blocks)
-        self.kv_cache_config = SimpleNamespace(kv_cache_groups=[None])
+        self.kv_cache_config = SimpleNamespace(
+            kv_cache_groups=[SimpleNamespace(kv_cache_spec=kind or FullAttentionSpec())]
+        )
         self.block_size = block_size
         self.max_num_running_reqs = self.max_num_active_reqs = slots
         self.max_model_len = max_model_len
@@ -168,6 +184,10 @@ def install(version="0.32.0+cpu") -> dict[str, ModuleType]:
         "vllm.v1.core.sched": {},
         "vllm.v1.core.sched.async_scheduler": {"AsyncScheduler": AsyncScheduler},
         "vllm.v1.core.sched.output": {"SchedulerOutput": SchedulerOutput},
+        "vllm.v1.kv_cache_interface": {
+            "FullAttentionSpec": FullAttentionSpec,
+            "UniformTypeKVCacheSpecs": UniformTypeKVCacheSpecs,
+        },
         "vllm.v1.request": {"Request": Request},
     }
     found = {}

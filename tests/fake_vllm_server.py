@@ -1,7 +1,8 @@
 """A Python that has a "vLLM": a server with its flags, its pages and its iteration log, and no model.
 
 It batches continuously, prefills in chunks and never preempts; a pass sleeps as long as `FORWARD_S` says. What it is
-told to do wrong is in its model's name: 'dies' ends while it loads, and 'breaks' answers groups of 3 with 500.
+told to do wrong is in its model's name: 'dies' ends while it loads, 'breaks' answers groups of 3 with 500, 'loads' is
+never ready, 'stubborn' does not end when it is asked to. An 'engine' is a process beside it, which it leaves behind.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import asyncio
 import json
 import os
 import signal
+import subprocess
 import sys
 import textwrap
 import time
@@ -181,12 +183,16 @@ class Front:
 async def serve() -> None:
     _, verb, model, *words = sys.argv
     assert verb == "serve"
+    if "engine" in model:
+        subprocess.Popen([sys.executable, "-c", "import signal; print('INFO: engine', flush=True); signal.pause()"])
+    if "loads" in model:
+        signal.pause()
     if "dies" in model:
         raise SystemExit("ValueError: the fake dies")
     flags = {word: (words[k + 1] if k + 1 < len(words) else "") for k, word in enumerate(words) if word[:2] == "--"}
     front = Front(flags, model)
     ended = asyncio.Event()
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, ended.set)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, (lambda: None) if "stubborn" in model else ended.set)
     running = asyncio.create_task(front.engine.run())
     async with await asyncio.start_server(front.answer, flags["--host"], int(flags["--port"])):
         print("INFO: ready")

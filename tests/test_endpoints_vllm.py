@@ -5,6 +5,7 @@ from pathlib import Path
 
 import fake_vllm_server
 import httpx
+import psutil
 import pytest
 import samples
 
@@ -39,6 +40,16 @@ def test_threads_are_bound_and_what_else_lies_beside_llmctl_is_not_shown(python:
     environment = VllmCommand(recipe_for(python, threads=1), "folder", "toy").environment(tmp_path)
     assert environment["VLLM_CPU_OMP_THREADS_BIND"].isdecimal()
     assert environment["PYTHONPATH"] == str(tmp_path)
+
+
+def test_one_that_does_not_end_is_killed_with_its_engine(python: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("toolkit.endpoints.vllm_server.END_S", 0.1)
+    command = VllmCommand(recipe_for(python), "engine-stubborn", "toy")
+    with vllm_server(command, quiet=True) as server:
+        processes = psutil.Process().children(recursive=True)
+    assert len(processes) == 2
+    assert psutil.wait_procs(processes, timeout=60)[1] == []
+    assert not server.running
 
 
 def test_a_server_that_dies_says_why(python: str):

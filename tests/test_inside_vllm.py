@@ -8,7 +8,7 @@ import sys
 import fake_vllm
 import pytest
 import samples
-from fake_vllm import Request, run
+from fake_vllm import FullAttentionSpec, Request, UniformTypeKVCacheSpecs, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -48,16 +48,19 @@ def fitted(tmp_path_factory):
 
 @pytest.fixture
 def make(monkeypatch, fitted):
-    scheduler_class = imported(monkeypatch)
+    scheduler_class, all_made = imported(monkeypatch), []
 
     def made(policy="past-future", log="", **shape):
         monkeypatch.setenv("LLMCTL_VLLM_POLICY", policy)
         if policy in (SLA, MLFQ):
             monkeypatch.setenv("LLMCTL_VLLM_FIT", str(fitted))
         monkeypatch.setenv("LLMCTL_VLLM_EVENT_LOG", log)
-        return scheduler_class(**shape)
+        all_made.append(scheduler_class(**shape))
+        return all_made[-1]
 
-    return made
+    yield made
+    for scheduler in all_made:
+        scheduler.shutdown()
 
 
 def several(count=8, prompt=6, limit=20, every=1):
@@ -129,11 +132,10 @@ def test_nobody_is_lost_whatever_comes(fitted, shapes, case, budget, block_size)
 
 
 @every_policy
-def test_its_log_replays(make, tmp_path, policy, ahead):
+def test_its_log_replays_also_of_one_that_was_killed(make, tmp_path, policy, ahead):
     log = tmp_path / "events.jsonl"
     scheduler = make(policy, log=str(log), ahead=bool(ahead))
     run(scheduler, several(), ahead=ahead)
-    scheduler.shutdown()
     header, *events = read(log)
     assert isinstance(header, Header)
     assert any(isinstance(event, Tick) and event.started for event in events)
@@ -164,7 +166,6 @@ def test_what_vllm_drops_by_itself_waits_again_and_is_in_the_log(make, tmp_path)
     scheduler = make("aggressive watermark=1.0 interval_steps=1", log=str(log), block_size=8, blocks=8, budget=40)
     requests = [Request(f"r{n}", 8, 24, 24) for n in range(4)]
     assert run(scheduler, requests) == truth(requests)
-    scheduler.shutdown()
     dropped = [event.result.dropped for event in read(log) if isinstance(event, CompleteRound)]
     assert sum(map(len, dropped)) == scheduler.ran_out > 0
 
@@ -190,6 +191,41 @@ def test_feedback_queues_pause_who_had_his_quantum_and_keep_his_cache(make):
     assert [request.life for request in requests] == [0, 0, 0, 0]
 
 
+def test_who_is_paused_keeps_his_row_too(make):
+    scheduler = make(MLFQ, blocks=1000, slots=3)
+    schedule, rows = scheduler.schedule, []
+
+    def scheduled():
+        output = schedule()
+        rows.append(len(scheduler.running))
+        return output
+
+    scheduler.schedule = scheduled
+    requests = several(10)
+    assert run(scheduler, requests) == truth(requests)
+    assert max(rows) == 3
+
+
+@every_policy
+def test_vllm_may_drop_every_cache_between_any_two_steps(make, tmp_path, policy, ahead):
+    log = tmp_path / "events.jsonl"
+    scheduler = make(policy, log=str(log), ahead=bool(ahead))
+    update, steps = scheduler.update_from_output, []
+
+    def updated(*args):
+        outputs = update(*args)
+        steps.append(None)
+        while len(steps) % 7 == 0 and scheduler.running:  # as its `reset_prefix_cache` does
+            scheduler._preempt_request(scheduler.running.pop(), 0.0, drop_stale_output=True)
+        return outputs
+
+    scheduler.update_from_output = updated
+    requests = several()
+    assert run(scheduler, requests, ahead=ahead) == truth(requests)
+    assert scheduler.steps.scheduler.jobs == 0
+    assert "dropped" in log.read_text()
+
+
 def test_feedback_queues_want_vllm_to_schedule_step_by_step(make):
     with pytest.raises(InputError, match=r"policy 'mlfq' pauses requests .*: start vLLM with --no-async-scheduling"):
         make(MLFQ, ahead=True)
@@ -212,6 +248,7 @@ def test_what_the_books_cannot_hold_is_left_to_vllm(make):
     long = Request("long", 20, 500, 5)
     assert run(scheduler, [session, long]) == {"session": 4, "long": 5}
     assert not scheduler.steps.scheduler._view.finished_lengths
+    assert not scheduler.waiting._open  # nothing of them is kept
 
 
 def test_a_request_that_fills_the_cache_to_its_last_token_is_ours(make):
@@ -277,11 +314,17 @@ def test_past_future_is_what_runs_where_nothing_is_said():
     [
         ({"speculative_config": object()}, "speculative decoding"),
         ({"kv_transfer_config": object()}, "a KV connector"),
+        ({"kind": object()}, "a model whose cache does not grow with its tokens"),
+        ({"kind": UniformTypeKVCacheSpecs({"a": FullAttentionSpec(), "b": object()})}, "a model whose cache does not"),
     ],
 )
 def test_what_it_was_not_tried_beside_is_refused(make, shape, what):
     with pytest.raises(InputError, match=f"our scheduler cannot run beside {what}"):
         make(**shape)
+
+
+def test_layers_of_one_kind_are_no_reason(make):
+    assert make(kind=UniformTypeKVCacheSpecs({"a": FullAttentionSpec(), "b": FullAttentionSpec()}))
 
 
 def test_a_log_that_cannot_be_written_is_refused(make, tmp_path):

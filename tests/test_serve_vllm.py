@@ -9,6 +9,7 @@ from pathlib import Path
 
 import fake_vllm_server
 import httpx
+import psutil
 import pytest
 import samples
 
@@ -79,6 +80,26 @@ def test_a_server_that_dies_is_an_engine_error(tmp_path: Path):
         _, said = server.communicate(timeout=60)
     assert server.returncode == 3
     assert "the fake dies" in said
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("source", ["engine", "engine-loads"])
+def test_nothing_of_vllm_is_left_when_llmctl_ends_killed_or_not(tmp_path: Path, source: str, number: signal.Signals):
+    with start(plan_for(tmp_path, source=source), "--shutdown-timeout", "1") as server:
+        assert server.stdout is not None
+        assert server.stderr is not None
+        if source == "engine":
+            assert server.stdout.readline()
+        assert next(line for line in server.stderr if "INFO: engine" in line)
+        processes = psutil.Process(server.pid).children(recursive=True)
+        server.send_signal(number)
+        left = psutil.wait_procs(processes, timeout=60)[1]
+        for process in left:
+            process.kill()
+        server.communicate(timeout=60)
+    assert len(processes) == 2
+    assert left == []
+    assert server.returncode == (0 if number is signal.SIGTERM else -number)
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,8 @@ from toolkit.errors import EngineError
 LOAD_S = 1800.0  # a large model from a slow disk, and its compiling
 LOOK_EVERY_S = 0.25
 END_S = 30.0  # from SIGTERM to SIGKILL
+REST_S = 5.0  # the same for processes that it leaves behind
+LOOK_AGAIN_S = 0.02
 TAIL_LINES = 40
 UP_S = 5.0  # for an answer of /health
 
@@ -96,15 +98,29 @@ class VllmServer:
             self._child.terminate()
 
     def stop(self) -> None:
-        """End it, by force where it does not."""
+        """End it, by force where it does not, and whatever of it stays behind."""
         self.signal_end()
         if self.wait(END_S) is None:
-            os.killpg(self._child.pid, signal.SIGKILL)  # its engine too, which would stay behind
+            os.killpg(self._child.pid, signal.SIGKILL)
             self._child.wait()
+        self._end_group()
         if self._child.stdin is not None:
             with contextlib.suppress(BrokenPipeError):
                 self._child.stdin.close()
         self._reader.join(UP_S)
+
+    def _end_group(self) -> None:
+        """vLLM ends its engine in order; one that is ended while it loads, or killed, leaves it behind."""
+        group = self._child.pid
+        deadline_s = time.monotonic() + REST_S
+        with contextlib.suppress(ProcessLookupError):  # nobody is left
+            os.killpg(group, signal.SIGTERM)
+            while time.monotonic() < deadline_s:
+                time.sleep(LOOK_AGAIN_S)
+                with contextlib.suppress(ChildProcessError):
+                    os.waitpid(-group, os.WNOHANG)  # process 1 of a container inherits them
+                os.killpg(group, 0)
+            os.killpg(group, signal.SIGKILL)
 
     def _keep_clear(self) -> None:
         """Move what is not the engine off the CPUs that its threads are bound to, now that they are.

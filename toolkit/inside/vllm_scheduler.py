@@ -24,6 +24,7 @@ from toolkit.inside.gate import Gate
 from toolkit.inside.one_line import one_line
 from toolkit.inside.setup import Setup, make_worker, read_setup, warm_up
 from toolkit.inside.steps import Orders, Steps
+from toolkit.inside.vllm_untried import refuse_untried
 from toolkit.sched.eventlog import Event, Header, Recorder, to_line
 from toolkit.sched.policies.parameters import parameters
 from toolkit.sched.scheduler import Scheduler
@@ -46,7 +47,7 @@ class LlmctlScheduler(AsyncScheduler):  # type: ignore[misc]  # vLLM is not ther
         self._closing = ExitStack()
         with one_line():
             setup = read_setup(os.environ)
-            self._refuse_what_was_not_tried(setup)
+            refuse_untried(self.vllm_config, self.kv_cache_config, setup.policy.name)
             self.steps = Steps(self._make_scheduler(setup))
         warm_up(setup)
         self.running: list[VllmRequest]
@@ -72,13 +73,7 @@ class LlmctlScheduler(AsyncScheduler):  # type: ignore[misc]  # vLLM is not ther
         self.deciding_s += time.perf_counter() - start_s
         if not self._paused:
             return super().schedule(throttle_prefills)
-        paused = [request for request in self.running if request.request_id in self._paused]
-        self.running = [request for request in self.running if request.request_id not in self._paused]
-        output = super().schedule(throttle_prefills)
-        if paused and not output.total_num_scheduled_tokens:  # who is paused holds the blocks that all others lack
-            self._preempt_request(paused.pop(), time.monotonic())
-        self.running += paused
-        return output
+        return self._schedule_others(throttle_prefills)
 
     def update_from_output(self, scheduler_output: SchedulerOutput, model_runner_output: Any) -> Any:
         outputs = super().update_from_output(scheduler_output, model_runner_output)
@@ -89,9 +84,9 @@ class LlmctlScheduler(AsyncScheduler):  # type: ignore[misc]  # vLLM is not ther
             for output in one.outputs:
                 if output.new_token_ids and output.request_id in self._ours:
                     tokens.add(output.request_id)
-                    if output.finish_reason is not None:
-                        ended.append(output.request_id)
-        self.steps.stepped(tokens, ended, time.monotonic())
+                if output.finish_reason is not None and output.request_id not in self.requests:  # a session goes on
+                    ended.append(output.request_id)
+        self.steps.stepped(tokens, [name for name in ended if name in self._ours], time.monotonic())
         self._forget(ended)
         self.deciding_s += time.perf_counter() - start_s
         return outputs
@@ -120,6 +115,22 @@ class LlmctlScheduler(AsyncScheduler):  # type: ignore[misc]  # vLLM is not ther
                 self.ran_out += 1
                 self.steps.drop(request_id)
         super()._preempt_request(request, timestamp, drop_stale_output)
+
+    def _schedule_others(self, throttle_prefills: bool) -> SchedulerOutput:
+        """vLLM's own `schedule`, which does not see who is paused.
+
+        They keep their blocks, and their rows: vLLM's newer model runner has one for each request that was not
+        preempted, in a pass or not, and --max-num-seqs of them.
+        """
+        paused = [request for request in self.running if request.request_id in self._paused]
+        self.running = [request for request in self.running if request.request_id not in self._paused]
+        self.max_num_active_reqs -= len(paused)
+        output = super().schedule(throttle_prefills)
+        self.max_num_active_reqs += len(paused)
+        if paused and not output.total_num_scheduled_tokens:  # who is paused holds what all others lack
+            self._preempt_request(paused.pop(), time.monotonic())
+        self.running += paused
+        return output
 
     def _submit(self, request: VllmRequest) -> bool:
         """The request for our books. Each row's last block is half empty on average, which the prompt is to answer for.
@@ -170,9 +181,10 @@ class LlmctlScheduler(AsyncScheduler):  # type: ignore[misc]  # vLLM is not ther
         return Recorder(setup.policy, [worker], sink)
 
     def _open_log(self, setup: Setup) -> Callable[[Event], None]:
+        """Whole lines at once: without --shutdown-timeout vLLM kills this process, and no line may be lost with it."""
         assert setup.event_log is not None
         try:
-            file = self._closing.enter_context(setup.event_log.open("wb"))
+            file = self._closing.enter_context(setup.event_log.open("wb", buffering=0))
         except OSError as error:
             raise InputError(f"{setup.event_log}: cannot be written: {error.strerror}") from None
 
@@ -180,22 +192,3 @@ class LlmctlScheduler(AsyncScheduler):  # type: ignore[misc]  # vLLM is not ther
             file.write(to_line(event))
 
         return write
-
-    def _refuse_what_was_not_tried(self, setup: Setup) -> None:
-        config = self.vllm_config
-        untried = {
-            "speculative decoding": config.speculative_config is not None,
-            "pipeline parallelism": config.parallel_config.pipeline_parallel_size > 1,
-            "data parallelism": config.parallel_config.data_parallel_size > 1,
-            "a KV connector": config.kv_transfer_config is not None,
-            "a model that generates nothing": config.model_config.runner_type != "generate",
-            "a model with caches of several kinds": len(self.kv_cache_config.kv_cache_groups) != 1,
-        }
-        for what, there in untried.items():
-            if there:
-                raise InputError(f"our scheduler cannot run beside {what}", "leave out --scheduler-cls")
-        if setup.policy.name == "mlfq" and config.scheduler_config.async_scheduling:
-            raise InputError(
-                "policy 'mlfq' pauses requests between steps, and vLLM schedules a step ahead",
-                "start vLLM with --no-async-scheduling",
-            )

@@ -1,7 +1,8 @@
 """vLLM's own server as a child: `python -m toolkit.inside.vllm_serve MODEL FLAGS`, as `vllm serve MODEL FLAGS`.
 
 It runs in vLLM's Python and imports nothing of ours. It ends when its standard input does, so that it does not outlive
-whoever started it, however that died.
+whoever started it, however that died. Whoever did gave it a session of its own: vLLM's engine, a process that an API
+server which is ended while it loads leaves behind, is in there and hears the signal too.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ def main() -> None:
 def _end_with_parent() -> None:
     while os.read(0, 1):
         pass
-    os.kill(os.getpid(), signal.SIGTERM)
+    os.killpg(0, signal.SIGTERM)
 
 
 if __name__ == "__main__":  # vLLM's own children import this file again
