@@ -69,7 +69,7 @@ def parse_settings(settings: list[str] | None) -> dict[str, bool | int | float |
 def parse_sla(targets: list[str] | None) -> dict[str, float]:
     """`key=seconds` words as targets. `InputError` for a key that is no target, or no positive number."""
     from toolkit.errors import InputError
-    from toolkit.files.recipe import sla_problem
+    from toolkit.files.sla import sla_problem
     from toolkit.sched.policies.parameters import split, value
 
     sla = {}

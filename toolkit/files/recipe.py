@@ -7,8 +7,8 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 from pydantic.json_schema import JsonSchemaValue
 
-from toolkit.errors import nearest
 from toolkit.files.envelope import Strict
+from toolkit.files.sla import SLA_KEYS, sla_problem
 from toolkit.files.vllm import VllmSpec
 
 NAME_PATTERN = r"^[a-z0-9][a-z0-9._-]{0,63}$"
@@ -19,9 +19,6 @@ Grid = Annotated[list[Positive], Field(min_length=1)]
 Scalar = bool | int | float | str | None
 
 TENSOR_PARALLEL = ("transformers", "rebatch", "vllm")  # engines whose workers may be groups of processes
-SLA_METRICS = ("ttft", "tpot", "itl", "mtpot", "e2e")
-SLA_STATISTICS = ("mean", "p50", "p90", "p95", "p99", "max")
-SLA_KEYS = [f"{metric}_{statistic}_s" for metric in SLA_METRICS for statistic in SLA_STATISTICS]
 
 
 class ModelSpec(Strict):
@@ -278,19 +275,6 @@ class Recipe(Strict):
             if problem:
                 raise ValueError(f"sla.{key}: {limit:g}: {problem}")
         return self
-
-
-def sla_problem(key: str, limit: float) -> str:
-    """What is wrong with a key that is no latency target, and the right one; '' for a target."""
-    if key in SLA_KEYS:
-        return ""
-    stem, _, unit = key.rpartition("_")
-    if f"{stem}_s" in SLA_KEYS:
-        in_seconds = f"{stem}_s: {limit / 1000:g}" if unit == "ms" else f"{stem}_s"
-        return f"targets are in seconds; write '{in_seconds}'"
-    if f"{key}_s" in SLA_KEYS:
-        return f"the unit is missing; write '{key}_s', in seconds"
-    return f"unknown target; {nearest(key, SLA_KEYS)}"
 
 
 def recipe_schema() -> JsonSchemaValue:

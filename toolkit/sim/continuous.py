@@ -9,10 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-from numpy.typing import NDArray
-
-from toolkit.sched.kernels import future_peak
 from toolkit.sched.passes import Group, Pass, Passes
 from toolkit.sched.protocols import LatencyLaw, SwapLaw
 from toolkit.sched.types import NO_LIMIT, Batch, Failure, Job, Moves, RoundResult
@@ -284,18 +280,7 @@ class RoundWorker(Decoding):
         """The true peak to come, once for each attempt to admit in this round: it stays the same between two ends."""
         attempts = -(-(self._steps + self._ran) // batch.stop_every) - -(-self._steps // batch.stop_every)
         if attempts:
-            ends = {admission: end for end, admission, _ in self._ends}
-            held = self._steps + self._emits
-            used = np.array([key + held for _, key, _, _ in self._resident.values()], dtype=np.int64)
-            left = [ends[admission] - self._steps for admission, *_ in self._resident.values()]
-            remaining = np.array(left, dtype=np.int64)
-            coming = [(job.length + self._emits, self._left(job) - self._emits) for job in self._newcomers.everybody()]
-            if coming:
-                used = np.append(used, [tokens for tokens, _ in coming])
-                remaining = np.append(remaining, [steps for _, steps in coming])
-            self._ledger.future_token_attempts += attempts * self._peak_to_come(used, remaining)
+            waiting = self._newcomers.everybody()
+            coming = [(job.length + self._emits, self._left(job) - self._emits) for job in waiting]
+            self._ledger.future_token_attempts += attempts * self._future_peak(coming)
             self._ledger.attempts += attempts
-
-    def _peak_to_come(self, used: NDArray[np.int64], remaining: NDArray[np.int64]) -> int:
-        """The most tokens that rows of `used` tokens will take, each leaving after its `remaining` steps."""
-        return int(future_peak(used, remaining))

@@ -11,6 +11,10 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from heapq import heappop, heappush
 
+import numpy as np
+from numpy.typing import NDArray
+
+from toolkit.sched.kernels import future_peak
 from toolkit.sched.protocols import LatencyLaw, SwapLaw
 from toolkit.sched.types import Job, Moves
 from toolkit.sim.gaps import Gaps
@@ -198,3 +202,15 @@ class Decoding:
         if gap_s > ledger.max_gap_s[k]:
             ledger.max_gap_s[k] = gap_s
         return k
+
+    def _future_peak(self, coming: Sequence[tuple[int, int]]) -> int:
+        """The most tokens that the residents will take, and with them those `coming`: tokens and steps left of each."""
+        ends = {admission: end for end, admission, _ in self._ends}
+        held = self._steps + self._emits
+        rows = [(key + held, ends[admission] - self._steps) for admission, key, _, _ in self._resident.values()]
+        used, remaining = np.array([*rows, *coming], dtype=np.int64).reshape(-1, 2).T.copy()
+        return self._peak_to_come(used, remaining)
+
+    def _peak_to_come(self, used: NDArray[np.int64], remaining: NDArray[np.int64]) -> int:
+        """The most tokens that rows of `used` tokens will take, each leaving after its `remaining` steps."""
+        return int(future_peak(used, remaining))
