@@ -80,13 +80,13 @@ def test_a_fit_of_another_engine_is_refused_with_both_sides(capsys: pytest.Captu
 
 
 def test_policy_parameters_and_workers_can_be_others_than_the_plans(plan: str):
-    from toolkit.cli.serve import _change
+    from toolkit.cli.serve_plan import changed
     from toolkit.files.io import read_file
     from toolkit.files.plan import Plan
 
     original = read_file(Plan, plan)
     assert original.policy.parameters["slice_tokens"] == 128
-    changed = _change(original, None, ["slice_tokens=64"], 3)
-    assert (changed.policy.parameters["slice_tokens"], changed.workers) == (64, 3)
-    other = _change(original, "sequence", ["batch_size=4"], None)
+    smaller = changed(original, None, ["slice_tokens=64"], 3)
+    assert (smaller.policy.parameters["slice_tokens"], smaller.workers) == (64, 3)
+    other = changed(original, "sequence", ["batch_size=4"], None)
     assert (other.policy.name, other.policy.parameters["batch_size"]) == ("sequence", 4)
