@@ -21,6 +21,7 @@ from pathlib import Path
 
 import httpx
 import psutil
+from raw_client import request, send
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
@@ -29,17 +30,14 @@ from serving import Server, fake_plan
 STEP_S, SLICE_TOKENS = 0.004, 32
 
 
-def request(tokens: int) -> bytes:
-    body = json.dumps({"prompt": "x" * 20, "max_tokens": tokens, "stream": True, "temperature": 0}).encode()
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nConnection: close\r\n"
-    return head + b"Content-Length: %d\r\n\r\n%s" % (len(body), body)
+def streamed(tokens: int) -> bytes:
+    return request(prompt="x" * 20, max_tokens=tokens, stream=True, temperature=0)
 
 
 async def read_all(port: int, tokens: int) -> float:
     """Seconds of one stream."""
     begin_s = time.perf_counter()
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    writer.write(request(tokens))
+    reader, writer = await send(port, streamed(tokens))
     if b"[DONE]" not in await reader.read(-1):
         raise RuntimeError("a stream was cut off")
     writer.close()
@@ -51,7 +49,7 @@ def stall(port: int, tokens: int) -> socket.socket:
     one = socket.socket()
     one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
     one.connect(("127.0.0.1", port))
-    one.sendall(request(tokens))
+    one.sendall(streamed(tokens))
     return one
 
 
@@ -72,8 +70,7 @@ async def running(http: httpx.AsyncClient) -> float:
 
 async def leave(port: int, http: httpx.AsyncClient) -> float:
     """Seconds from a client's end until nothing runs."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    writer.write(request(250))
+    reader, writer = await send(port, streamed(250))
     while b"data: {" not in await reader.read(1 << 14):
         pass
     writer.transport.abort()

@@ -21,6 +21,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
+from raw_client import request, send
 from serving import Server, fake_plan
 
 CLIENTS = 48
@@ -29,16 +30,12 @@ CLIENTS = 48
 async def ask(port: int, rng: random.Random) -> str:
     """How one request ended: 'complete', 'final error', 'refused' (503), 'no connection', or what went wrong."""
     tokens = rng.randint(8, 250)
-    body = json.dumps(
-        {"prompt": "x" * 20, "max_tokens": tokens, "stream": True, "stream_options": {"include_usage": True}}
-    )
+    asked = request(prompt="x" * 20, max_tokens=tokens, stream=True, stream_options={"include_usage": True})
     try:
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        reader, writer = await send(port, asked)
     except OSError:
         return "no connection"
     try:
-        head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nConnection: close\r\n"
-        writer.write(head + b"Content-Length: %d\r\n\r\n%s" % (len(body), body.encode()))
         received = await reader.read(-1)
     except ConnectionError:
         return "reset before an answer"

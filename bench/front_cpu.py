@@ -17,6 +17,7 @@ import tempfile
 from pathlib import Path
 
 import psutil
+from raw_client import request, send
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
@@ -25,12 +26,8 @@ from serving import fake_plan
 
 async def stream(port: int, tokens: int) -> int:
     """One streamed request; how many events it took."""
-    body = json.dumps({"prompt": "x" * 50, "max_tokens": tokens, "stream": True, "temperature": 0}).encode()
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    writer.write(
-        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nConnection: close\r\n"
-        b"Content-Length: %d\r\n\r\n%s" % (len(body), body)
-    )
+    asked = request(prompt="x" * 50, max_tokens=tokens, stream=True, temperature=0)
+    reader, writer = await send(port, asked)
     events = (await reader.read(-1)).count(b"data: {")
     writer.close()
     return events

@@ -28,6 +28,7 @@ from typing import NamedTuple
 
 import httpx
 import psutil
+from raw_client import request, send
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
@@ -102,12 +103,8 @@ class Served:
 
 async def stream(port: int, tokens: int) -> tuple[int, bool]:
     """One streamed request; how many events it took, and whether it was whole."""
-    body = json.dumps({"prompt": "x" * 50, "max_tokens": tokens, "stream": True, "temperature": 0}).encode()
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    writer.write(
-        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nConnection: close\r\n"
-        b"Content-Length: %d\r\n\r\n%s" % (len(body), body)
-    )
+    asked = request(prompt="x" * 50, max_tokens=tokens, stream=True, temperature=0)
+    reader, writer = await send(port, asked)
     received = await reader.read(-1)
     writer.close()
     return received.count(b"data: {"), b"[DONE]" in received

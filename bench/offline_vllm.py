@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from offline_child import Outputs, Serve, answer
+from vllm_alone import ENVIRONMENT, bind
 
 BLOCK = 32  # tokens
 ROWS = 128
@@ -23,13 +24,7 @@ ROWS = 128
 def load() -> tuple[Mapping[str, Any], Serve]:
     folder = Path(sys.argv[1])
     work = json.loads((folder / "work.json").read_text(encoding="utf-8"))
-    os.environ |= {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": f"0-{work['threads'] - 1}",
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-    }
+    os.environ |= ENVIRONMENT | bind(work["threads"])
     import vllm
     from vllm import LLM, SamplingParams, TokensPrompt
 

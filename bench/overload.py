@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from raw_client import request, send
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
@@ -86,21 +87,10 @@ def _quantile(values: list[float], share: float) -> float | None:
 
 async def ask(port: int, rng: random.Random) -> Got:
     """One streamed request of random lengths."""
-    body = json.dumps(
-        {
-            "prompt": "x" * rng.randint(20, 200),
-            "max_tokens": rng.randint(32, 192),
-            "stream": True,
-            "temperature": 0,
-            "ignore_eos": True,
-        }
-    ).encode()
+    prompt, tokens = "x" * rng.randint(20, 200), rng.randint(32, 192)
+    asked = request(prompt=prompt, max_tokens=tokens, stream=True, temperature=0, ignore_eos=True)
     got, begin_s = Got(), time.perf_counter()
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    writer.write(
-        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nConnection: close\r\n"
-        b"Content-Length: %d\r\n\r\n%s" % (len(body), body)
-    )
+    reader, writer = await send(port, asked)
     head = await reader.readuntil(b"\r\n\r\n")
     got.status = int(head[9:12])
     for line in head.decode().lower().split("\r\n"):

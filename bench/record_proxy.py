@@ -23,6 +23,7 @@ from typing import NamedTuple
 
 import psutil
 from front_stream import free_port
+from raw_client import request, send
 
 STAND_IN = """
 import json
@@ -57,13 +58,9 @@ class Took(NamedTuple):
 
 
 async def ask(port: int, tokens: int, *, stream: bool) -> Took:
-    body = json.dumps({"prompt": "x" * 50, "max_tokens": tokens, "stream": stream}).encode()
+    asked = request(prompt="x" * 50, max_tokens=tokens, stream=stream)
     begin_s = time.perf_counter()
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    writer.write(
-        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nConnection: close\r\n"
-        b"Content-Length: %d\r\n\r\n%s" % (len(body), body)
-    )
+    reader, writer = await send(port, asked)
     received = await reader.read(1 << 16)
     first_s = time.perf_counter() - begin_s
     received += await reader.read(-1)

@@ -12,13 +12,9 @@ from collections import deque
 from pathlib import Path
 from typing import Any
 
-os.environ |= {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "HF_HUB_OFFLINE": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_LOGGING_LEVEL": "ERROR",
-}
+from vllm_alone import ENVIRONMENT
+
+os.environ |= ENVIRONMENT | {"VLLM_LOGGING_LEVEL": "ERROR"}
 END = 7  # the token that ends a request before its limit
 
 

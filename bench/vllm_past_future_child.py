@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from vllm_alone import ENVIRONMENT, bind
 
 from toolkit.metrics import Served, latencies, meets_sla, statistic
 
@@ -156,15 +157,8 @@ class Bench:
 def main() -> None:
     folder = Path(sys.argv[1])
     work = json.loads((folder / "work.json").read_text(encoding="utf-8"))
-    os.environ |= {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": f"0-{work['threads'] - 1}",
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_LOGGING_LEVEL": "ERROR",
-        "LLMCTL_VLLM_POLICY": work["policy"],
-    }
+    os.environ |= ENVIRONMENT | bind(work["threads"])
+    os.environ |= {"VLLM_LOGGING_LEVEL": "ERROR", "LLMCTL_VLLM_POLICY": work["policy"]}
     import vllm
     from vllm.v1.core.sched.scheduler import Scheduler
 

@@ -1,5 +1,8 @@
 """Small, fixed inputs that several tests share. Numbers here are made up for tests and measured nowhere."""
 
+from pathlib import Path
+from typing import Any
+
 import toolkit
 from toolkit.files.envelope import Environment
 from toolkit.files.fit import (
@@ -14,7 +17,8 @@ from toolkit.files.fit import (
     StepRange,
     StepsFit,
 )
-from toolkit.files.profile import EngineFacts
+from toolkit.files.io import head, write_file
+from toolkit.files.profile import EngineFacts, Profile
 from toolkit.files.recipe import Recipe
 
 ENVIRONMENT = Environment(python="3.11", platform="test", processor="test", cpu_count=2, packages={}, device="cpu")
@@ -92,3 +96,12 @@ def recipe(**changes: object) -> Recipe:
             **changes,
         }
     )
+
+
+def write_fit(recipe: Path) -> None:
+    """profile.json without points and, made from it, fit.json, beside the recipe."""
+    profile, fitted = recipe.with_name("profile.json"), fit(engine="transformers")
+    about: dict[str, Any] = {"recipe_name": "test", "workers": 2, "clock": "wall", "engine": fitted.engine}
+    empty: dict[str, Any] = {"prefill": [], "decode": [], "slices": [], "memory": []}
+    write_file(Profile(**head({"recipe": recipe}), **about, **empty), profile)
+    write_file(fitted.model_copy(update=dict(head({"profile": profile}))), recipe.with_name("fit.json"))

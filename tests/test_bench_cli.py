@@ -4,11 +4,11 @@ import json
 import os
 import signal
 
+import commands
 import pytest
 import samples
 from sse_server import serve_request, sse_server, whole
 
-from toolkit.cli.main import run
 from toolkit.deploy.plan import make_plan
 from toolkit.files.io import write_file
 from toolkit.traces.read import read_trace
@@ -30,9 +30,7 @@ def plan(tmp_path):
 
 
 def llmctl(capsys, *args: object) -> tuple[int, str, str]:
-    with pytest.raises(SystemExit) as ended:
-        run(["bench", *map(str, args)])
-    return (ended.value.code, *capsys.readouterr())
+    return (commands.llmctl("bench", *args), *capsys.readouterr())
 
 
 def test_a_plan_s_prediction_stands_beside_what_was_measured(capsys, tmp_path, trace, plan):

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import samples
+from commands import llmctl
 from sse_server import serve_request, sse_server, whole
 
 from toolkit.bench.validate import Pair, hold, metric_errors, request_errors
@@ -98,9 +99,7 @@ def plan(tmp_path: Path) -> Path:
 
 def validate(plan: Path, url: str, *options: str) -> int:
     words = ["validate", str(plan), "--url", url, "--windows", "2", "--window", "1", "--rate", "20", *options]
-    with pytest.raises(SystemExit) as ended:
-        run(words)
-    return int(ended.value.code or 0)
+    return llmctl(*words)
 
 
 def test_a_validation_is_written_beside_the_plan_and_shown_by_those_who_predict(

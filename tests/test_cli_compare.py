@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import samples
+from commands import llmctl
 
-from toolkit.cli import main
 from toolkit.cli.figure import Panel, draw
 from toolkit.cli.plots import COLUMNS, ROWS, bars, chart
 from toolkit.files.io import write_file
@@ -20,13 +20,6 @@ from toolkit.sim.settings import make_world, policy_for
 from toolkit.traces.read import read_trace
 from toolkit.traces.types import Trace
 from toolkit.traces.write import write_trace
-
-
-def llmctl(*words: object) -> int:
-    with pytest.raises(SystemExit) as caught:
-        main.run([str(word) for word in words])
-    assert isinstance(caught.value.code, int)
-    return caught.value.code
 
 
 @pytest.fixture

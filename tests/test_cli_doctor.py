@@ -5,8 +5,8 @@ import os
 from pathlib import Path
 
 import pytest
+from commands import llmctl
 
-from toolkit.cli import main
 from toolkit.deploy.checks import Check
 from toolkit.deploy.machine import check_machine
 from toolkit.deploy.readiness import check_recipe
@@ -29,10 +29,7 @@ profile: {batch_sizes: [1], input_lengths: [8], cached_lengths: [8], memory_leng
 
 
 def doctor(*words: str) -> int:
-    with pytest.raises(SystemExit) as caught:
-        main.run(["doctor", *words])
-    assert isinstance(caught.value.code, int)
-    return caught.value.code
+    return llmctl("doctor", *words)
 
 
 def checked(folder: Path, old: str = "", new: str = "", devices: Devices = CPU_ONLY) -> dict[str, Check]:

@@ -7,6 +7,7 @@ from types import ModuleType
 
 import pytest
 import typer
+from commands import llmctl
 
 import toolkit
 from toolkit.cli import main
@@ -16,14 +17,6 @@ HEAVY = {"torch", "transformers", "ray", "scipy", "optuna", "fastapi", "starlett
 HEAVY |= {"matplotlib"}
 
 NAMES = list(main.COMMANDS)
-
-
-def llmctl(*words: str) -> int:
-    """Run in this process; the exit code."""
-    with pytest.raises(SystemExit) as caught:
-        main.run(words)
-    assert isinstance(caught.value.code, int)
-    return caught.value.code
 
 
 @pytest.fixture

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 import samples
+from commands import llmctl
 
 from toolkit.cli import main
 from toolkit.files.fit import Fit
 from toolkit.files.io import head, read_file, write_file
 from toolkit.files.plan import Plan
-from toolkit.files.profile import Profile
 from toolkit.files.tuning import Outcome, PolicyResult, Trial, Tuning, Window
 
 RECIPE = """\
@@ -58,31 +58,14 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The working directory, with recipe.yaml, profile.json, fit.json and tuning.json, made from each other."""
     monkeypatch.chdir(tmp_path)
     Path("recipe.yaml").write_text(RECIPE)
-    profile = Profile(
-        **head({"recipe": Path("recipe.yaml")}),
-        recipe_name="test",
-        workers=2,
-        clock="wall",
-        engine=samples.fit(engine="transformers").engine,
-        prefill=[],
-        decode=[],
-        slices=[],
-        memory=[],
-    )
-    write_file(profile, "profile.json")
-    write_file(
-        samples.fit(engine="transformers").model_copy(update=dict(head({"profile": "profile.json"}))), "fit.json"
-    )
+    samples.write_fit(Path("recipe.yaml"))
     write_file(tuning({"recipe": Path("recipe.yaml"), "fit": Path("fit.json")}), "tuning.json")
     return tmp_path
 
 
 def render(*words: str, tuned: bool = True) -> int:
     given = ["render", "recipe.yaml", "--fit", "fit.json", *(["--tuning", "tuning.json"] if tuned else []), *words]
-    with pytest.raises(SystemExit) as caught:
-        main.run(given)
-    assert isinstance(caught.value.code, int)
-    return caught.value.code
+    return llmctl(*given)
 
 
 def sources(plan: Plan) -> dict[str, str]:

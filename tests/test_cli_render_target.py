@@ -5,8 +5,8 @@ from pathlib import Path
 
 import orders
 import pytest
+from commands import llmctl
 
-from toolkit.cli import main
 from toolkit.deploy.folder import read_manifest
 from toolkit.errors import InputError
 from toolkit.files import io
@@ -29,10 +29,7 @@ def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Plan:
 
 
 def render(*words: str, source: str = "plan.json") -> int:
-    with pytest.raises(SystemExit) as caught:
-        main.run(["render", source, *words])
-    assert isinstance(caught.value.code, int)
-    return caught.value.code
+    return llmctl("render", source, *words)
 
 
 def contents(folder: str) -> dict[str, bytes]:

@@ -14,9 +14,9 @@ import httpx
 import orders
 import psutil
 import pytest
+from commands import llmctl
 from serving import Server, fake_plan
 
-from toolkit.cli import main
 from toolkit.deploy import managers
 from toolkit.deploy.running import Running, folder_of_states, name_of, recall, remember
 from toolkit.endpoints.look import RUNNING, WAITING, Look
@@ -54,13 +54,6 @@ def keyed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Keyed]:
         manager.settimeout(60)
         with Server(folder / "plan.json", "--api-key-file", str(folder / "key"), **around) as running:
             yield Keyed(running, manager.recv(64), around["XDG_STATE_HOME"])
-
-
-def llmctl(*words: str) -> int:
-    with pytest.raises(SystemExit) as caught:
-        main.run(words)
-    assert isinstance(caught.value.code, int)
-    return caught.value.code
 
 
 def gone(pid: int = 1) -> Running:

@@ -5,11 +5,10 @@ from pathlib import Path
 
 import pytest
 import samples
+from commands import llmctl
 
-from toolkit.cli import main
-from toolkit.files.io import head, read_file, write_file
+from toolkit.files.io import read_file
 from toolkit.files.plan import Plan
-from toolkit.files.profile import Profile
 from toolkit.files.tuning import Tuning
 
 RECIPE = """\
@@ -31,32 +30,11 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The working directory, with a recipe whose policy is a poor one, and a fit of it."""
     monkeypatch.chdir(tmp_path)
     Path("recipe.yaml").write_text(RECIPE)
-    profile = Profile(
-        **head({"recipe": Path("recipe.yaml")}),
-        recipe_name="test",
-        workers=2,
-        clock="wall",
-        engine=samples.fit(engine="transformers").engine,
-        prefill=[],
-        decode=[],
-        slices=[],
-        memory=[],
-    )
-    write_file(profile, "profile.json")
-    write_file(
-        samples.fit(engine="transformers").model_copy(update=dict(head({"profile": "profile.json"}))), "fit.json"
-    )
+    samples.write_fit(Path("recipe.yaml"))
     Path("profile.json").unlink()  # so that the laws are scaled, not resampled
     rows = [{"timestamp": 25 * k, "input_length": 40 + 7 * k % 90, "output_length": 8 + 5 * k % 60} for k in range(900)]
     Path("trace.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return tmp_path
-
-
-def llmctl(*words: str) -> int:
-    with pytest.raises(SystemExit) as caught:
-        main.run(words)
-    assert isinstance(caught.value.code, int)
-    return caught.value.code
 
 
 def tune(*words: str) -> int:

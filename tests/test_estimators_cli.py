@@ -3,9 +3,9 @@
 import json
 
 import pytest
+from commands import llmctl
 from synthetic_profiles import LAW, make_profile, make_rounds, probe_all
 
-from toolkit.cli import main
 from toolkit.estimators.load import laws_from_fit
 from toolkit.files.fit import Fit
 from toolkit.files.io import read_file, write_file
@@ -13,9 +13,7 @@ from toolkit.files.profile import Profile
 
 
 def run(*words: str) -> int:
-    with pytest.raises(SystemExit) as end:
-        main.run(list(words))
-    return int(end.value.code or 0)
+    return llmctl(*words)
 
 
 @pytest.fixture

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 import samples
+from commands import llmctl
 
-from toolkit.cli import main
 from toolkit.cli.fleet import open_fleet, plan_of_fleet
 from toolkit.deploy.plan import make_plan
 from toolkit.errors import InputError
@@ -94,9 +94,7 @@ def test_a_recipe_is_no_fleet_and_a_fleet_no_recipe(unequal):
 
 
 def run(*words: str) -> int:
-    with pytest.raises(SystemExit) as caught:
-        main.run(list(words))
-    return int(caught.value.code or 0)
+    return llmctl(*words)
 
 
 def test_commands_take_a_fleet_where_they_take_a_recipe(unequal, monkeypatch, capsys):

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from around import Around
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_sim_contract import CASES, HOST_TOKENS, LAW, trace_of
@@ -54,19 +55,11 @@ def test_a_fleet_of_one_kind_is_the_plain_world(case, joining):
     assert np.array_equal(actual.served.finish_s, expected.served.finish_s)
 
 
-class Watch:
+class Watch(Around):
     """Holds the decisions of a static policy against the memory of whom they are for."""
 
-    continuous = False
-
-    def __init__(self, policy):
-        self.name, self._policy = policy.name, policy
-
-    def route(self, view, now_s):
-        return self._policy.route(view, now_s)
-
     def plan(self, view, now_s):
-        decision = self._policy.plan(view, now_s)
+        decision = super().plan(view, now_s)
         for batch in decision.batches:
             worker = view.workers[batch.worker]
             longest = max(job.limit_tokens for job in batch.jobs)

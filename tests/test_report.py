@@ -8,9 +8,9 @@ import pytest
 import samples
 import synthetic_profiles
 from browser import chromium, page_of
+from commands import llmctl
 from test_cli_render import tuning
 
-from toolkit.cli.main import run
 from toolkit.deploy.plan import make_plan
 from toolkit.files.io import head, write_file
 from toolkit.files.validation import MetricError, RequestError, Validation, WindowResult
@@ -100,17 +100,13 @@ def test_a_file_about_another_fit_is_not_shown(folder: Path, capsys):
     write_file(other, folder / "fit.json")
     tuned = tuning({"recipe": folder / "recipe.json", "fit": folder / "fit.json"})
     write_file(tuned, folder / "tuning.json")
-    with pytest.raises(SystemExit) as ended:
-        run(["report", str(folder / "plan.json"), "--out", str(folder / "report.html")])
-    assert ended.value.code == 0
+    assert llmctl("report", folder / "plan.json", "--out", folder / "report.html") == 0
     assert "tuning.json is about another fit, not the one that is shown here" in capsys.readouterr().err
     assert "not the one that is shown here" in (folder / "report.html").read_text()
 
 
 def test_a_source_that_cannot_be_read_is_one_line(tmp_path: Path, capsys):
-    with pytest.raises(SystemExit) as ended:
-        run(["report", str(tmp_path / "plan.json"), "--out", str(tmp_path / "report.html")])
-    assert ended.value.code == 2
+    assert llmctl("report", tmp_path / "plan.json", "--out", tmp_path / "report.html") == 2
     assert not (tmp_path / "report.html").exists()
 
 

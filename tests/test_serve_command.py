@@ -4,18 +4,16 @@ import socket
 from pathlib import Path
 
 import pytest
+from commands import llmctl
 from serving import fake_plan
 
 import toolkit
-from toolkit.cli.main import run
 from toolkit.files.io import write_file
 
 
 def fails(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     """The one line that `llmctl serve` ends with; its exit code is 2."""
-    with pytest.raises(SystemExit) as ended:
-        run(["serve", *words])
-    assert ended.value.code == 2
+    assert llmctl("serve", *words) == 2
     lines = [line for line in capsys.readouterr().err.splitlines() if not line.startswith(("note:", "loading"))]
     assert lines[0].startswith("error: ")
     return "\n".join(lines)
@@ -63,9 +61,7 @@ def test_a_log_that_cannot_be_written(capsys: pytest.CaptureFixture[str], plan: 
 
 def test_an_engine_that_cannot_load_ends_it(capsys: pytest.CaptureFixture[str], tmp_path: Path):
     fake_plan(tmp_path, no_such_key=1)
-    with pytest.raises(SystemExit) as ended:
-        run(["serve", str(tmp_path / "plan.json")])
-    assert ended.value.code == 3
+    assert llmctl("serve", tmp_path / "plan.json") == 3
     assert "model.config.no_such_key: the fake engine has no such key" in capsys.readouterr().err
 
 

@@ -4,8 +4,8 @@ import re
 from pathlib import Path
 
 import pytest
+from commands import llmctl
 
-from toolkit.cli import main
 from toolkit.errors import InputError
 from toolkit.files.fit import Fit
 from toolkit.files.fits import fit_path, shipped_fit
@@ -21,9 +21,7 @@ GPU_RECIPES = [
 
 
 def run(given: list[str]) -> object:
-    with pytest.raises(SystemExit) as ended:
-        main.run(given)
-    return ended.value.code
+    return llmctl(*given)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -5,15 +5,14 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
+from around import Around
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from toolkit.estimators.laws import SegmentedLaw
 from toolkit.estimators.memory import ZetaMemory
 from toolkit.files.fit import Segment
-from toolkit.sched.history import History
 from toolkit.sched.policies import make_policy
-from toolkit.sched.protocols import LooksBack, Reorders, Reschedules
 from toolkit.sim.api import simulate
 from toolkit.sim.world import World
 from toolkit.traces.types import Trace
@@ -156,28 +155,11 @@ def test_leaping_equals_stepping(work, policy, interval, max_prefill, emits, pad
     assert result.counters["evicted_percent"] == 100.0 * sum(row.evictions for row in rows) / len(rows)
 
 
-class Stepwise:
-    """Decides as another policy does, but is asked after every step."""
-
-    continuous = True
-
-    def __init__(self, policy):
-        self._policy, self.name = policy, policy.name
-
-    def first_history(self):
-        return self._policy.first_history() if isinstance(self._policy, LooksBack) else History(1000)
-
-    def release(self, view, now_s):
-        return self._policy.release(view, now_s) if isinstance(self._policy, Reschedules) else ()
-
-    def reorder(self, view, now_s):
-        return self._policy.reorder(view, now_s) if isinstance(self._policy, Reorders) else ((), ())
-
-    def route(self, view, now_s):
-        return self._policy.route(view, now_s)
+class Stepwise(Around):
+    """It is asked after every step."""
 
     def plan(self, view, now_s):
-        decision = self._policy.plan(view, now_s)
+        decision = super().plan(view, now_s)
         for batch in decision.batches:
             batch.steps = 1
         return decision

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from around import Around
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -12,9 +13,8 @@ from toolkit.estimators.laws import bilinear_law
 from toolkit.estimators.memory import ZetaMemory
 from toolkit.estimators.swap import LinearSwap
 from toolkit.sched.eventlog import Recorder, from_lines, replay, to_line
-from toolkit.sched.history import History
 from toolkit.sched.policies import ORACLES, POLICIES, make_policy
-from toolkit.sched.protocols import LooksBack, Oracle, Ranks, Reorders, Reschedules
+from toolkit.sched.protocols import Oracle
 from toolkit.sched.scheduler import Scheduler
 from toolkit.sched.types import BatchResult, Moves, Request, Worker
 from toolkit.sim.api import requests_of, simulate, virtual_workers
@@ -92,26 +92,11 @@ def test_every_policy_has_a_case():
     assert {policy for policy, _ in CASES.values()} == set(POLICIES)
 
 
-class Watch:
-    """A policy that decides like another, and checks what must hold of every policy."""
-
-    def __init__(self, policy):
-        self._policy = policy
-        self.name = policy.name
-        self.continuous = policy.continuous
-        if isinstance(policy, Ranks):
-            self.standings = policy.standings
-
-    def first_history(self):
-        return self._policy.first_history() if isinstance(self._policy, LooksBack) else History(1000)
-
-    def told(self, output_tokens):
-        return Watch(self._policy.told(output_tokens)) if isinstance(self._policy, Oracle) else self
+class Watch(Around):
+    """It checks what must hold of every policy."""
 
     def release(self, view, now_s):
-        if not isinstance(self._policy, Reschedules):
-            return ()
-        leaving = self._policy.release(view, now_s)
+        leaving = super().release(view, now_s)
         assert len(set(leaving)) == len(leaving)
         for job in leaving:
             worker = view.workers[job.home]
@@ -119,14 +104,8 @@ class Watch:
             assert job in worker.residents.jobs, "a job leaves that is not there"
         return leaving
 
-    def reorder(self, view, now_s):
-        return self._policy.reorder(view, now_s) if isinstance(self._policy, Reorders) else ((), ())
-
-    def route(self, view, now_s):
-        return self._policy.route(view, now_s)
-
     def plan(self, view, now_s):
-        decision = self._policy.plan(view, now_s)
+        decision = super().plan(view, now_s)
         jobs = [job for batch in decision.batches for job in batch.jobs]
         assert len({id(job) for job in jobs}) == len(jobs), "a job in two batches"
         busy = {id(job) for w in view.workers for b in [w.running, *w.queue] if b for job in b.jobs}

@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import samples
+from commands import llmctl
 
-from toolkit.cli import main
 from toolkit.errors import InputError
 from toolkit.files.io import write_file
 from toolkit.sched.policies import KNOWN, make_any, make_policy, refuse_unservable
@@ -21,13 +21,6 @@ from toolkit.tuning.tune import Inputs, tune
 from toolkit.tuning.workload import make_workload
 
 HEAD = {"tool_version": "0", "environment": samples.ENVIRONMENT, "inputs": {}}
-
-
-def llmctl(*words: object) -> int:
-    with pytest.raises(SystemExit) as caught:
-        main.run([str(word) for word in words])
-    assert isinstance(caught.value.code, int)
-    return caught.value.code
 
 
 def trace(n: int = 2000) -> Trace:

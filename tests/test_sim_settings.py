@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import samples
+from commands import llmctl
 
-from toolkit.cli import main
 from toolkit.errors import InputError
 from toolkit.files.fit import Range
 from toolkit.files.io import write_file
@@ -25,13 +25,6 @@ from toolkit.traces.generate import backlog
 from toolkit.traces.lengths import Lengths
 from toolkit.traces.types import Trace
 from toolkit.traces.write import write_trace
-
-
-def llmctl(*words: object) -> int:
-    with pytest.raises(SystemExit) as caught:
-        main.run([str(word) for word in words])
-    assert isinstance(caught.value.code, int)
-    return caught.value.code
 
 
 def trace_of(prompts: list[int], outputs: list[int]) -> Trace:

@@ -11,10 +11,10 @@ import httpx
 import openai
 import pytest
 from certificates import listening, needs_openssl, self_signed
+from commands import llmctl
 from serving import Server, fake_plan
 from sse_server import sse_server
 
-from toolkit.cli.main import run
 from toolkit.endpoints.look import look
 from toolkit.endpoints.target import find_target
 from toolkit.endpoints.upstream import Upstream, UpstreamError
@@ -42,10 +42,7 @@ def shown_by(server: str) -> str:
 
 
 def ended(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
-    with pytest.raises(SystemExit) as caught:
-        run(words)
-    assert isinstance(caught.value.code, int)
-    return caught.value.code, capsys.readouterr().err
+    return llmctl(*words), capsys.readouterr().err
 
 
 def test_the_server_speaks_tls_and_takes_a_renewed_certificate(tmp_path: Path, ours, other, monkeypatch, capsys):

@@ -12,6 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 import sse_server
+from commands import llmctl
 from hypothesis import given
 from hypothesis import strategies as st
 from sse_server import DONE, chunked, event, tokens_event, usage_event, whole
@@ -349,11 +350,8 @@ def test_the_command_records_and_ends_in_order(tmp_path: Path):
     ],
 )
 def test_what_cannot_be_recorded_is_one_line(tmp_path: Path, capsys, options, said):
-    from toolkit.cli.main import run
 
-    with pytest.raises(SystemExit) as ended:
-        run(["trace", "record", "--out", str(tmp_path / "log"), *options])
-    assert ended.value.code == 2
+    assert llmctl("trace", "record", "--out", tmp_path / "log", *options) == 2
     error = capsys.readouterr().err
     assert said in error
     assert SECRET not in error

@@ -5,9 +5,9 @@ import shlex
 import shutil
 from pathlib import Path
 
+import commands
 import pytest
 
-from toolkit.cli.main import run
 from toolkit.errors import InputError
 from toolkit.traces.read import read_trace
 from toolkit.traces.shipped import FOLDER, trace_path
@@ -17,9 +17,7 @@ COMMANDS = [line.strip() for line in DOCS.splitlines() if "trace generate --rate
 
 
 def llmctl(capsys, *args: object) -> tuple[int, str, str]:
-    with pytest.raises(SystemExit) as ended:
-        run([str(arg) for arg in args])
-    return (ended.value.code, *capsys.readouterr())
+    return (commands.llmctl(*args), *capsys.readouterr())
 
 
 @pytest.mark.parametrize("command", COMMANDS)

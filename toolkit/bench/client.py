@@ -79,8 +79,7 @@ def run(target: Target, trace: Trace, load: Load, on_done: Callable[[], None]) -
 
 async def replay(target: Target, trace: Trace, load: Load, on_done: Callable[[], None]) -> Replay:
     """`run` on the caller's loop; cancelling the task interrupts it."""
-    columns = zip(trace.arrival_s.tolist(), trace.prompt_tokens.tolist(), trace.output_tokens.tolist(), strict=True)
-    samples = [Sample(*row) for row in columns]
+    samples = [Sample(arrival_s, prompt, output) for arrival_s, prompt, output, _, _ in trace.rows()]
     sender = _Sender(target, load)
     limits, priorities = trace.max_tokens.tolist(), trace.priorities
     first = range(min(len(samples), PREPARED))

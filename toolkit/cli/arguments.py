@@ -59,6 +59,17 @@ SlaOption = Annotated[
 ]
 
 
+MaxErrorOption = Annotated[
+    float | None,
+    typer.Option(min=0.0, help="Exit code 4 where throughput or a mean latency is off by more percent."),
+]
+ModelOption = Annotated[str | None, typer.Option(help="The model's name; default: the first that the server has.")]
+ApiKeyOption = Annotated[str, typer.Option(envvar="LLMCTL_API_KEY", help="The server's key.")]
+ForeignOption = Annotated[
+    bool, typer.Option("--force", help="Go on though the plan is of another device, engine, version or model.")
+]
+
+
 def parse_settings(settings: list[str] | None) -> dict[str, bool | int | float | str]:
     """`key=value` words as a dict: whole numbers, numbers, true and false, else text. `InputError` without a '='."""
     from toolkit.sched.policies.parameters import from_words

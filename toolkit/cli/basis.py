@@ -9,6 +9,7 @@ from toolkit.cli.output import note
 
 if TYPE_CHECKING:
     from toolkit.files.fit import Fit
+    from toolkit.files.plan import Plan, PlannedPolicy
     from toolkit.files.validation import Validation
 
 VALIDATION = "validation.json"  # beside the fit that it is about
@@ -36,6 +37,27 @@ def read_fit(path: Path, recipe: Path, *, force: bool) -> Fit:
             raise
         warn_of_foreign(error.message)
         return read_file(Fit, path)
+
+
+def plan_of_recipe(
+    recipe: str | Path,
+    fit: Path,
+    tuning: Path | None,
+    given: PlannedPolicy | None = None,
+    *,
+    force: bool = False,
+) -> Plan:
+    """The plan of a recipe, its fit and perhaps its tuning; with `force` from a fit of another recipe, too."""
+    from toolkit.cli.arguments import open_recipe
+    from toolkit.deploy.plan import make_plan
+    from toolkit.files.io import read_file, recipe_path
+    from toolkit.files.tuning import Tuning
+
+    made_from = {"recipe": recipe_path(recipe), "fit": fit}
+    tuned = read_file(Tuning, tuning, inputs=made_from) if tuning else None
+    inputs = made_from | ({"tuning": tuning} if tuning else {})
+    fitted = read_fit(fit, made_from["recipe"], force=force)
+    return make_plan(open_recipe(made_from["recipe"]), fitted, tuned, inputs, given)
 
 
 def note_basis(fit: Fit, path: Path) -> None:

@@ -7,7 +7,15 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from toolkit.cli.arguments import JsonOption, SlaOption, parse_sla
+from toolkit.cli.arguments import (
+    ApiKeyOption,
+    ForeignOption,
+    JsonOption,
+    MaxErrorOption,
+    ModelOption,
+    SlaOption,
+    parse_sla,
+)
 
 if TYPE_CHECKING:
     from toolkit.bench.report import BenchReport
@@ -33,10 +41,7 @@ def command(
             "Only with --plan.",
         ),
     ] = 15.0,
-    max_error: Annotated[
-        float | None,
-        typer.Option(min=0.0, help="Exit code 4 where throughput or a mean latency is off by more percent."),
-    ] = None,
+    max_error: MaxErrorOption = None,
     out: Annotated[Path | None, typer.Option(help="Write the report here, as JSON.")] = None,
     save_requests: Annotated[
         Path | None, typer.Option(help="Write every request's times here, as a canonical trace.")
@@ -55,13 +60,11 @@ def command(
     vocab_size: Annotated[
         int | None, typer.Option(min=1, help="Prompts are random tokens below this; default: the plan's, or 256.")
     ] = None,
-    model: Annotated[str | None, typer.Option(help="The model's name; default: the first that the server has.")] = None,
-    api_key: Annotated[str, typer.Option(envvar="LLMCTL_API_KEY", help="The server's key.")] = "",
+    model: ModelOption = None,
+    api_key: ApiKeyOption = "",
     timeout: Annotated[float, typer.Option(min=0.001, help="Give a request up after so many seconds.")] = 600.0,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the prompts.")] = 0,
-    force: Annotated[
-        bool, typer.Option("--force", help="Go on though the plan is of another device, engine, version or model.")
-    ] = False,
+    force: ForeignOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Replay a trace against a running server and print what was measured, beside what the plan predicts.

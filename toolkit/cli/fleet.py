@@ -42,6 +42,14 @@ class Fleet:
             note_basis(fit, path)
 
 
+def refuse_workers(workers: object) -> None:
+    """`InputError` where --workers was given beside a fleet."""
+    from toolkit.errors import InputError
+
+    if workers is not None:
+        raise InputError("--workers: a fleet says how many workers there are of each kind", "change them in its file")
+
+
 def open_fleet(path: Path, *, force: bool = False) -> Fleet:
     """The fleet at `path`. `InputError` where its kinds cannot be behind one scheduler, `StaleError` for a fit of
     another recipe; with `force` a warning."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from toolkit.cli.arguments import FIT_HELP, JsonOption, SetOption, open_recipe, parse_settings, resolve_fit
+from toolkit.cli.arguments import FIT_HELP, JsonOption, SetOption, parse_settings, resolve_fit
 from toolkit.cli.output import emit, note, table
 
 if TYPE_CHECKING:
@@ -135,14 +135,12 @@ def _given(policy: str | None, settings: list[str] | None) -> PlannedPolicy | No
 
 
 def _make(source: Path, fit: Path | None, tuning: Path | None, given: PlannedPolicy | None) -> Made:
-    from toolkit.deploy.plan import make_plan
+    from toolkit.cli.basis import plan_of_recipe
     from toolkit.errors import InputError
-    from toolkit.files.fit import Fit
     from toolkit.files.fleet import is_fleet
     from toolkit.files.io import read_file, recipe_path
     from toolkit.files.plan import Plan
     from toolkit.files.recipes import is_recipe
-    from toolkit.files.tuning import Tuning
 
     if not is_recipe(source):
         if fit or tuning or given:
@@ -150,14 +148,10 @@ def _make(source: Path, fit: Path | None, tuning: Path | None, given: PlannedPol
         return Made(read_file(Plan, source), source, source)
     if is_fleet(source):
         return _make_of_fleet(source, fit, tuning, given)
-    recipe = recipe_path(source)
     if fit is None:
+        recipe_path(source)  # one that is not there is said first
         raise InputError("a recipe alone is no plan", "add --fit fit.json, from `llmctl fit`")
-    made_from = {"recipe": recipe, "fit": fit}
-    tuned = read_file(Tuning, tuning, inputs=made_from) if tuning else None
-    inputs = made_from | ({"tuning": tuning} if tuning else {})
-    plan = make_plan(open_recipe(recipe), read_file(Fit, fit, inputs={"recipe": recipe}), tuned, inputs, given)
-    return Made(plan, None, fit)
+    return Made(plan_of_recipe(source, fit, tuning, given), None, fit)
 
 
 def _make_of_fleet(source: Path, fit: Path | None, tuning: Path | None, given: PlannedPolicy | None) -> Made:

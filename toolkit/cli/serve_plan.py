@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from toolkit.cli.arguments import open_recipe, parse_settings
-from toolkit.cli.basis import read_fit
+from toolkit.cli.arguments import parse_settings
+from toolkit.cli.basis import plan_of_recipe
 from toolkit.cli.output import note
 
 if TYPE_CHECKING:
@@ -35,28 +35,15 @@ def plan_to_serve(source: str | None, plan: Path | None, fit: Path | None, tunin
         return plan_of_fleet(Path(source), tuning, force=force)[0]
     if source is None or fit is None:
         raise InputError("there is no plan to serve", usage)
-    return _render(source, fit, tuning, force)
-
-
-def _render(recipe: str, fit: Path, tuning: Path | None, force: bool) -> Plan:
-    """As `llmctl render` does; with `force` from a fit of another recipe, too."""
-    from toolkit.deploy.plan import make_plan
-    from toolkit.files.io import read_file, recipe_path
-    from toolkit.files.tuning import Tuning
-
-    made_from = {"recipe": recipe_path(recipe), "fit": fit}
-    tuned = read_file(Tuning, tuning, inputs=made_from) if tuning else None
-    inputs = made_from | ({"tuning": tuning} if tuning else {})
-    fitted = read_fit(fit, made_from["recipe"], force=force)
-    return make_plan(open_recipe(made_from["recipe"]), fitted, tuned, inputs)
+    return plan_of_recipe(source, fit, tuning, force=force)
 
 
 def changed(plan: Plan, policy: str | None, settings: list[str] | None, workers: int | None) -> Plan:
     """The plan with what the command line says otherwise. `InputError` for a policy or parameter that is unknown."""
-    from toolkit.errors import InputError
+    from toolkit.cli.fleet import refuse_workers
 
-    if workers is not None and plan.others:
-        raise InputError("--workers: a fleet says how many workers there are of each kind", "change them in its file")
+    if plan.others:
+        refuse_workers(workers)
     if workers is not None and workers != plan.fit.workers:
         note(f"note: the fit was measured with {plan.fit.workers} workers at once; {workers} may take other times")
     return plan.model_copy(

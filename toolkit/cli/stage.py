@@ -40,13 +40,11 @@ class Stage:
 
     def world(self, given: Mapping[str, Value], workers: int | None, max_new_tokens: int | None, seed: int) -> World:
         """What is simulated, with the settings that were given. `InputError` for one that cannot be."""
-        from toolkit.errors import InputError
+        from toolkit.cli.fleet import refuse_workers
         from toolkit.sim.settings import make_world
 
-        if self.kinds and workers:
-            raise InputError(
-                "--workers: a fleet says how many workers there are of each kind", "change them in its file"
-            )
+        if self.kinds:
+            refuse_workers(workers)
         count = self.kinds[0].workers if self.kinds else workers or 0
         limit = max_new_tokens or 0
         return make_world(self.fit, given, workers=count, max_new_tokens=limit, seed=seed, others=self.kinds[1:])

@@ -135,14 +135,12 @@ def command(
 
 def _fleet_of(source: Path, workers: str | None, force: bool) -> Fleet | None:
     """The fleet, where one was given; None for a recipe."""
-    from toolkit.cli.fleet import open_fleet
-    from toolkit.errors import InputError
+    from toolkit.cli.fleet import open_fleet, refuse_workers
     from toolkit.files.fleet import is_fleet
 
     if not is_fleet(source):
         return None
-    if workers is not None:
-        raise InputError("--workers: a fleet says how many workers there are of each kind", "change them in its file")
+    refuse_workers(workers)
     return open_fleet(source, force=force)
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from toolkit.cli.arguments import JsonOption
+from toolkit.cli.arguments import ApiKeyOption, ForeignOption, JsonOption, MaxErrorOption, ModelOption
 from toolkit.cli.basis import VALIDATION, warn_of_foreign
 
 if TYPE_CHECKING:
@@ -35,21 +35,16 @@ def command(
     warmup: Annotated[
         float, typer.Option(min=0.0, help="Seconds of other requests before each window; 0: none.")
     ] = 15.0,
-    max_error: Annotated[
-        float | None,
-        typer.Option(min=0.0, help="Exit code 4 where throughput or a mean latency is off by more percent."),
-    ] = None,
+    max_error: MaxErrorOption = None,
     out: Annotated[Path | None, typer.Option(help="Default: validation.json beside the plan.")] = None,
-    model: Annotated[str | None, typer.Option(help="The model's name; default: the first that the server has.")] = None,
-    api_key: Annotated[str, typer.Option(envvar="LLMCTL_API_KEY", help="The server's key.")] = "",
+    model: ModelOption = None,
+    api_key: ApiKeyOption = "",
     seed: Annotated[int, typer.Option(min=0, help="Seed of the windows' places and of the prompts.")] = 0,
     save_requests: Annotated[
         Path | None,
         typer.Option(help="JSONL: every request, those of warm-ups too, as measured and as predicted."),
     ] = None,
-    force: Annotated[
-        bool, typer.Option("--force", help="Go on though the plan is of another device, engine, version or model.")
-    ] = False,
+    force: ForeignOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Hold a plan's predictions against the server that runs it.

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from toolkit.engines.protocol import Round, RoundOutput, Row, SamplingParams
 from toolkit.files.profile import EngineFacts, FailedPoint, RoundPoint, RoundSequence
 from toolkit.files.recipe import ProfileSpec
+from toolkit.profiling.feeding import run_feed
 from toolkit.profiling.grid import log_uniform
 from toolkit.sched.likeness import groups_alike
 from toolkit.workers.protocol import RoundDone, WorkerEvent, WorkerReady, Workers
@@ -145,13 +146,7 @@ async def run_sequences(workers: Workers, numbers: Sequence[int], ranges: Ranges
     """
     if not numbers:
         return
-    feed = _Feed(workers, numbers, ranges, record)
-    try:
-        await workers.start(feed.on_event)
-        feed.begin()
-        await feed.done.wait()
-    finally:
-        await workers.stop()
+    await run_feed(workers, _Feed(workers, numbers, ranges, record))
 
 
 @dataclass(slots=True)
@@ -166,7 +161,7 @@ class _OnWorker:
 
 @dataclass(slots=True)
 class _Feed:
-    """Gives each worker a round whenever it has none."""
+    """Gives each worker a round whenever it has none; see `Feed`."""
 
     workers: Workers
     numbers: Sequence[int]

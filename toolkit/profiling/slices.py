@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from toolkit.engines.protocol import SliceOutput
 from toolkit.files.profile import FailedPoint, SlicePoint
 from toolkit.profiling.bench import slice_rows
+from toolkit.profiling.feeding import run_feed
 from toolkit.profiling.grid import Shape
 from toolkit.workers.protocol import BatchDone, WorkerEvent, WorkerReady, Workers
 
@@ -25,13 +26,7 @@ async def run_slices(workers: Workers, shapes: Mapping[int, Shape], vocab_size: 
     """
     if not shapes:
         return
-    feed = _Feed(workers, shapes, vocab_size, record)
-    try:
-        await workers.start(feed.on_event)
-        feed.begin()
-        await feed.done.wait()
-    finally:
-        await workers.stop()
+    await run_feed(workers, _Feed(workers, shapes, vocab_size, record))
 
 
 @dataclass(slots=True, frozen=True)
@@ -44,7 +39,7 @@ class _Sent:
 
 
 class _Feed:
-    """Gives each worker a slice whenever it has none."""
+    """Gives each worker a slice whenever it has none; see `Feed`."""
 
     def __init__(self, workers: Workers, shapes: Mapping[int, Shape], vocab_size: int, record: Record) -> None:
         self.done = asyncio.Event()

@@ -45,15 +45,7 @@ class SimResult:
 def requests_of(trace: Trace, max_new_tokens: int, *, limits_hold: bool = True) -> tuple[list[Request], list[int]]:
     """The requests of a trace as a scheduler sees them, and the output lengths, which it does not."""
     requests, outputs = [], []
-    rows = zip(
-        trace.arrival_s.tolist(),
-        trace.prompt_tokens.tolist(),
-        trace.output_tokens.tolist(),
-        trace.max_tokens.tolist(),
-        trace.priorities,
-        strict=True,
-    )
-    for k, (arrival_s, prompt, output, limit, priority) in enumerate(rows):
+    for k, (arrival_s, prompt, output, limit, priority) in enumerate(trace.rows()):
         limit = limit or max_new_tokens
         requests.append(Request(str(k), arrival_s, prompt, limit, priority))
         outputs.append(min(output, limit) if limits_hold else output)

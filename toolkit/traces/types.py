@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -33,6 +34,11 @@ class Trace:
     def priorities(self) -> list[int]:
         """Of each request; 0 where the trace has none."""
         return [0] * len(self) if self.priority is None else self.priority.tolist()
+
+    def rows(self) -> Iterator[tuple[float, int, int, int, int]]:
+        """Arrival, prompt, output, limit and priority of each request, as numbers of Python's."""
+        columns = (self.arrival_s, self.prompt_tokens, self.output_tokens, self.max_tokens)
+        return zip(*(column.tolist() for column in columns), self.priorities, strict=True)
 
     def prioritised(self, rows: Rows) -> NDArray[np.int64] | None:
         """The priorities of a part of the trace."""

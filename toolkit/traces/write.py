@@ -32,17 +32,9 @@ def to_ms(seconds: float) -> float:
 
 def write_trace(trace: Trace, path: Path) -> None:
     """Write `trace` to `path` in one step: the file is whole or was not touched. Its notes are not kept."""
-    columns = zip(
-        trace.arrival_s.tolist(),
-        trace.prompt_tokens.tolist(),
-        trace.output_tokens.tolist(),
-        trace.max_tokens.tolist(),
-        trace.priorities,
-        strict=True,
-    )
     lines = (
         Line(to_ms(arrival), prompt, output, limit, priority=priority)
-        for arrival, prompt, output, limit, priority in columns
+        for arrival, prompt, output, limit, priority in trace.rows()
     )
     write_lines(lines, path)
 
