@@ -229,6 +229,35 @@ def test_managers_are_asked_in_this_order(rendered: Path, states: Path, monkeypa
     assert not list(states.glob("*.json"))
 
 
+@pytest.mark.parametrize(
+    ("log", "said"),
+    [
+        ("loading\\nerror: plan.json: no\\nhint: a\\nerror: later", "error: {unit} did not start: plan.json: no"),
+        ("{unit}: Failed to set up credentials: No such file", "did not start: Failed to set up credentials: No such"),
+        ("", "did not start: Job failed."),
+    ],
+)
+def test_a_unit_that_does_not_start_is_given_up_with_its_own_words(
+    rendered: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], log: str, said: str
+) -> None:
+    """A fake systemctl that cannot start, and a fake journalctl."""
+    unit, programs = "llmctl-test.service", rendered / "bin"
+    programs.mkdir()
+    for name, script in (
+        ("systemctl", f'echo "$@" >> {rendered}/asked\n[ $1 != start ] || {{ echo Job failed. >&2; exit 1; }}'),
+        ("journalctl", f"printf '{log.format(unit=unit)}\\n'"),
+    ):
+        (programs / name).write_text(f"#!/bin/sh\n{script}\n")
+        (programs / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
+    monkeypatch.setattr(managers, "BOOTED", rendered)
+    capsys.readouterr()
+    assert llmctl("serve", "systemd") == 3
+    assert said.format(unit=unit) in capsys.readouterr().err
+    link = f"link {rendered}/systemd/{unit}"
+    assert (rendered / "asked").read_text().splitlines() == [link, f"start {unit}", f"stop {unit}"]
+
+
 def test_what_a_rendered_script_starts_is_a_server(states: Path, tmp_path: Path) -> None:
     """serve.sh, with a `llmctl` on the path that is this one; then bench.sh against it."""
     fake_plan(tmp_path)

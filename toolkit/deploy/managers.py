@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -23,7 +24,7 @@ def start(folder: Path, manifest: Manifest) -> None:
         _check_systemd()
         unit = f"{manifest.name}.service"
         _run(["systemctl", "link", str((folder / unit).absolute())])
-        _run(["systemctl", "start", unit])
+        _start_unit(unit)
     else:
         _check_compose()
         _run(["docker", "compose", "--project-directory", str(folder), "up", "--detach", "--wait"])
@@ -37,6 +38,30 @@ def stop(folder: Path, manifest: Manifest) -> None:
     else:
         _check_compose()
         _run(["docker", "compose", "--project-directory", str(folder), "stop"])
+
+
+def _start_unit(unit: str) -> None:
+    """`systemctl start`. Where it fails, systemd would go on trying, and would not say why; the unit's log does."""
+    since_s = time.time()
+    started = subprocess.run(["systemctl", "start", unit], capture_output=True, text=True)
+    if started.returncode == 0:
+        return
+    subprocess.run(["systemctl", "stop", unit], capture_output=True)
+    log = ["journalctl", "--unit", unit, "--since", f"@{since_s:.6f}", "--output", "cat", "--no-pager"]
+    words = subprocess.run(log, capture_output=True, text=True).stdout
+    reason = _reason(words) or _tail(started.stderr)
+    no_key = f"its key has to be there first, and its plan: EXPLAIN.md says how; or see journalctl --unit {unit}"
+    raise EngineError(
+        f"{unit} did not start: {reason}", no_key if "credentials" in reason else f"journalctl --unit {unit}"
+    )
+
+
+def _reason(log: str) -> str:
+    """What the service said first, or systemd of what it could not do for it; '' where neither did."""
+    lines = log.splitlines()
+    said = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+    said += [line.partition(": ")[2] for line in lines if ": Failed to " in line]
+    return next(iter(said), "")
 
 
 def _check_systemd() -> None:
@@ -62,5 +87,9 @@ def _fails(command: Sequence[str]) -> bool:
 def _run(command: Sequence[str]) -> None:
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
-        said = " ".join(done.stderr.strip().splitlines()[-LINES_SHOWN:])
+        said = _tail(done.stderr)
         raise EngineError(f"{' '.join(command[:3])}: {said}", f"run it yourself: {' '.join(command)}")
+
+
+def _tail(text: str) -> str:
+    return " ".join(text.strip().splitlines()[-LINES_SHOWN:])
