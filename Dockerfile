@@ -18,6 +18,8 @@ RUN python -m pip install --no-cache-dir --disable-pip-version-check -c constrai
     && useradd --uid 10001 --user-group --no-create-home --shell /usr/sbin/nologin llmctl \
     && install -d -o 10001 -g 10001 /models
 
+# where it may write; and not the sources, which `python -m` would take instead of what is installed
+WORKDIR /tmp
 USER 10001:10001
 ENV HOME=/tmp HF_HOME=/models NUMBA_CACHE_DIR=/tmp/numba PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1
 EXPOSE 8000

@@ -25,6 +25,11 @@ def test_it_starts_from_a_version_and_ends_as_the_user_of_the_deployments() -> N
     assert user == f"{pod.run_as_user}:{pod.run_as_group}" == ComposeService.model_fields["user"].default
 
 
+def test_it_runs_where_its_user_may_write_and_no_source_is_found_first() -> None:
+    *_, last = re.findall(r"^WORKDIR (.+)$", DOCKERFILE, re.MULTILINE)
+    assert last == "/tmp" == re.findall(r"HOME=(\S+)", DOCKERFILE)[0]
+
+
 def test_all_that_it_copies_is_there_and_not_ignored() -> None:
     ignore = (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()
     copied = [word for line in re.findall(r"^COPY (.+) \S+$", DOCKERFILE, re.MULTILINE) for word in line.split()]

@@ -27,8 +27,6 @@ def start(order: Launch, *, manager: str, certificate: Path | None, strict: bool
     from toolkit.serve.notify import notify
 
     plan, front = order.plan, order.settings
-    where = f" on Ray ({order.ray})" if order.ray else ""
-    note(f"loading {plan.workers} workers of {plan.recipe.name}{where}")
     with remembering("ray" if order.ray else "local") as memory:
 
         def on_ready(url: str) -> None:

@@ -30,7 +30,9 @@ def command(
 
     Exit code 1 where none runs, or one is not healthy.
     """
-    found = [_of(url, url.rstrip("/"), "", api_key, None) for url in urls] if urls else _all(api_key)
+    from toolkit.endpoints.target import base_url
+
+    found = [_of(url, base_url(url), "", api_key, None) for url in urls] if urls else _all(api_key)
     emit(as_json, {"servers": found}, lambda: _show(found))
     if any(one["metrics"] is False for one in found):
         note("where '-' stands, /metrics asks for the key: LLMCTL_API_KEY")

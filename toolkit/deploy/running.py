@@ -103,4 +103,4 @@ def recall(name: str) -> Running:
     path = folder_of_states() / f"{name}.json"
     if not re.fullmatch(r"[a-z0-9][a-z0-9._-]{0,63}", name) or not path.is_file():
         raise InputError(f"no server '{name}' was started here", "llmctl status lists those that were")
-    return validate(Running, read_bytes(path), path, "remove that file")
+    return validate(Running, read_bytes(path), path, f"rm {path}")

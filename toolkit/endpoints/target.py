@@ -65,7 +65,7 @@ def find_target(url: str, model: str | None = None, api_key: str = "") -> Target
 
     Raises InputError, naming the URL, where nobody answers, the key is refused, or there is no such model.
     """
-    base = _base(url)
+    base = base_url(url)
     target = Target(base, api_key, "", None, own=False)
     body = get(target, "/v1/models")
     try:
@@ -97,7 +97,8 @@ def error_text(body: bytes) -> str:
     return " ".join(text.split())[:200]
 
 
-def _base(url: str) -> str:
+def base_url(url: str) -> str:
+    """The address without query, trailing slash and /v1. `InputError` for what is no URL of a server."""
     try:
         parsed = httpx.URL(url)
     except httpx.InvalidURL as error:

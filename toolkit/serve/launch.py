@@ -76,9 +76,10 @@ def launch(order: Launch, on_ready: Callable[[str], None], on_checked: OnFound =
     check_exposure(order.host, asks_key=order.settings.asks_key, insecure=order.insecure)
     with ExitStack() as stack:
         listener = stack.enter_context(listen(order.host, order.port))
-        tokenizer = load_tokenizer(order.plan.recipe.model)
         events = stack.enter_context(EventLog(order.event_log)) if order.event_log else None
         requests = stack.enter_context(TraceLog(order.request_log)) if order.request_log else None
+        order.ending.say(_loading(order))
+        tokenizer = load_tokenizer(order.plan.recipe.model)
         warm_up(order.plan)
         workers = stack.enter_context(_workers(order.plan, order.ray, order.room_timeout_s))
         if order.checks:
@@ -96,6 +97,11 @@ def launch(order: Launch, on_ready: Callable[[str], None], on_checked: OnFound =
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(_beside(serving, _flushes(events), following, status.sampling() if status else None))
         return dict(driver.stats.ended)
+
+
+def _loading(order: Launch) -> str:
+    where = f" on Ray ({order.ray})" if order.ray else ""
+    return f"loading {order.plan.workers} workers of {order.plan.recipe.name}{where}"
 
 
 @contextmanager

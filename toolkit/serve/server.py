@@ -7,6 +7,7 @@ the listener closes and nothing new is taken, streams go on, and what is left in
 from __future__ import annotations
 
 import asyncio
+import errno
 import ipaddress
 import signal
 import socket
@@ -69,7 +70,8 @@ def listen(host: str, port: int) -> socket.socket:
         return socket.create_server(address[:2], family=family, backlog=BACKLOG)
     except OSError as error:
         reason = str(error.strerror).partition(" (")[0]  # the rest repeats the address
-        raise InputError(f"cannot listen on {host} port {port}: {reason}", "choose another --port") from None
+        which = "--port" if error.errno in (errno.EADDRINUSE, errno.EACCES) else "--host"
+        raise InputError(f"cannot listen on {host} port {port}: {reason}", f"choose another {which}") from None
 
 
 def url(listener: socket.socket, *, tls: bool = False) -> str:
