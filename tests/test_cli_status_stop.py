@@ -229,6 +229,12 @@ def test_managers_are_asked_in_this_order(rendered: Path, states: Path, monkeypa
     assert not list(states.glob("*.json"))
 
 
+@pytest.mark.parametrize("url", ["x", "", "ftp://x", "http://"])
+def test_status_wants_the_url_of_a_server(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert llmctl("status", "--url", url) == 2
+    assert f"error: '{url}' is not " in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("log", "said"),
     [

@@ -211,5 +211,6 @@ def test_addresses_are_shown_as_urls():
 
 
 def test_a_host_that_is_not_ours_is_an_input_error():
-    with pytest.raises(InputError, match=r"cannot listen on 203\.0\.113\.1 port 80"):
+    with pytest.raises(InputError, match=r"cannot listen on 203\.0\.113\.1 port 80") as caught:
         listen("203.0.113.1", 80)
+    assert caught.value.hint == "choose another --host"
