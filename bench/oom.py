@@ -85,6 +85,7 @@ def main() -> int:
     parser.add_argument("--policy")
     parser.add_argument("--set", action="append", default=[])
     parser.add_argument("--every", type=int, default=5)
+    parser.add_argument("--failures", type=int, default=2, help="passes of a round that fail in a row")
     parser.add_argument("--requests", type=int, default=120)
     parser.add_argument("--pairs", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0)
@@ -99,7 +100,11 @@ def main() -> int:
     runs: dict[int, list[Run]] = {0: [], options.every: []}
     for pair in range(options.pairs):
         for every in sorted(runs, reverse=bool(pair % 2)):
-            injected = {"LLMCTL_BENCH_OOM_EVERY": str(every), "PYTHONPATH": f"{HERE / 'oom_site'}:{HERE.parent}"}
+            injected = {
+                "LLMCTL_BENCH_OOM_EVERY": str(every),
+                "LLMCTL_BENCH_OOM_FAILURES": str(options.failures),
+                "PYTHONPATH": f"{HERE / 'oom_site'}:{HERE.parent}",
+            }
             with Server(options.plan, *command, **injected) as server:
                 runs[every].append(asyncio.run(replay(server.url, asks)))
                 server.end()

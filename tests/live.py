@@ -72,7 +72,7 @@ class ThreadWorkers(HandWorkers):
         with Trouble(self, worker, len(kept.residents) + len(kept.held)):
             output = await asyncio.to_thread(self.engines[worker].run_round, plan, on_step)
         await asyncio.sleep(0)
-        failure = self.after(worker) or ("oom" if output.dropped else "")
+        failure = self.after(worker) or ("oom" if output.is_short else "")
         self.on_event(RoundDone(worker, batch_id, None if failure == "crashed" else output, Times(), failure))
         self.revive(worker, failure)
 

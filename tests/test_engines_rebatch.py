@@ -155,10 +155,12 @@ def test_a_pass_is_no_larger_than_a_chunk_where_others_wait_for_it(monkeypatch: 
 
 def test_a_prompt_whose_pass_does_not_fit_is_cut_though_nobody_waits() -> None:
     row = free_row(90, 5)
-    assert Desk(rebatch_engine(budget_mib=0.125), [row]).run(5, enter=(0,)).dropped == (0,)
-    desk = Desk(rebatch_engine(budget_mib=0.125), [row], chunk_tokens=20)
-    assert desk.finish() == Desk(rebatch_engine(), [row]).finish()
-    assert desk.engine.ledger.peak_bytes <= desk.engine.facts.kv_budget_bytes
+    for chunk_tokens in (0, 20):
+        desk = Desk(rebatch_engine(budget_mib=0.125), [row], chunk_tokens=chunk_tokens)
+        output = desk.run(1, enter=(0,))
+        assert (output.dropped, output.is_short) == ((), not chunk_tokens)
+        assert desk.finish() == Desk(rebatch_engine(), [row]).finish()
+        assert desk.engine.ledger.peak_bytes <= desk.engine.facts.kv_budget_bytes
 
 
 def test_newcomers_of_like_length_are_prefilled_together() -> None:

@@ -2,17 +2,21 @@
 
 An allocation is what a ledger is asked for and every tensor that torch makes, in the model's passes too. It fails once,
 so that a second try helps, or with all that follow in its round, so that rows have to go. After each round `Desk` holds
-the engine's rows against what the round wanted and what it says was dropped.
+the engine's rows against what the round wanted and what it says was dropped. Passes that fail once they are computed are
+whole, and then in parts.
 `test_engines_machine.py` has any rounds in any order.
 """
 
 import functools
 import os
+from typing import Any
 
 import pytest
-from rounds import FREE, PAUSED, RUNS, SWAPPED, WAITS, Desk, Scarce, rebatch_engine
+import torch
+from rounds import FREE, PAUSED, RUNS, SWAPPED, WAITS, Desk, Scarce, free_row, rebatch_engine
 
 from toolkit.engines.protocol import Row, SamplingParams
+from toolkit.engines.rebatch_engine import RebatchEngine
 
 STRIDE = int(os.environ.get("LLMCTL_TEST_STRIDE", "61"))  # 1: every allocation, which takes minutes
 SAMPLINGS = (SamplingParams(), SamplingParams(repetition_penalty=1.4), SamplingParams(temperature=1.0, seed=5), FREE)
@@ -20,6 +24,7 @@ ROWS = [
     Row(f"r{k}", tuple((7 * k + j) % 256 for j in range(length)), 0, new, SAMPLINGS[k % 4])
     for k, (length, new) in enumerate([(5, 14), (30, 9), (8, 12), (40, 6), (3, 30)])
 ]
+CROWD = [free_row(length, 12, first=length) for length in (5, 30, 8, 40)]
 LAYOUTS: dict[str, dict[str, str]] = {"slab": {}, "rows": {"kv_layout": "rows"}, "shape": {"joining": "shape"}}
 CASES = [("slab", 0), ("slab", 9), ("rows", 0), ("rows", 9), ("shape", 0)]
 
@@ -36,6 +41,32 @@ def make_desk(layout: str, chunk_tokens: int) -> Desk:
 def cached(desk: Desk) -> list[int]:
     """Those who run and have their caches."""
     return [number for number in desk.having(RUNS) if number in desk.engine._batch]
+
+
+class FailingPasses:
+    """Within it, the first passes have been computed when memory runs out, or all of more than so many rows."""
+
+    def __init__(self, engine: RebatchEngine, failures: int = 0, *, most_rows: int = 0) -> None:
+        self.engine, self.failures, self.most_rows = engine, failures, most_rows
+        self.network = engine._network
+        self.rows: list[int] = []  # of each pass
+        self.columns: list[int] = []
+
+    def __enter__(self) -> "FailingPasses":
+        self.engine._network = self.call
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.engine._network = self.network
+
+    def call(self, **inputs: Any) -> Any:
+        rows, columns = inputs["input_ids"].shape
+        self.rows.append(rows)
+        self.columns.append(columns)
+        output = self.network(**inputs)
+        if len(self.rows) <= self.failures or 0 < self.most_rows < rows:
+            raise torch.OutOfMemoryError("injected")
+        return output
 
 
 def play(desk: Desk, scarce: Scarce) -> None:
@@ -100,3 +131,51 @@ def test_a_step_that_has_no_room_costs_the_last_row_that_came() -> None:
         output = desk.run(2)
     assert (output.steps, output.dropped) == (0, (4,))
     assert sorted(desk.having(RUNS)) == [0, 1]
+
+
+@pytest.mark.parametrize("layout", ["slab", "rows"])
+@pytest.mark.parametrize("failures", [1, 2, 3])
+def test_a_step_whose_passes_fail_is_made_in_parts_and_the_round_goes_on(layout: str, failures: int) -> None:
+    desk = Desk(rebatch_engine(**LAYOUTS[layout]), CROWD)
+    desk.run(2, enter=range(4))
+    with FailingPasses(desk.engine, failures) as passes:
+        output = desk.run(3)
+    assert (output.steps, output.dropped, output.ran_out) == (3, (), failures - 1)
+    assert passes.rows == {1: [4, 4, 4, 4], 2: [4, 4, 2, 2, 4, 4], 3: [4, 4, 2, 1, 1, 1, 1, 2, 2, 4]}[failures]
+    assert desk.finish() == Desk(rebatch_engine(), CROWD).finish()
+
+
+def test_where_memory_stays_short_not_every_step_fails_twice() -> None:
+    """Passes of more than two rows have no room."""
+    desk = Desk(rebatch_engine(), CROWD)
+    desk.run(2, enter=range(4))
+    with FailingPasses(desk.engine, most_rows=2) as passes:
+        output = desk.run(3)
+    assert (output.steps, output.dropped) == (3, ())
+    assert passes.rows == [4, 4, 2, 2, 4, 2, 2, 4, 2, 2]
+    assert desk.finish() == Desk(rebatch_engine(), CROWD).finish()
+
+
+@pytest.mark.parametrize(("layout", "chunk_tokens"), CASES)
+@pytest.mark.parametrize("failures", [1, 2, 4])
+def test_a_prefill_that_fails_is_made_in_parts_and_joins_all_the_same(
+    layout: str, chunk_tokens: int, failures: int
+) -> None:
+    desk = make_desk(layout, chunk_tokens)
+    with FailingPasses(desk.engine, failures):
+        output = desk.run(2, enter=(0, 1, 3))
+    assert not output.dropped
+    assert desk.finish() == alone()
+
+
+def test_what_no_parts_help_costs_whom_it_was_for() -> None:
+    desk = make_desk("slab", 0)
+    desk.run(2, enter=(0, 1, 4))
+    with FailingPasses(desk.engine, 100) as passes:
+        output = desk.run(2)
+    assert (output.steps, output.dropped) == (0, (4,))
+    assert passes.rows == [3, 3, 2, 1]
+    with FailingPasses(desk.engine, 100) as passes:
+        output = desk.run(2, enter=(3,))
+    assert (output.steps, output.dropped) == (0, (3,))
+    assert passes.columns == [40, 40, 20, 10, 5]

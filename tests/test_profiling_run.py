@@ -125,7 +125,7 @@ class InMemory:
         if failure == "crashed":
             self._rounds[worker] = FakeRoundEngine(FACTS)
         output = None if failure == "crashed" else self._rounds[worker].run_round(plan, lambda _: True)
-        failure = failure or ("oom" if output.dropped else "")
+        failure = failure or ("oom" if output.is_short else "")
         self._on_event(RoundDone(worker, batch_id, output, Times(), failure))
         if failure == "crashed":
             self._on_event(WorkerLost(worker, "killed"))

@@ -128,7 +128,7 @@ def test_rows_that_a_short_round_left_are_dropped_before_anybody_meets_them():
     class Rounds(TimedWorkers):
         def run_round(self, worker, batch_id, plan):
             output = engine.run_round(plan, lambda step: True)
-            failure = "oom" if output.dropped else ""
+            failure = "oom" if output.is_short else ""
             done = RoundDone(worker, batch_id, output, Times(), failure)
             asyncio.get_running_loop().call_soon(self.on_event, done)
 

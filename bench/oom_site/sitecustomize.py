@@ -1,8 +1,8 @@
 """`bench/oom.py` puts this on workers' path: every n-th batch of several rows runs out of memory.
 
-It does so after a pass and not at its first allocation, so that what it had computed is to be computed again. A round's
-pass, a prefill or a step, fails twice in a row: making it again does not help, and somebody has to go.
-Batches of one row are spared: one that fails alone twice is given up, which is another promise.
+It does so after a pass and not at its first allocation, so that what it had computed is to be computed again. In a
+round some passes in a row fail: with one of them, making it again helps; with two it takes parts, and with six somebody
+has to go. Batches of one row are spared: one that fails alone twice is given up, which is another promise.
 """
 
 import os
@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 EVERY = int(os.environ.get("LLMCTL_BENCH_OOM_EVERY", "0"))
-FAILURES = 2  # of a round's pass
+FAILURES = int(os.environ.get("LLMCTL_BENCH_OOM_FAILURES", "2"))  # in a row, of a round's passes
 LATEST = 16  # the pass or step of a batch at which it fails, at the latest
 
 
@@ -75,6 +75,8 @@ def failing_rounds(engine: Any) -> Callable[..., Any]:
         output = network(*arguments, **options)
         left -= 1
         if -FAILURES < left <= 0 and is_armed:
+            if left == 0:
+                turns.failed()
             raise out_of_memory()
         return output
 
@@ -87,8 +89,6 @@ def failing_rounds(engine: Any) -> Callable[..., Any]:
         is_armed = left > 0
         output = run(plan, on_step)
         is_armed = False
-        if output.dropped:
-            turns.failed()
         return output
 
     return called

@@ -103,16 +103,21 @@ class Prefiller:
         """All who are here."""
         return tuple(self._rows)
 
-    def advance(self, bound: int = 0, *, cuts: bool = False) -> list[tuple[Group, torch.Tensor]]:
+    def advance(self, bound: int = 0, parts: int = 1, *, cuts: bool = False) -> list[tuple[Group, torch.Tensor]]:
         """One pass: of `bound` tokens at most (0: no bound), and with `cuts` of fewer where memory is too short.
+
+        Of several `parts` that it can be made in, it is the first.
 
         The group that is complete with it, if one is, with the logits of each row's next token; the caller embeds it
         and calls `release`. `torch.OutOfMemoryError` where not even the first who waits fits; `clear` comes next then.
         """
+        cuts = cuts or parts > 1
         group = self._group = self._group or self._begin(bound, cuts)
         one = self._passes.next(bound)
+        one = replace(one, end=one.start - (one.start - one.end) // parts)
         if cuts:
             one = self._fitting(one)
+        group.batch.cache.keep(one.start)
         with self._ledger.reserve(self._pass_bytes(one)):
             logits = self._forward(group.batch, one.start, one.end)
         self._passes.made(one)

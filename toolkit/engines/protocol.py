@@ -86,6 +86,12 @@ class RoundOutput(msgspec.Struct, frozen=True):
     tokens: int  # of KV cache that rows hold on the device now
     padded_tokens: int  # of KV cache that they take there, their padding counted
     dropped: tuple[int, ...] = ()  # memory had no room for them, so they are gone; the last admitted first
+    ran_out: int = 0  # passes that had no room, whatever else was given up for them, and were made again in parts
+
+    @property
+    def is_short(self) -> bool:
+        """Whether memory ran out, also where nobody had to go for it."""
+        return bool(self.dropped or self.ran_out)
 
 
 Part = Literal["join", "leave", "grow", "swap_out", "swap_in"]  # of a round, besides prefills and decode steps
@@ -120,9 +126,10 @@ class RoundEngine(Engine, Protocol):
     def run_round(self, plan: Round, on_step: OnStep) -> RoundOutput:
         """Run one round. `on_step` sees the tokens as they come, and may ask to stop.
 
-        Where memory runs out the round ends early, and `RoundOutput.dropped` names who was given up for it: a row whose
-        move had no room, those who were to be prefilled, or, where a step has no room, the last admitted. All others
-        are where the plan wanted them, with their caches. What was reported of a dropped row stays valid.
+        A pass that memory has no room for may be made again in parts. Where that does not help, the round ends early,
+        and `RoundOutput.dropped` names who was given up: a row whose move had no room, those who were to be prefilled,
+        or, where a step has no room, the last admitted. All others are where the plan wanted them, with their caches.
+        What was reported of a dropped row stays valid.
         """
         ...
 

@@ -154,6 +154,15 @@ class RebatchCache(Cache):  # type: ignore[misc]
         self._release()
         return order
 
+    @contextmanager
+    def rows_from(self, first: int) -> Iterator[None]:
+        """Within it, a pass is over rows from this one on, as many as it has."""
+        self._window.first_row = first
+        try:
+            yield
+        finally:
+            self._window.first_row = 0
+
     def advance(self) -> None:
         """A pass of one token per row has been written: the window takes it in."""
         self._window.end += 1

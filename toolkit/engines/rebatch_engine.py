@@ -5,8 +5,9 @@ of its steps; or, for comparison, within it. Rows may be paused, swapped to host
 evicted. Who does what when is the scheduler's to say: this engine offers the moves, and counts tokens and bytes.
 Slices (`run_slice`) are the static engine's, beside the rows that are kept; timings are of rounds.
 
-Memory may run out at any allocation. Each part of a round either happens or leaves everything as it was, and then costs
-the rows that it was for: a move its row, a prefill the newcomers, a step, tried twice, one row. All others go on.
+Memory may run out at any allocation. Each part of a round either happens or leaves everything as it was: a pass is then
+made again, in the end in parts (`toolkit.engines.retries`), and the round goes on. Where that does not help, it costs
+the rows that it was for: a move its row, a prefill the newcomers, a step one row. All others go on.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from toolkit.engines.parked import Parked, ParkedRows
 from toolkit.engines.prefill import Group, Newcomer, Prefiller
 from toolkit.engines.protocol import OnStep, Part, Round, RoundOutput, Row, StepOutput
 from toolkit.engines.rebatch_cache import RebatchCache, RowKV
+from toolkit.engines.retries import Retries
 from toolkit.engines.round_parts import RoundParts
 from toolkit.engines.row_attention import use_row_attention
 from toolkit.engines.row_cache import BatchCache, RowCache
@@ -80,7 +82,7 @@ class RebatchEngine(TransformersEngine):
     @torch.inference_mode()
     def _run(self, plan: Round, on_step: OnStep) -> RoundOutput:
         self._check_rows(plan.enter)
-        progress = _Progress(plan, on_step)
+        progress = _Progress(plan, on_step, Retries(self.ledger, self._batch.cache.fit))
         self._move(plan, progress)
         self._admit(progress)
         over = progress.is_over()
@@ -93,15 +95,13 @@ class RebatchEngine(TransformersEngine):
                 # who is told to stop does so after a step, not between it and its pass
                 over = bool(progress.ended) or progress.is_short
         self._parked.settle()
-        joined, ended, dropped = tuple(progress.joined), tuple(progress.ended), sorted(progress.dropped, reverse=True)
-        return RoundOutput(progress.steps, joined, ended, *self._usage(), tuple(dropped))
+        joined, ended = tuple(progress.joined), tuple(progress.ended)
+        dropped = tuple(sorted(progress.dropped, reverse=True))
+        return RoundOutput(progress.steps, joined, ended, *self._usage(), dropped, progress.retries.ran_out)
 
     def _step(self, progress: _Progress) -> None:
         """One step of all; where memory is too short for it, whoever came last goes instead, and the round is over."""
-        step = self.ledger.attempt(self._batch.step)
-        if step is None:
-            self._batch.cache.fit()
-            step = self.ledger.attempt(self._batch.step)
+        step = progress.retries.make(self._batch.step, most=len(self._batch))
         if step is None:
             if not self._drop_newcomers(progress):
                 self._drop_last(progress)
@@ -223,7 +223,7 @@ class RebatchEngine(TransformersEngine):
             if chunk_tokens and progress.ended:
                 return
             bound = chunk_tokens if self._batch else 0
-            done = self.ledger.attempt(partial(self._prefiller.advance, bound, cuts=chunk_tokens > 0))
+            done = progress.retries.make(partial(self._prefiller.advance, bound, cuts=chunk_tokens > 0))
             self._step_is_due = bound > 0
             for group, logits in done or ():
                 self._welcome(group, logits, progress)
@@ -235,7 +235,7 @@ class RebatchEngine(TransformersEngine):
     def _welcome(self, group: Group, logits: torch.Tensor, progress: _Progress) -> None:
         """A group's prefill has ended: its rows get their first tokens, and those who go on join the batch."""
         newcomers = group.newcomers
-        step = self.ledger.attempt(lambda: self._batch.first_tokens(newcomers, logits))
+        step = progress.retries.make(lambda _: self._batch.first_tokens(newcomers, logits), most=1)
         if step is None:
             progress.dropped += [number for number, _ in newcomers]
             progress.is_short = True
@@ -255,11 +255,11 @@ class RebatchEngine(TransformersEngine):
         width = max(len(live.row.tokens) for _, live in newcomers)
         passing = self._shape.prefill_bytes(len(self._batch) + len(newcomers), width, self._batch.cache.width)
 
-        def together() -> StepOutput:
+        def together(_: int) -> StepOutput:
             with self.ledger.reserve(passing):
                 return self._batch.step_with(newcomers)
 
-        step = self.ledger.attempt(together)
+        step = progress.retries.make(together, most=1)
         if step is None:
             progress.dropped += numbers
             progress.is_short = True
@@ -290,8 +290,9 @@ class RebatchEngine(TransformersEngine):
 class _Progress:
     """What a round has done so far, and whether it goes on."""
 
-    def __init__(self, plan: Round, on_step: OnStep) -> None:
+    def __init__(self, plan: Round, on_step: OnStep, retries: Retries) -> None:
         self.plan = plan
+        self.retries = retries
         self._on_step = on_step
         self._is_wanted = True
         self.steps = 0

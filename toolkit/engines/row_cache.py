@@ -47,6 +47,7 @@ class RowCache(Cache):  # type: ignore[misc]
         self._ends: list[Views] | None = None  # where the next step writes, by layer: keys and values in turn
         self._read: list[Views] = []  # what it reads then
         self._positions: torch.Tensor | None = None  # of the next step; None: to be made
+        self._first_row = 0  # that the next pass is over
 
     @property
     def device(self) -> torch.device:
@@ -129,6 +130,15 @@ class RowCache(Cache):  # type: ignore[misc]
         self._refresh()
         return order
 
+    @contextmanager
+    def rows_from(self, first: int) -> Iterator[None]:
+        """Within it, a pass is over rows from this one on, as many as it has."""
+        self._first_row = first
+        try:
+            yield
+        finally:
+            self._first_row = 0
+
     def advance(self) -> None:
         """A pass of one token per row has been written."""
         self._lengths = [length + 1 for length in self._lengths]
@@ -156,14 +166,16 @@ class RowCache(Cache):  # type: ignore[misc]
         self.leave(range(self.rows))
 
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[Views, Views]:
-        """A layer's next token of every row, [N, kv_heads, 1, head_dim]; what each row's attention reads with it."""
+        """A layer's next token of each row in the pass, [N, kv_heads, 1, head_dim]; what their attention then reads."""
         if self._ends is None:
             self._ends = self._views()
         key, value = 2 * layer, 2 * layer + 1
+        rows = slice(self._first_row, self._first_row + keys.shape[0])
         torch._foreach_copy_(
-            [*self._ends[key], *self._ends[value]], [*keys.squeeze(2).unbind(0), *values.squeeze(2).unbind(0)]
+            [*self._ends[key][rows], *self._ends[value][rows]],
+            [*keys.squeeze(2).unbind(0), *values.squeeze(2).unbind(0)],
         )
-        return self._read[key], self._read[value]
+        return self._read[key][rows], self._read[value][rows]
 
     def _views(self) -> list[Views]:
         """Views of all blocks, made together once a step: they are most of what a step costs beside the model."""

@@ -89,12 +89,11 @@ class RunningBatch:
         """Take a row out and forget it."""
         self._drop([index for index, (one, _) in enumerate(self._rows) if one == number])
 
-    def step(self) -> StepOutput:
-        """One more token for every row; those who end with it leave."""
+    def step(self, parts: int = 1) -> StepOutput:
+        """One more token for every row, in so many passes; those who end with it leave."""
         cache, last = self.cache, self._prepared()
         cache.make_room(len(self), 0, ahead=1)
-        mask = cache.mask(as_4d=self._masks_as_4d)
-        logits = self._forward(last[:, None], mask, cache.positions(), cache)
+        logits = self._logits(last) if parts == 1 else self._logits_in_parts(last, parts)
         drawn = self._sampler.draw(logits, self._draws)
         tokens = drawn.tolist()
         cache.advance()
@@ -138,6 +137,23 @@ class RunningBatch:
         self._places.clear()
         self.cache.clear()
         self._sampler, self._draws, self._last = self._make_sampler([]), 0, None
+
+    def _logits(self, last: torch.Tensor) -> torch.Tensor:
+        """[N, V] of the tokens after `last` [N]."""
+        cache = self.cache
+        return self._forward(last[:, None], cache.mask(as_4d=self._masks_as_4d), cache.positions(), cache)
+
+    def _logits_in_parts(self, last: torch.Tensor, parts: int) -> torch.Tensor:
+        """The same of some rows after others: a pass over fewer needs less memory beside the cache."""
+        cache, size = self.cache, -(-len(self) // parts)
+        mask, positions = cache.mask(as_4d=self._masks_as_4d), cache.positions()
+        found = []
+        for first in range(0, len(self), size):
+            rows = slice(first, first + size)
+            with cache.rows_from(first):
+                own = None if mask is None else mask[rows]
+                found.append(self._forward(last[rows, None], own, positions[rows], cache))
+        return torch.cat(found)
 
     def _past(self, cache: RebatchCache, newcomers: int) -> torch.Tensor:
         """[N + newcomers, width] what each may see of the window: a newcomer nothing."""

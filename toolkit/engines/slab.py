@@ -52,6 +52,10 @@ class SlabLayer(DynamicLayer):  # type: ignore[misc]
         """Forget the last `-tokens_to_remove` tokens, as `DynamicLayer.crop` does; their columns are written again."""
         self._length += tokens_to_remove
 
+    def keep(self, length: int) -> None:
+        """Forget what lies behind the first `length` columns; it is written again."""
+        self._length = length
+
 
 def _room_for(states: torch.Tensor, columns: int) -> torch.Tensor:
     batch, heads, _, dim = states.shape
@@ -67,6 +71,11 @@ class SlabCache(Cache):  # type: ignore[misc]
     def kv_shapes(self) -> list[KVShape]:
         """Per layer, the shapes of what it holds."""
         return [(layer.keys.shape, layer.values.shape) for layer in self.layers]
+
+    def keep(self, length: int) -> None:
+        """Only the first `length` tokens stay, whatever a pass that failed has added to some of the layers."""
+        for layer in self.layers:
+            layer.keep(length)
 
     def fill(self, shapes: Sequence[KVShape], batch_size: int, length: int, like: torch.Tensor) -> None:
         """Write random keys and values for `length` tokens of `batch_size` rows, in the dtype and device of `like`.

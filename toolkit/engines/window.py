@@ -9,10 +9,11 @@ from transformers.cache_utils import DynamicLayer
 class Window:
     """The columns that hold the rows now. One for all layers."""
 
-    __slots__ = ("end", "start")
+    __slots__ = ("end", "first_row", "start")
 
     def __init__(self) -> None:
         self.start = self.end = 0
+        self.first_row = 0  # that the next pass is over
 
 
 class WindowLayer(DynamicLayer):  # type: ignore[misc]
@@ -27,13 +28,14 @@ class WindowLayer(DynamicLayer):  # type: ignore[misc]
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        rows, start, old = key_states.shape[0], self._window.start, self._window.end
+        start, old, first = self._window.start, self._window.end, self._window.first_row
+        rows = slice(first, first + key_states.shape[0])
         end = old + key_states.shape[-2]
         if end > self.key_slab.shape[2]:
             raise IndexError(f"column {end} lies outside of a slab of {self.key_slab.shape[2]}")
-        self.key_slab[:rows, :, old:end] = key_states
-        self.value_slab[:rows, :, old:end] = value_states
-        return self.key_slab[:rows, :, start:end], self.value_slab[:rows, :, start:end]
+        self.key_slab[rows, :, old:end] = key_states
+        self.value_slab[rows, :, old:end] = value_states
+        return self.key_slab[rows, :, start:end], self.value_slab[rows, :, start:end]
 
     def get_seq_length(self) -> int:
         return self._window.end - self._window.start

@@ -107,9 +107,9 @@ class LocalBench:
         engine = self._round_engine
         entered, runs_out = 0, False
         while entered < limit and not runs_out:
-            runs_out = bool(engine.run_round(Round(0, (row,), (entered,)), lambda _: True).dropped)
+            runs_out = engine.run_round(Round(0, (row,), (entered,)), lambda _: True).is_short
             entered += not runs_out
-        engine.run_round(Round(0, evict=tuple(range(entered))), lambda _: True)
+        engine.run_round(Round(0, evict=tuple(range(entered + runs_out))), lambda _: True)
         return entered, runs_out
 
     def fits(self, shape: Shape) -> bool:

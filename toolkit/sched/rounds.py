@@ -68,8 +68,10 @@ class Rounds:
     def run_short(self, worker: Worker, result: RoundResult, jobs: Mapping[str, Job]) -> Job | None:
         """Memory ran out in the round that has finished: of those who were dropped, half may enter with the next.
 
-        Who was alone on the device, and had to go even so.
+        Who was alone on the device, and had to go even so. Where nobody had to go, nobody is kept out either.
         """
+        if not result.dropped:
+            return None
         dropped = [job for request_id in result.dropped if (job := jobs.get(request_id)) is not None]
         stay = len(worker.residents)
         worker.row_limit = max(stay + len(dropped) // 2, 1)

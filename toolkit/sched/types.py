@@ -151,8 +151,9 @@ class RoundResult:
     with it may have 0 steps. Who is not named is prefilled further in the next round.
 
     Those whose caches were `dropped`, the last admitted first, wait again: memory had no room for them, which is the
-    failure "oom" and may be all of them, or an engine that also schedules (`toolkit.inside`) made room. Of a round that
-    "crashed" no cache is left. Such an engine may also have `missed` residents in so many of the steps.
+    failure "oom" and may be all of them, or nobody where a pass in parts sufficed; or an engine that also schedules
+    (`toolkit.inside`) made room. Of a round that "crashed" no cache is left. Such an engine may also have `missed`
+    residents in so many of the steps.
     """
 
     batch_id: int

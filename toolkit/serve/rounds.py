@@ -70,7 +70,7 @@ class KeptRows:
         for number, request_id in zip(output.dropped, dropped, strict=True):
             del self._numbers[request_id]
             self._drop(number)
-        failure: Failure = "oom" if dropped else ""
+        failure: Failure = "oom" if output.is_short else ""
         self._steps += output.steps
         ended = self._end(output.ended)
         return RoundResult(batch.batch_id, batch.worker, output.steps, ended, joined, failure, dropped=dropped)

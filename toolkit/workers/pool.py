@@ -211,7 +211,7 @@ class Pool:
             self._end_batch(slot, frame.times, "oom" if frame.out_of_memory else "")
         elif isinstance(frame, DoneRound):
             slot.deaths = 0
-            failure: Failure = "oom" if frame.output.dropped else ""
+            failure: Failure = "oom" if frame.output.is_short else ""
             self._end(slot, RoundDone(slot.index, frame.batch_id, frame.output, frame.times, failure))
 
     def _end_batch(self, slot: _Slot, times: Times, failure: Failure) -> None:

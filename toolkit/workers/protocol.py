@@ -66,7 +66,7 @@ class BatchDone:
 class RoundDone:
     """A round is over; all its tokens came as progress. Of one that "crashed" there is no `output`, and no cache.
 
-    One that ran out of memory ("oom") has lost the rows that `output` says were dropped.
+    One that ran out of memory ("oom") has lost the rows that `output` says were dropped, if any were.
     """
 
     worker: int
