@@ -2,8 +2,8 @@
 
 An allocation is what a ledger is asked for and every tensor that torch makes, in the model's passes too. It fails once,
 so that a second try helps, or with all that follow in its round, so that rows have to go. After each round `Desk` holds
-the engine's rows against what the round wanted and what it says was dropped. Passes that fail once they are computed are
-whole, and then in parts.
+the engine's rows against what the round wanted and what it says was dropped. Passes that fail once they have been made
+are made again, whole and then in parts.
 `test_engines_machine.py` has any rounds in any order.
 """
 
