@@ -66,6 +66,19 @@ def test_what_the_laws_do_not_know_is_learnt():
     assert delay.value_s == 4.0
 
 
+def test_a_machine_that_is_slower_than_its_laws_is_noticed_by_its_batches():
+    forecast = Forecast(scheduler("conservative"), typical_tokens=64)
+    lawful = forecast.raw(0.0)
+    forecast.pace.ran(0.0, 0.0)
+    assert forecast.raw(0.0) == lawful
+    for batches in range(1, 201):
+        forecast.pace.ran(2.0 * 0.1 * batches, 0.1 * batches)
+    assert forecast.raw(0.0) == pytest.approx([2.0 * seconds for seconds in lawful], rel=0.01)
+    for batches in range(1, 201):
+        forecast.pace.ran(40.0 + 0.1 * batches, 20.0 + 0.1 * batches)
+    assert forecast.raw(0.0) == pytest.approx(list(lawful), rel=0.01)
+
+
 def test_the_strictest_targets_count():
     limits = Limits.of({"ttft_p99_s": 2.0, "ttft_mean_s": 1.0, "e2e_p95_s": 8.0, "tpot_mean_s": 0.1})
     assert limits == Limits(1.0, 8.0)

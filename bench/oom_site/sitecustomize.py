@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 EVERY = int(os.environ.get("LLMCTL_BENCH_OOM_EVERY", "0"))
+LOG = os.environ.get("LLMCTL_BENCH_OOM_LOG", os.devnull)  # gets a byte for each error
 FAILURES = int(os.environ.get("LLMCTL_BENCH_OOM_FAILURES", "2"))  # in a row, of a round's passes
 LATEST = 16  # the pass or step of a batch at which it fails, at the latest
 
@@ -97,6 +98,8 @@ def failing_rounds(engine: Any) -> Callable[..., Any]:
 def out_of_memory() -> Exception:
     import torch
 
+    with open(LOG, "ab", buffering=0) as log:
+        log.write(b".")
     return torch.OutOfMemoryError("injected")
 
 

@@ -271,6 +271,7 @@ class Driver:
         self, flight: Flight, event: BatchDone | RoundDone, result: BatchResult | RoundResult, now_s: float
     ) -> None:
         self.stats.count_engine(event, follows=flight.follows)
+        self.forecast.pace.ran(self.stats.batch_s, self.stats.predicted_batch_s)
         with self._deciding():
             self.scheduler.complete(result, now_s)
         if event.failure == "crashed":

@@ -2,8 +2,9 @@
 
 A slice-level worker serves all who wait in turn, so a newcomer's first token comes after one turn: what the workers
 were given, and the batches that the pool makes. A continuous worker serves who is there to the end, so he waits until
-enough of those before him have left. Lengths to come are the mean of those that were; what a law does not know (the
-front's delay, other programs) is learnt from what earlier requests were told and got. It only reads the scheduler.
+enough of those before him have left. Lengths to come are the mean of those that were. How much slower than its laws the
+machine is, the last batches say, at once; what is beside them (the front's delay) is learnt from what earlier requests
+were told and got, which is known only when they got it. It only reads the scheduler.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ LOOKS_BACK = 256  # requests
 UNLUCKY = 0.97  # of which quantile the forecast is
 MOST = 0.5  # of a limit: what is learnt stays within it
 TELLING = 0.125  # of a limit: who was told less says nothing of those for whom it matters
+PACE_S = 4.0  # of batches: what weighs as much as the laws do at first, and as e times what ran so long before
 
 
 class Told(NamedTuple):
@@ -76,6 +78,26 @@ class Mean:
         self.value += (value - self.value) / self.weight
 
 
+class Pace:
+    """How long batches take for each second that the laws say."""
+
+    def __init__(self) -> None:
+        self._took_s = self._expected_s = PACE_S
+        self._took_in_all_s = self._expected_in_all_s = 0.0
+
+    @property
+    def value(self) -> float:
+        return self._took_s / self._expected_s
+
+    def ran(self, took_s: float, expected_s: float) -> None:
+        """What all batches so far took, and what the laws say."""
+        took_s, self._took_in_all_s = took_s - self._took_in_all_s, took_s
+        expected_s, self._expected_in_all_s = expected_s - self._expected_in_all_s, expected_s
+        keep = math.exp(-expected_s / PACE_S)
+        self._took_s = keep * self._took_s + took_s
+        self._expected_s = keep * self._expected_s + expected_s
+
+
 class Delay:
     """By how many seconds the unlucky among the last requests waited longer than they had been told."""
 
@@ -116,9 +138,13 @@ class Forecast:
         self._output = Mean(typical_tokens)
         self._steps = typical_tokens  # of the last slice
         self._first, self._last = Delay(limits.ttft_s), Delay(limits.e2e_s)
+        self.pace = Pace()
 
     def raw(self, now_s: float) -> Told:
-        """By the laws alone."""
+        """By the laws, at the pace of the last batches."""
+        return Told(*(self.pace.value * seconds for seconds in self._lawful(now_s)))
+
+    def _lawful(self, now_s: float) -> Told:
         workers = [worker for worker in self._scheduler.workers if worker.alive] or self._scheduler.workers
         waiting = self._scheduler.waiting_jobs
         if not self._continuous:
