@@ -9,7 +9,7 @@ from toolkit.deploy.order import Options, Order
 from toolkit.deploy.plan import make_plan
 from toolkit.files.fit import Fit
 from toolkit.files.io import file_text, write_file
-from toolkit.files.plan import Plan, PlannedPolicy, PlannedWorkload
+from toolkit.files.plan import Kind, Plan, PlannedPolicy, PlannedWorkload
 
 SLICE = PlannedPolicy(name="slice", parameters={"slice_tokens": 64})
 GPU = {
@@ -36,6 +36,26 @@ def plan(folder: Path, policy: PlannedPolicy = SLICE, fit: Fit | None = None, **
     predicted = {"goodput_rps": 3.25, "throughput_rps": 3.5, "e2e_p99_s": 41.5}
     made = make_plan(recipe, fit, None, paths, policy)
     return made.model_copy(update={"workload": workload, "predicted": predicted})
+
+
+def fleet(folder: Path) -> Plan:
+    """Three workers on two kinds of GPU, and two on the CPUs of machines that the fleet labels."""
+    made = plan(folder, fit=on("NVIDIA H200"), **GPU)
+    small = {**GPU, "hardware": {"device": "cuda", "name": "A100-80GB"}, "engine": {"name": "transformers"}}
+    others = [
+        Kind(recipe=samples.recipe(name="small", **small), fit=on("NVIDIA A100-SXM4-80GB"), workers=2),
+        Kind(recipe=samples.recipe(name="cpus", **SAME), fit=samples.fit(), workers=2, nodes={"pool": "cpus"}),
+    ]
+    return made.model_copy(update={"others": others, "workers": 5})
+
+
+SAME = {"model": GPU["model"], "engine": {"name": "transformers", "threads": 3}}
+
+
+def on(device: str) -> Fit:
+    """The samples' fit, measured on another device."""
+    fit = samples.fit()
+    return fit.model_copy(update={"engine": fit.engine.model_copy(update={"device": device})})
 
 
 def order(made: Plan, **options: object) -> Order:

@@ -164,12 +164,13 @@ def make_driver(
     workers: HandWorkers,
     *,
     policy: str = "slice",
-    capacity: int = 4096,
+    capacity: int | Sequence[int] = 4096,
     limits: Limits = UNLIMITED,
     **parameters: Any,
 ) -> Driver:
-    memory = ZetaMemory(capacity)
-    planned = [Worker(index, LAW, memory) for index in range(workers.size)]
+    """The driver of such workers; `capacity` in tokens of all, or of each."""
+    capacities = [capacity] * workers.size if isinstance(capacity, int) else capacity
+    planned = [Worker(index, LAW, ZetaMemory(tokens)) for index, tokens in enumerate(capacities)]
     parameters = parameters or {"slice_tokens": 8}
     return Driver(Scheduler(make_policy(policy, parameters), planned), workers, Stats(), limits=limits)
 
@@ -186,7 +187,11 @@ class Client(httpx.AsyncClient):
 
 @asynccontextmanager
 async def client(
-    workers: HandWorkers | None = None, *, capacity: int = 4096, limits: Limits = UNLIMITED, **settings: Any
+    workers: HandWorkers | None = None,
+    *,
+    capacity: int | Sequence[int] = 4096,
+    limits: Limits = UNLIMITED,
+    **settings: Any,
 ) -> AsyncIterator[Client]:
     """A server in this process, and its client."""
     workers = workers or ToyWorkers()

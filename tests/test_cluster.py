@@ -3,7 +3,7 @@
 import asyncio
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -14,7 +14,8 @@ from test_tuning import trace
 
 from toolkit.cluster.actor import WorkerActor
 from toolkit.cluster.connect import check_address, joined
-from toolkit.cluster.workers import RayWorkers, Share
+from toolkit.cluster.places import KIND, Place, accelerator_type
+from toolkit.cluster.workers import RayWorkers
 from toolkit.engines.factory import make_engine
 from toolkit.engines.protocol import Row, SamplingParams
 from toolkit.errors import EngineError, InputError
@@ -35,6 +36,7 @@ from toolkit.workers.frames import (
     front_side,
     pack,
 )
+from toolkit.workers.processes import Outfit
 from toolkit.workers.protocol import BatchDone, BatchProgress, OnEvent, WorkerEvent, WorkerLost, WorkerReady
 
 CRASH = 200
@@ -51,9 +53,12 @@ def fake(**config: object) -> ModelSpec:
 class Watched(RayWorkers):
     """Workers whose events a test can wait for."""
 
-    def __init__(self, size: int, **config: object) -> None:
-        engine = tiny.engine_spec("fake", budget_mib=64)
-        super().__init__(fake(**config), engine, tiny.CPU, size, flush_s=0.01, room_timeout_s=30.0, backoff_s=0.1)
+    def __init__(
+        self, size: int = 1, kinds: Sequence[str] = (), room_timeout_s: float = 30.0, **config: object
+    ) -> None:
+        outfit = Outfit(fake(**config), tiny.engine_spec("fake", budget_mib=64), tiny.CPU, flush_s=0.01)
+        places = [Place(outfit, {KIND: kind}) for kind in kinds] or [Place(outfit)] * size
+        super().__init__(places, room_timeout_s=room_timeout_s, backoff_s=0.1)
         self.seen: list[WorkerEvent] = []
         self._news = asyncio.Event()
 
@@ -100,10 +105,10 @@ async def complete(http, prompt: str) -> str:
     return answer.json()["choices"][0]["text"]
 
 
-def undisturbed() -> list[str]:
+def undisturbed(prompts: Sequence[str] = PROMPTS) -> list[str]:
     """What an engine without a server says to the prompts."""
     engine = make_engine(fake(), tiny.engine_spec("fake", budget_mib=64), tiny.CPU)
-    rows = [Row(prompt, tuple(prompt.encode()), 0, 200, SamplingParams(ignore_eos=True)) for prompt in PROMPTS]
+    rows = [Row(prompt, tuple(prompt.encode()), 0, 200, SamplingParams(ignore_eos=True)) for prompt in prompts]
     return [bytes(tokens).decode() for tokens in engine.run_slice(rows, 200, lambda _: True).tokens]
 
 
@@ -130,9 +135,75 @@ def test_a_node_killed_under_load_costs_no_request_and_no_token(cluster) -> None
     asyncio.run(main())
 
 
+@pytest.fixture(scope="module")
+def kinds(cluster) -> dict[str, object]:
+    """Two more nodes, one of each kind, as `ray start --labels=llmctl.io/kind=NAME` says it."""
+    options = {"num_cpus": 1, "object_store_memory": 80 << 20}
+    return {kind: cluster.add_node(labels={KIND: kind}, **options) for kind in ("large", "small")}
+
+
+def kinds_of_places(workers: RayWorkers) -> list[str]:
+    """Of which kind the node is that Ray chose for each worker."""
+    import ray
+
+    labels = {node["NodeID"]: node["Labels"] for node in ray.nodes()}
+    chosen = ray.util.placement_group_table(workers._group)["bundles_to_node_id"]
+    return [labels[chosen[index]][KIND] for index in range(workers.size)]
+
+
+GPUS = [
+    "NVIDIA A100-SXM4-80GB",
+    "NVIDIA A100 80GB PCIe",
+    "NVIDIA H200",
+    "NVIDIA H100 80GB HBM3",
+    "NVIDIA GH200 480GB",
+    "Tesla V100-SXM2-16GB",
+    "Tesla T4",
+    "NVIDIA L40S",
+    "NVIDIA GeForce RTX 5090",
+    "NVIDIA RTX PRO 6000 Blackwell Server Edition",
+]
+LONG = "x" * 300  # with 200 tokens more than the small worker holds
+
+
+@pytest.mark.parametrize("name", GPUS)
+def test_gpus_are_called_what_ray_calls_them(cluster, name: str) -> None:
+    from ray._private.accelerators.nvidia_gpu import NvidiaGPUAcceleratorManager
+
+    assert accelerator_type(name) == NvidiaGPUAcceleratorManager._gpu_name_to_accelerator_type(name)
+
+
+def test_a_kind_that_the_cluster_has_no_node_of_is_named_with_what_there_is(cluster, kinds) -> None:
+    said = (
+        r"no room for 1 worker of 1 CPU each on machines with llmctl.io/kind=huge: none of its 4 has that; they have"
+        r" llmctl.io/kind=large \(1\), llmctl.io/kind=small \(1\), none \(2\) \(waited 0.5 s\)"
+    )
+    with pytest.raises(EngineError, match=said):
+        asyncio.run(Watched(kinds=["large", "huge"], room_timeout_s=0.5).start(lambda _: None))
+
+
+def test_a_fleets_workers_are_on_nodes_of_their_kind_and_requests_go_on_where_they_fit(cluster, kinds) -> None:
+    async def main() -> None:
+        workers = Watched(kinds=["large", "small"], decode_s=0.01)
+        async with client(workers, capacity=(4096, 480)) as http:
+            await workers.until(WorkerReady, 2)
+            assert kinds_of_places(workers) == ["large", "small"]
+            load = [asyncio.create_task(complete(http, prompt)) for prompt in [*PROMPTS[:6], LONG]]
+            await workers.until(BatchProgress, 2)
+            cluster.remove_node(kinds.pop("large"), allow_graceful=False)
+            assert await asyncio.gather(*load[:-1]) == undisturbed(PROMPTS[:6]), "on the small worker alone"
+            assert not load[-1].done(), "only the large one holds it"
+            workers.seen.clear()
+            kinds["large"] = cluster.add_node(labels={KIND: "large"}, num_cpus=1, object_store_memory=80 << 20)
+            assert [await load[-1]] == undisturbed([LONG])
+            assert kinds_of_places(workers) == ["large", "small"]
+
+    asyncio.run(main())
+
+
 def test_workers_come_back_after_a_bug_and_refuse_what_they_cannot_load(cluster) -> None:
     async def main() -> None:
-        workers = Watched(1)
+        workers = Watched()
         await workers.start(lambda _: None)
         workers.run(0, 7, [Row("poison", (CRASH,), 0, 40)], 20)
         (lost,) = await workers.until(WorkerLost)
@@ -145,7 +216,7 @@ def test_workers_come_back_after_a_bug_and_refuse_what_they_cannot_load(cluster)
         assert done.output == engine.run_slice(ROWS, 20, lambda _: True)
         await workers.stop()
         with pytest.raises(EngineError, match="no such key"):
-            await Watched(1, no_such_key=1).start(lambda _: None)
+            await Watched(no_such_key=1).start(lambda _: None)
 
     asyncio.run(main())
 
@@ -218,10 +289,3 @@ def test_without_ray_the_error_says_how_to_install_it(monkeypatch: pytest.Monkey
     with pytest.raises(InputError, match="not installed") as caught, joined("auto", 1):
         pass
     assert caught.value.hint == "pip install 'llmctl[ray]'"
-
-
-def test_a_worker_takes_its_threads_and_the_gpus_of_its_machine() -> None:
-    engine = tiny.engine_spec("fake").model_copy(update={"threads": 3})
-    assert Share.of(engine, tiny.CPU).bundle == {"CPU": 3.0}
-    pair = engine.model_copy(update={"tensor_parallel_size": 2})
-    assert Share.of(pair, tiny.CPU.model_copy(update={"device": "cuda"})).bundle == {"CPU": 6.0, "GPU": 2.0}

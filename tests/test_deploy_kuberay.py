@@ -15,7 +15,7 @@ import yaml
 
 import toolkit
 from toolkit.cluster.linger import actors, main, peers, wait
-from toolkit.cluster.workers import Share
+from toolkit.cluster.places import Share, node_labels
 from toolkit.deploy.kinds.raycluster import RayCluster
 from toolkit.deploy.render import render_target
 from toolkit.deploy.targets.raycluster import RAY
@@ -44,6 +44,17 @@ def plan(request: pytest.FixtureRequest) -> Plan:
     return found
 
 
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Plan:
+    return orders.fleet(tmp_path_factory.mktemp("fleet"))
+
+
+@pytest.fixture(params=["cpu", "gpu", "fleet"])
+def any_plan(request: pytest.FixtureRequest) -> Plan:
+    found: Plan = request.getfixturevalue(request.param)
+    return found
+
+
 def objects(plan: Plan, **options: object) -> Objects:
     """What is rendered in YAML, by file."""
     files = render_target("kuberay", orders.order(plan, **options))
@@ -55,29 +66,28 @@ def cluster(plan: Plan, **options: object) -> Objects:
     return found
 
 
-def groups(data: Objects) -> tuple[Objects, Objects]:
-    """The head's group and the workers'."""
-    (workers,) = data["spec"]["workerGroupSpecs"]
-    return data["spec"]["headGroupSpec"], workers
+def groups(data: Objects) -> list[Objects]:
+    """The head's group and the workers', one for each kind."""
+    return [data["spec"]["headGroupSpec"], *data["spec"]["workerGroupSpecs"]]
 
 
-def test_our_model_reads_what_it_wrote_and_nothing_else(plan: Plan) -> None:
-    data = cluster(plan)
+def test_our_model_reads_what_it_wrote_and_nothing_else(any_plan: Plan) -> None:
+    data = cluster(any_plan)
     assert RayCluster.model_validate(data).model_dump(by_alias=True, exclude_none=True) == data
     data["spec"]["autoscalerOption"] = {}
     with pytest.raises(ValueError, match="Extra inputs"):
         RayCluster.model_validate(data)
 
 
-def test_kubernetes_takes_the_pods_of_the_cluster(plan: Plan) -> None:
-    for group in groups(cluster(plan)):
+def test_kubernetes_takes_the_pods_of_the_cluster(any_plan: Plan) -> None:
+    for group in groups(cluster(any_plan)):
         pods = {"apiVersion": "v1", "kind": "PodTemplate", "metadata": {"name": "x"}, "template": group["template"]}
         kubernetes_validate.validate(pods, "1.37", strict=True)
 
 
-def test_kubernetes_takes_everything_that_is_its_own(plan: Plan) -> None:
+def test_kubernetes_takes_everything_that_is_its_own(any_plan: Plan) -> None:
     checked = set()
-    for data in objects(plan).values():
+    for data in objects(any_plan).values():
         if data["apiVersion"] in ("v1", "apps/v1", "policy/v1", "networking.k8s.io/v1"):
             kubernetes_validate.validate(data, "1.37", strict=True)
             checked.add(data["kind"])
@@ -110,8 +120,8 @@ def crd() -> Any:
     return jsonschema.Draft202012Validator(strict(schema))
 
 
-def test_kuberay_takes_the_cluster(crd: Any, plan: Plan) -> None:
-    assert [error.message for error in crd.iter_errors(cluster(plan))] == []
+def test_kuberay_takes_the_cluster(crd: Any, any_plan: Plan) -> None:
+    assert [error.message for error in crd.iter_errors(cluster(any_plan))] == []
 
 
 @pytest.mark.parametrize(
@@ -136,6 +146,51 @@ def test_a_worker_has_room_for_its_actor_and_the_head_for_none(plan: Plan) -> No
         "dashboard-host": "127.0.0.1",
         "object-store-memory": params["object-store-memory"],
     }
+
+
+def test_a_fleet_has_a_group_for_each_kind_and_a_pod_for_each_worker(fleet: Plan) -> None:
+    _, *found = groups(cluster(fleet))
+    assert [(one["groupName"], one["replicas"]) for one in found] == [
+        ("llmctl-test", 1),
+        ("llmctl-small", 2),
+        ("llmctl-cpus", 2),
+    ]
+    shares = [Share.of(kind.recipe.engine, kind.recipe.hardware) for kind in fleet.kinds]
+    params = [one["rayStartParams"] for one in found]
+    assert [(int(one["num-cpus"]), int(one["num-gpus"])) for one in params] == [(one.cpus, one.gpus) for one in shares]
+    budget = objects(fleet)["core/poddisruptionbudget.yaml"]["spec"]
+    assert budget["minAvailable"] == 4
+
+
+def test_each_kind_is_on_machines_of_its_own(fleet: Plan) -> None:
+    """And has the labels by which the front looks for it, but for those that Ray sets."""
+    _, *found = groups(cluster(fleet))
+    pods = [one["template"]["spec"] for one in found]
+    key = "requiredDuringSchedulingIgnoredDuringExecution"
+    terms = [one["affinity"]["nodeAffinity"][key]["nodeSelectorTerms"] for one in pods[:2]]
+    assert [one[0]["matchExpressions"][0]["values"] for one in terms] == [["NVIDIA-H200"], ["NVIDIA-A100-SXM4-80GB"]]
+    assert (pods[2]["nodeSelector"], "affinity" in pods[2]) == ({"pool": "cpus"}, False)
+    labels = node_labels(fleet.kinds)
+    assert [one["ray.io/accelerator-type"] for one in labels[:2]] == ["H200", "A100"]
+    assert [one.get("labels") for one in found] == [None, None, labels[2]]
+
+
+def test_a_fleet_that_was_not_measured_says_that_machines_are_not_known(fleet: Plan) -> None:
+    fit = fleet.fit.model_copy(update={"engine": fleet.fit.engine.model_copy(update={"analytic": "data sheet"})})
+    guessed = fleet.model_copy(update={"fit": fit})
+    _, first, *_ = groups(cluster(guessed))
+    assert "preferredDuringSchedulingIgnoredDuringExecution" in first["template"]["spec"]["affinity"]["nodeAffinity"]
+    told = render_target("kuberay", orders.order(guessed))["EXPLAIN.md"]
+    assert "the fit is no measurement, so the GPU's product is not known; name nodes in the fleet" in told
+
+
+def test_the_front_of_a_fleet_asks_for_its_workers_by_kind(fleet: Plan) -> None:
+    assert "--workers" not in render_target("kuberay", orders.order(fleet))["core/front.sh"]
+    files = render_target("ray", orders.order(fleet))
+    assert (
+        "| actors of small | 2, of 1 CPU and 1 GPU each | fleet; on nodes of Ray with ray.io/accelerator"
+        in (files["EXPLAIN.md"])
+    )
 
 
 def test_who_is_needed_ends_later(plan: Plan) -> None:

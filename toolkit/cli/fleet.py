@@ -63,7 +63,7 @@ def open_fleet(path: Path, *, force: bool = False) -> Fleet:
     for source in sources:
         recipe = open_recipe(source.recipe)
         fit = read_fit(source.fit, source.recipe, force=force)
-        kinds.append(Kind(recipe=recipe, fit=fit, workers=source.workers or recipe.workers))
+        kinds.append(Kind(recipe=recipe, fit=fit, workers=source.workers or recipe.workers, nodes=source.nodes))
         if kinds[-1].workers != fit.workers:
             count, measured = kinds[-1].workers, fit.workers
             note(f"note: {recipe.name} was measured with {measured} workers at once; {count} may take other times")
@@ -84,4 +84,4 @@ def plan_of_fleet(
     tuned = read_file(Tuning, tuning, inputs=fleet.inputs) if tuning else None
     inputs = fleet.inputs | ({"tuning": tuning} if tuning else {})
     plan = make_plan(first.recipe, first.fit, tuned, inputs, given, fleet.others, first.workers)
-    return plan, fleet.inputs["fit"]
+    return plan.model_copy(update={"nodes": first.nodes}), fleet.inputs["fit"]

@@ -1,20 +1,20 @@
 """Workers as Ray actors, behind the protocol of `toolkit.workers`: the pool is the same, their bodies are actors.
 
 One placement group holds a bundle for each worker, spread over the machines; a bundle lies on one machine, so that the
-GPUs of a tensor-parallel worker do. When a machine is lost, Ray gives its bundles a new place as soon as the cluster
-has room, and the pool starts their workers there.
+GPUs of a tensor-parallel worker do, and on one with the labels of the worker's kind. When a machine is lost, Ray gives
+its bundles a new place as soon as the cluster has room for them, and the pool starts their workers there.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 from toolkit.cluster.actor import THREADS, WorkerActor
+from toolkit.cluster.places import Machine, Place, no_room
 from toolkit.errors import EngineError
-from toolkit.files.recipe import EngineSpec, HardwareSpec, ModelSpec
 from toolkit.workers.frames import Run, RunRound, Start, ToWorker, front_side, pack
 from toolkit.workers.pool import Body, OnFrame, Pool
 from toolkit.workers.process import engine_variables
@@ -24,55 +24,25 @@ ROOM_TIMEOUT_S = 60.0
 LAST_FRAMES_S = 5.0  # an actor that ended in order has said its last: for these frames to arrive
 
 
-@dataclass(slots=True, frozen=True)
-class Share:
-    """What a worker takes of a machine."""
-
-    cpus: int
-    gpus: int
-
-    @classmethod
-    def of(cls, engine: EngineSpec, hardware: HardwareSpec) -> Share:
-        """The threads of its engine's processes, and a GPU for each where they need one."""
-        processes = engine.tensor_parallel_size
-        return cls((engine.threads or 1) * processes, processes if hardware.device == "cuda" else 0)
-
-    @property
-    def bundle(self) -> dict[str, float]:
-        """In Ray's words."""
-        return {"CPU": float(self.cpus)} | ({"GPU": float(self.gpus)} if self.gpus else {})
-
-    def __str__(self) -> str:
-        return " and ".join(f"{count:g} {what}" for what, count in self.bundle.items())
-
-
 class RayWorkers(Pool):
     """The pool whose bodies are actors of the cluster that this process has joined.
 
     Args:
-        model, engine, hardware: what each loads.
-        size: how many.
-        flush_s: progress of a batch is reported at most this often, but for first tokens.
+        places: of each worker, by number, what it loads and where.
         room_timeout_s: how long `start` waits for the cluster to have room for all of them.
         backoff_s, stop_timeout_s: as the pool's.
     """
 
     def __init__(
         self,
-        model: ModelSpec,
-        engine: EngineSpec,
-        hardware: HardwareSpec,
-        size: int,
+        places: Sequence[Place],
         *,
-        flush_s: float = 0.05,
         room_timeout_s: float = ROOM_TIMEOUT_S,
         backoff_s: float = 0.5,
         stop_timeout_s: float = 10.0,
     ) -> None:
-        super().__init__(size, self._spawn_actor, backoff_s=backoff_s, stop_timeout_s=stop_timeout_s)
-        self._first = Start.of(model, engine, hardware, flush_s)
-        self._share = Share.of(engine, hardware)
-        self._variables = engine_variables(engine.threads)
+        super().__init__(len(places), self._spawn_actor, backoff_s=backoff_s, stop_timeout_s=stop_timeout_s)
+        self._places = places
         self._room_timeout_s = room_timeout_s
         self._group: Any = None  # Ray's PlacementGroup
 
@@ -80,12 +50,16 @@ class RayWorkers(Pool):
         """As the pool's; `EngineError` also where the cluster has no room for all workers."""
         from ray.util import placement_group
 
-        self._group = placement_group([self._share.bundle] * self.size, strategy="SPREAD")
+        self._group = placement_group(
+            [place.share.bundle for place in self._places],
+            strategy="SPREAD",
+            bundle_label_selector=[dict(place.labels) for place in self._places],
+        )
         try:
             await asyncio.wait_for(self._group.ready(), self._room_timeout_s)
         except TimeoutError:
             await self.stop()
-            raise _no_room(self.size, self._share, self._room_timeout_s) from None
+            raise _no_room(self._places, self._room_timeout_s) from None
         await super().start(on_event)
 
     async def stop(self) -> None:
@@ -101,17 +75,17 @@ class RayWorkers(Pool):
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        place = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=index)
+        place, outfit = self._places[index], self._places[index].outfit
         actor = ray.remote(WorkerActor).options(
-            num_cpus=self._share.cpus,
-            num_gpus=self._share.gpus,
+            num_cpus=place.share.cpus,
+            num_gpus=place.share.gpus,
             max_concurrency=THREADS,
             max_restarts=0,  # the pool starts it again, with a new engine and the frames counted from 0
-            scheduling_strategy=place,
-            runtime_env={"env_vars": self._variables},
+            scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=index),
+            runtime_env={"env_vars": engine_variables(outfit.engine.threads)},
         )
         body = ActorBody(actor.remote(), on_frame)
-        body.send(self._first)
+        body.send(Start.of(outfit.model, outfit.engine, outfit.hardware, outfit.flush_s))
         return body
 
 
@@ -174,14 +148,10 @@ def _reason(said: str) -> str:
     return (causes or lines[-1:] or ["the actor ended"])[0][:300]
 
 
-def _no_room(size: int, share: Share, waited_s: float) -> EngineError:
+def _no_room(wanted: Sequence[Place], waited_s: float) -> EngineError:
     import ray
 
-    have = ray.cluster_resources()
-    nodes = sum(node["Alive"] for node in ray.nodes())
-    total = " and ".join(f"{have.get(what, 0):g} {what}" for what in share.bundle)
+    machines = [Machine(node["Labels"], node["Resources"]) for node in ray.nodes() if node["Alive"]]
     return EngineError(
-        f"the cluster has no room for {size} workers of {share} each: {total} in all on {nodes} machines, of which"
-        f" some may be in use (waited {waited_s:g} s)",
-        "add machines, or serve with fewer --workers",
+        f"{no_room(wanted, machines)} (waited {waited_s:g} s)", "add machines, or serve with fewer workers"
     )

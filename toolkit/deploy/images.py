@@ -6,7 +6,7 @@ import toolkit
 from toolkit.deploy.names import check_image
 from toolkit.deploy.order import Order, Reckoned
 
-IN_EXTRAS = ("deepspeed", "vllm")  # engines that are extras of the package of the same name
+IN_EXTRAS = {"deepspeed", "vllm"}  # engines that are extras of the package of the same name
 
 
 def llmctl_image(order: Order, *extras: str) -> Reckoned[str]:
@@ -16,8 +16,8 @@ def llmctl_image(order: Order, *extras: str) -> Reckoned[str]:
     """
     if order.options.image:
         return Reckoned(check_image(order.options.image), "--image")
-    engine = order.plan.recipe.engine.name
-    wanted = sorted({*extras, *((engine,) if engine in IN_EXTRAS else ())})
+    engines = {kind.recipe.engine.name for kind in order.plan.kinds}
+    wanted = sorted({*extras, *(engines & IN_EXTRAS)})
     name = "-".join([f"llmctl:{toolkit.__version__}", *wanted])
     built = f"docker build -t {name}" + (f" --build-arg 'EXTRAS=[{','.join(wanted)}]'" if wanted else "") + " ."
     return Reckoned(name, f"this llmctl's version; build it in a checkout: {built}")

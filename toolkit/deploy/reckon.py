@@ -9,6 +9,7 @@ import math
 
 from toolkit.deploy.order import Order, Reckoned
 from toolkit.errors import InputError
+from toolkit.files.plan import Kind
 from toolkit.files.recipe import Recipe
 
 GIB, MIB = 1 << 30, 1 << 20
@@ -62,14 +63,14 @@ def cpus(recipe: Recipe) -> Reckoned[int]:
 
 def memory_mib(order: Order) -> Reckoned[int]:
     """Host memory that a server with all its workers asks for."""
-    each, workers = worker_memory_mib(order), order.plan.recipe.workers
+    each, workers = worker_memory_mib(order.plan.kinds[0]), order.plan.recipe.workers
     source = f"{FRONT_MIB} MiB for the front, and for each of {workers} workers {each.source}"
     return Reckoned(FRONT_MIB + workers * each.value, source)
 
 
-def worker_memory_mib(order: Order) -> Reckoned[int]:
+def worker_memory_mib(kind: Kind) -> Reckoned[int]:
     """Host memory of one worker. On a GPU the weights pass through it once."""
-    recipe, fit = order.plan.recipe, order.plan.fit
+    recipe, fit = kind.recipe, kind.fit
     weights = recipe.model.weight_bytes or 0
     cache = fit.engine.kv_budget_bytes if recipe.hardware.device == "cpu" else 0
     libraries = WORKER_MIB * recipe.engine.tensor_parallel_size  # a process for each share

@@ -36,13 +36,11 @@ BOARDS: dict[str, Names] = {
 }
 FLAGS = ("vllm", "sglang")  # whose flags may come from a server that was measured from outside
 FLAGS_RUN = "render its flags, for 'vllm' or 'sglang'"
-FLEETS_RUN = "render it for 'local', where one process serves all kinds of workers"
+FLEETS_RUN = "render it for 'local', 'ray' or 'kuberay', where one front serves all kinds of workers"
 ONE_KIND = {  # why a target has no place for workers of several kinds
     "systemd": "the unit's sandbox is made for one kind of device",
     "compose": "the service reserves one kind of device",
     "kubernetes": "pods of one Deployment are alike, and one Deployment for each kind would need a router before them",
-    "ray": "its actors are placed by counts of CPUs and GPUs, not by kind",
-    "kuberay": "its actors are placed by counts of CPUs and GPUs, not by kind",
     "vllm": "it starts one engine of one kind",
     "sglang": "it starts one engine of one kind",
 }

@@ -19,6 +19,7 @@ from pydantic import Field
 from toolkit.errors import InputError
 from toolkit.files.envelope import Strict
 from toolkit.files.fits import fit_path
+from toolkit.files.labels import Labels
 from toolkit.files.plan import Kind
 from toolkit.files.recipe import Positive, Recipe
 from toolkit.files.recipes import recipe_path
@@ -36,6 +37,10 @@ class Member(Strict):
     recipe: str = Field(description="a file, beside this one if it has no path, or the name of a shipped recipe")
     fit: str = Field(description="likewise: the fit of that recipe")
     workers: Positive | None = Field(default=None, description="of this kind; None: as the recipe has it")
+    nodes: Labels = Field(
+        default={},
+        description="labels of the machines that it runs on in a cluster; none: Ray's own, or the recipe's name",
+    )
 
 
 class FleetFile(Strict):
@@ -47,11 +52,12 @@ class FleetFile(Strict):
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where a kind comes from: the files that its recipe and its fit are read from, and how many workers it has."""
+    """Where a kind comes from: the files of its recipe and its fit; how many workers it has, and on which machines."""
 
     recipe: Path
     fit: Path
     workers: int | None
+    nodes: Labels
 
 
 def is_fleet(source: AnyPath) -> bool:
@@ -71,7 +77,7 @@ def fleet_sources(path: AnyPath) -> list[Source]:
     file = Path(path)
     content = validate(FleetFile, json.dumps(load_yaml(file)), file, "see docs/fleets.md")
     return [
-        Source(recipe_path(_beside(file, one.recipe)), fit_path(_beside(file, one.fit)), one.workers)
+        Source(recipe_path(_beside(file, one.recipe)), fit_path(_beside(file, one.fit)), one.workers, one.nodes)
         for one in content.fleet
     ]
 
@@ -92,7 +98,7 @@ def merged(kinds: Sequence[Kind]) -> list[Kind]:
     """
     found: list[Kind] = []
     for kind in kinds:
-        like = next((k for k, other in enumerate(found) if (other.recipe, other.fit) == (kind.recipe, kind.fit)), None)
+        like = next((k for k, other in enumerate(found) if _same(kind, other)), None)
         if like is None:
             found.append(kind)
         else:
@@ -103,6 +109,11 @@ def merged(kinds: Sequence[Kind]) -> list[Kind]:
         for other in found[:number]:
             _check_pair(other, kind)
     return found
+
+
+def _same(kind: Kind, other: Kind) -> bool:
+    """But for the number of workers."""
+    return (kind.recipe, kind.fit, kind.nodes) == (other.recipe, other.fit, other.nodes)
 
 
 def _beside(file: Path, name: str) -> AnyPath:

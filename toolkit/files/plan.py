@@ -8,6 +8,7 @@ from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, mod
 
 from toolkit.files.envelope import Envelope, Strict
 from toolkit.files.fit import Fit
+from toolkit.files.labels import Labels
 from toolkit.files.recipe import Positive, Recipe
 from toolkit.files.tuning import Value
 
@@ -37,11 +38,12 @@ class PlannedWorkload(Strict):
 
 
 class Kind(Strict):
-    """Workers of one kind: what each loads and on what, the laws that hold for it, and how many there are."""
+    """Workers of one kind: what each loads and on what, the laws that hold for it, how many there are, and where."""
 
     recipe: Recipe
     fit: Fit
     workers: Positive
+    nodes: Labels = Field(default={}, description="labels of a cluster's machines that it runs on; none: Ray's own")
 
 
 class Plan(Envelope):
@@ -61,12 +63,15 @@ class Plan(Envelope):
     explained: dict[str, Explanation]
     workload: PlannedWorkload | None = Field(default=None, description="none: it was not tuned")
     others: list[Kind] = Field(default=[], description="of a fleet: the kinds of workers besides the first")
+    nodes: Labels = Field(
+        default={}, description="of a fleet: those of the first kind; not written where none are said"
+    )
 
     @property
     def kinds(self) -> list[Kind]:
         """All kinds of workers, in the order of their numbers."""
         first = self.workers - sum(kind.workers for kind in self.others)
-        return [Kind(recipe=self.recipe, fit=self.fit, workers=first), *self.others]
+        return [Kind(recipe=self.recipe, fit=self.fit, workers=first, nodes=self.nodes), *self.others]
 
     @model_validator(mode="after")
     def _the_first_kind_has_workers(self) -> Plan:
@@ -78,6 +83,7 @@ class Plan(Envelope):
     @model_serializer(mode="wrap")
     def _plain_where_it_is(self, handler: SerializerFunctionWrapHandler) -> dict[str, object]:
         written: dict[str, object] = handler(self)
-        if not self.others:
-            written.pop("others", None)
+        for name in ("others", "nodes"):
+            if not getattr(self, name):
+                written.pop(name, None)
         return written

@@ -107,31 +107,25 @@ def _loading(order: Launch) -> str:
 @contextmanager
 def _workers(plan: Plan, ray: str, room_timeout_s: float) -> Iterator[Workers]:
     """The plan's workers, not started yet; until the block ends, this process belongs to the cluster."""
-    recipe, flush_s = plan.recipe, plan.recipe.engine.flush_s
     if not ray:
+        recipe, flush_s = plan.recipe, plan.recipe.engine.flush_s
         first, *others = plan.kinds
         outfits = [Outfit.of(kind.recipe) for kind in others for _ in range(kind.workers)]
         loaded = recipe.model, recipe.engine, recipe.hardware, first.workers
         yield ProcessWorkers(*loaded, flush_s=flush_s, others=outfits)
         return
-    if plan.others:
-        raise InputError(
-            "a fleet's workers of several kinds run in processes of this machine; "
-            "Ray places actors by counts of CPUs and GPUs, not by kind",
-            "serve the fleet without --ray, or each kind with a plan of its own",
-        )
-    from toolkit.cluster.connect import joined
-    from toolkit.cluster.workers import RayWorkers, Share
+    from toolkit.cluster.connect import LOCAL, joined
+    from toolkit.cluster.places import places
+    from toolkit.cluster.workers import RayWorkers
 
-    with joined(ray, plan.workers * Share.of(recipe.engine, recipe.hardware).cpus):
-        yield RayWorkers(
-            recipe.model,
-            recipe.engine,
-            recipe.hardware,
-            plan.workers,
-            flush_s=flush_s,
-            room_timeout_s=room_timeout_s,
+    if plan.others and ray == LOCAL:
+        raise InputError(
+            f"--ray {LOCAL}: a cluster of this machine alone is one node of one kind; the fleet has {len(plan.kinds)}",
+            "leave --ray out: processes of this machine are of all kinds; or join a cluster, with --ray auto",
         )
+    wanted = places(plan.kinds)
+    with joined(ray, sum(place.share.cpus for place in wanted)):
+        yield RayWorkers(wanted, room_timeout_s=room_timeout_s)
 
 
 def _driver(order: Launch, workers: Workers, events: EventLog | None, requests: TraceLog | None) -> Driver:

@@ -131,8 +131,20 @@ class PreferredNode(Kind):
     preference: NodeTerm
 
 
+class NodeSelector(Kind):
+    node_selector_terms: list[NodeTerm]
+
+    @classmethod
+    def of(cls, requirement: NodeRequirement) -> NodeSelector:
+        """Of one requirement."""
+        return cls(node_selector_terms=[NodeTerm(match_expressions=[requirement])])
+
+
 class NodeAffinity(Kind):
-    preferred: list[PreferredNode] = Field(alias="preferredDuringSchedulingIgnoredDuringExecution")
+    """`required` or `preferred`."""
+
+    required: NodeSelector | None = Field(default=None, alias="requiredDuringSchedulingIgnoredDuringExecution")
+    preferred: list[PreferredNode] | None = Field(default=None, alias="preferredDuringSchedulingIgnoredDuringExecution")
 
 
 class Affinity(Kind):
@@ -162,6 +174,7 @@ class PodSpec(Kind):
     termination_grace_period_seconds: Count
     security_context: PodSecurity = PodSecurity()
     affinity: Affinity | None = None
+    node_selector: dict[str, str] | None = None
     tolerations: list[Toleration] | None = None
     containers: list[Container]
     volumes: list[Volume]

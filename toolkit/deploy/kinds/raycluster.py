@@ -37,6 +37,7 @@ class WorkerGroup(Kind):
     replicas: Count
     min_replicas: Count
     max_replicas: Count
+    labels: dict[str, str] | None = None  # of Ray's nodes; KubeRay refuses them among the parameters
     ray_start_params: StartParams
     template: PodTemplate
 

@@ -19,7 +19,6 @@ from toolkit.deploy.targets.objects import dashboard_map, metadata, plan_map, se
 from toolkit.deploy.targets.pods import FORWARDED
 from toolkit.deploy.targets.ray_front import SCRIPT, front, front_memory, front_script
 from toolkit.deploy.targets.raycluster import (
-    EXTRA,
     HEAD_MIB,
     RAY,
     TOKEN_KEY,
@@ -27,12 +26,9 @@ from toolkit.deploy.targets.raycluster import (
     member,
     ray_cluster,
     ray_member,
-    worker_count,
-    worker_cpus,
-    worker_gpus,
     worker_grace_s,
-    worker_memory,
 )
+from toolkit.deploy.targets.raygroups import EXTRA, groups, told_of, worker_count
 from toolkit.deploy.targets.scaling import pod_monitor
 from toolkit.deploy.threshold import waiting_threshold
 from toolkit.errors import InputError
@@ -95,17 +91,14 @@ def _budget(order: Order) -> PodDisruptionBudget:
 
 
 def _told(order: Order) -> list[Told]:
-    drain, startup, memory, drift = drain_s(order), startup_s(), worker_memory(order), drift_percent(order)
-    grace, devices, asked = grace_s(drain, PROPAGATION_S), worker_gpus(order), front_memory()
+    drain, startup, drift = drain_s(order), startup_s(), drift_percent(order)
+    grace, asked = grace_s(drain, PROPAGATION_S), front_memory()
     return [
         told("image", llmctl_image(order, EXTRA)),
         Told("rayVersion", RAY, "what the image has installed; KubeRay chooses its probes by it"),
         Told("authOptions", "token", f"Secret {order.name}, key {TOKEN_KEY}: whoever reaches Ray's ports needs it"),
         Told("upgradeStrategy", "Recreate", "one image for all: another one replaces all of Ray's pods, and the front"),
-        told("workers: replicas, and serve --workers", worker_count(order)),
-        Told("workers: nvidia.com/gpu", str(devices), "recipe: engine.tensor_parallel_size, or none on CPUs"),
-        told("workers: num-cpus", worker_cpus(order)),
-        told("workers: memory", memory, f"{memory.value:,} MiB"),
+        *[line for group in groups(order) for line in told_of(group)],
         told("workers: terminationGracePeriodSeconds", worker_grace_s(order), f"{worker_grace_s(order).value} s"),
         Told("workers: preStop", "linger worker", "its raylet stays until no actor runs on it: for the front's drain"),
         Told("head: num-cpus", "0", "nothing runs on it; losing it is losing the cluster"),

@@ -27,6 +27,8 @@ from toolkit.deploy.kinds.pods import (
 )
 from toolkit.deploy.order import Order
 from toolkit.deploy.reckon import cpus, drain_s, from_hub, gpus, grace_s, memory_mib, startup_s
+from toolkit.files.fit import Fit
+from toolkit.files.recipe import Recipe
 
 PORT = 8000
 FORWARDED = f"http://127.0.0.1:{PORT}"  # with kubectl port-forward
@@ -58,8 +60,8 @@ def pod(order: Order, notice_s: int) -> PodSpec:
     """The pod; `notice_s` is how long it takes requests still after SIGTERM."""
     return PodSpec(
         termination_grace_period_seconds=grace_s(drain_s(order), notice_s).value,
-        affinity=affinity(order),
-        tolerations=tolerations(order),
+        affinity=preferred_gpu(order.plan.fit) if gpus(order.plan.recipe).value else None,
+        tolerations=tolerations(order.plan.recipe),
         containers=[_container(order, notice_s)],
         volumes=volumes(order),
     )
@@ -132,19 +134,17 @@ def models_volume(order: Order) -> Volume:
     return Volume(name="models", empty_dir=EmptyDir())
 
 
-def tolerations(order: Order) -> list[Toleration] | None:
+def tolerations(recipe: Recipe) -> list[Toleration] | None:
     """GPU nodes are often tainted, so that nothing else lands there."""
-    return [Toleration(key=GPU)] if gpus(order.plan.recipe).value else None
+    return [Toleration(key=GPU)] if gpus(recipe).value else None
 
 
-def affinity(order: Order) -> Affinity | None:
-    """Nodes with the GPU that was measured are preferred; NVIDIA's feature discovery labels them so."""
-    if not gpus(order.plan.recipe).value:
-        return None
-    product = order.plan.fit.engine.device.replace(" ", "-")
-    wanted = NodeRequirement(key="nvidia.com/gpu.product", values=[product])
-    return Affinity(
-        node_affinity=NodeAffinity(
-            preferred=[PreferredNode(weight=100, preference=NodeTerm(match_expressions=[wanted]))]
-        )
-    )
+def measured_gpu(fit: Fit) -> NodeRequirement:
+    """Nodes with the GPU that was measured, as NVIDIA's feature discovery labels them."""
+    return NodeRequirement(key="nvidia.com/gpu.product", values=[fit.engine.device.replace(" ", "-")])
+
+
+def preferred_gpu(fit: Fit) -> Affinity:
+    """Nodes with the GPU that was measured are preferred."""
+    preference = NodeTerm(match_expressions=[measured_gpu(fit)])
+    return Affinity(node_affinity=NodeAffinity(preferred=[PreferredNode(weight=100, preference=preference)]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from toolkit.cluster.places import Share, node_labels
 from toolkit.deploy.order import Order, Rendered, Told, told
 from toolkit.deploy.reckon import cpus, drain_s, gpus
 from toolkit.deploy.templating import fill
@@ -12,14 +13,32 @@ The cluster's token comes from RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH. Another cl
 
 
 def render(order: Order) -> Rendered:
-    """serve.sh."""
-    drain, recipe = drain_s(order), order.plan.recipe
+    """serve.sh. `InputError` for a fleet whose kinds of machines have no labels to tell them apart."""
+    drain = drain_s(order)
     script = fill("serve.sh", comment=order.comment(), flags=[("--ray", "auto"), ("--shutdown-timeout", drain.value)])
     lines = [
         Told("serve.sh --ray", "auto", "RAY_ADDRESS, or the cluster that the machine belongs to"),
         told("serve.sh --shutdown-timeout", drain, f"{drain.value} s"),
+        *(_of_kinds(order) if order.plan.others else _of_one_kind(order)),
+    ]
+    return Rendered({"serve.sh": script}, lines, START)
+
+
+def _of_one_kind(order: Order) -> list[Told]:
+    recipe = order.plan.recipe
+    return [
         Told("actors", str(order.plan.workers), "plan: workers, spread over the machines"),
         told("GPUs of all actors", gpus(recipe)),
         told("CPUs of actors and front", cpus(recipe)),
     ]
-    return Rendered({"serve.sh": script}, lines, START)
+
+
+def _of_kinds(order: Order) -> list[Told]:
+    """Of each kind how many actors, what each takes, and on which nodes."""
+    lines = []
+    for kind, labels in zip(order.plan.kinds, node_labels(order.plan.kinds), strict=True):
+        share = Share.of(kind.recipe.engine, kind.recipe.hardware)
+        where = ", ".join(f"{key}={value}" for key, value in labels.items())
+        actors = f"{kind.workers}, of {share} each"
+        lines.append(Told(f"actors of {kind.recipe.name}", actors, f"fleet; on nodes of Ray with {where}"))
+    return lines

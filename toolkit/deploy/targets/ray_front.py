@@ -23,17 +23,13 @@ from toolkit.deploy.targets.pods import (
     volumes,
 )
 from toolkit.deploy.targets.raycluster import (
-    EXTRA,
     GCS_PORT,
-    NODE_MIB,
-    OBJECT_STORE_MIB,
     STAYS,
     TOKEN_KEY,
     fingerprint,
     member,
-    ray_environment,
-    worker_count,
 )
+from toolkit.deploy.targets.raygroups import EXTRA, NODE_MIB, OBJECT_STORE_MIB, RAY_ENVIRONMENT, worker_count
 from toolkit.deploy.templating import fill
 
 SCRIPT = "front.sh"
@@ -44,7 +40,7 @@ def front_script(order: Order) -> str:
     """front.sh: joins the cluster, and serves."""
     flags: list[tuple[str, object]] = [
         ("--ray", "auto"),
-        ("--workers", worker_count(order).value),
+        *([] if order.plan.others else [("--workers", worker_count(order).value)]),
         ("--room-timeout", startup_s().value),
         ("--host", "0.0.0.0"),
         ("--port", PORT),
@@ -107,7 +103,7 @@ def _joining(order: Order) -> list[EnvVar]:
         EnvVar(name="RAY_ADDRESS", value=head_address(order)),
         EnvVar(name="RAY_AUTH_MODE", value="token"),
         by_reference(order, "RAY_AUTH_TOKEN", TOKEN_KEY),
-        *ray_environment(),
+        *RAY_ENVIRONMENT,
     ]
 
 
