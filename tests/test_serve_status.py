@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import httpx
+import orders
 import pytest
 from browser import chromium, page_of
 from hypothesis import given
@@ -25,10 +26,11 @@ from toolkit.serve.health import gauges
 from toolkit.serve.history import COLUMNS, KEPT, TRAILING, History
 from toolkit.serve.server import Ending
 from toolkit.serve.stats import TOKEN_BUCKETS, Histogram, Stats, finer, quantile
-from toolkit.serve.status import Facts, Status, facts_of
+from toolkit.serve.status import Facts, KindFacts, Status, facts_of
 
 SLA = {"ttft_p99_s": 200.0, "e2e_mean_s": 500.0, "mtpot_p99_s": 100.0}  # no busy machine breaks them
-FACTS = Facts("toy", "slice", {"slice_tokens": 8}, "fake", "cpu", SLA, {"ttft_p99_s": 1.5})
+ONE_KIND = [KindFacts("toy", "fake", "cpu", 2)]
+FACTS = Facts("toy", "slice", {"slice_tokens": 8}, ONE_KIND, SLA, {"ttft_p99_s": 1.5})
 KEY = "sk-canary-51c0"
 IDLE = gauges(make_driver(HandWorkers()))
 
@@ -291,8 +293,8 @@ def test_it_is_on_where_only_this_machine_connects(tmp_path: Path, monkeypatch, 
 class LiveServer:
     """A server in a thread of this process, on a port that stays its own when it is started again."""
 
-    def __init__(self) -> None:
-        self.port, self.driver = 0, None
+    def __init__(self, facts: Facts = FACTS) -> None:
+        self.port, self.driver, self.facts = 0, None, facts
 
     @contextmanager
     def running(self) -> Iterator[Driver]:
@@ -306,7 +308,7 @@ class LiveServer:
             driver = make_driver(ToyWorkers())
             driver.stats.sla = SLA
             await driver.start()
-            self.driver, self.status = driver, Status(driver, FACTS)
+            self.driver, self.status = driver, Status(driver, self.facts)
             config = uvicorn.Config(
                 make_app(driver, ByteTokenizer(), SETTINGS, self.status), log_config=None, lifespan="off"
             )
@@ -378,6 +380,35 @@ def test_values_appear_change_under_load_and_come_back_after_a_restart(browser):
             server.server.should_exit = True
             shows(page, "#state", "no answer")
             with_restart(server, page)
+
+
+def test_each_kind_of_a_fleet_is_named(browser):
+    kinds = [KindFacts("h200", "rebatch", "NVIDIA H200", 1), KindFacts("a100", "rebatch", "NVIDIA A100-SXM4-80GB", 1)]
+    server = LiveServer(replace(FACTS, kinds=kinds))
+    with server.running():
+        options = {"viewport": {"width": 360, "height": 800}}
+        with page_of(browser, f"http://127.0.0.1:{server.port}/", **options) as (page, seen):
+            shows(page, "#state", "ready")
+            assert (
+                page.locator("#facts")
+                .text_content()
+                .startswith(
+                    "policy slice on 2 workers: 1 of h200, engine rebatch on NVIDIA H200; "
+                    "1 of a100, engine rebatch on NVIDIA A100-SXM4-80GB; llmctl "
+                )
+            )
+            assert page.locator("#workers td:nth-child(1)").all_text_contents() == ["0 h200", "1 a100"]
+            assert page.evaluate("document.documentElement.scrollWidth") == 360
+            assert seen.complaints == []
+
+
+def test_a_plans_kinds_are_told_in_the_order_of_their_workers(tmp_path: Path):
+    kinds = facts_of(orders.fleet(tmp_path), "toy").kinds
+    assert [(one.name, one.device, one.workers) for one in kinds] == [
+        ("test", "NVIDIA H200", 1),
+        ("small", "NVIDIA A100-SXM4-80GB", 2),
+        ("cpus", "none", 2),
+    ]
 
 
 def with_restart(server: LiveServer, page) -> None:

@@ -14,8 +14,8 @@ import hashlib
 import ipaddress
 import re
 import secrets
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import PurePath
 from typing import Any
 
@@ -42,14 +42,23 @@ HEADERS = {
 
 
 @dataclass(frozen=True, slots=True)
+class KindFacts:
+    """Workers of one kind: the recipe's name, what runs there on what, and how many there are."""
+
+    name: str
+    engine: str
+    device: str
+    workers: int
+
+
+@dataclass(frozen=True, slots=True)
 class Facts:
     """What a server was started with, as far as the page shows it."""
 
     model: str
     policy: str
     parameters: Mapping[str, Value]
-    engine: str
-    device: str
+    kinds: Sequence[KindFacts]  # in the order of the workers' numbers; one but for fleets
     sla: Mapping[str, float]
     predicted: Mapping[str, float]  # by the tuner, on held-out windows
 
@@ -57,8 +66,10 @@ class Facts:
 def facts_of(plan: Plan, model: str) -> Facts:
     """A model that is a folder is called by its last part: where it lies is nobody's business."""
     name = PurePath(model).name if model.startswith(("/", ".", "~")) else model
-    fit, policy = plan.fit.engine, plan.policy
-    return Facts(name, policy.name, policy.parameters, fit.engine, fit.device, plan.recipe.sla, plan.predicted)
+    kinds = [
+        KindFacts(kind.recipe.name, kind.fit.engine.engine, kind.fit.engine.device, kind.workers) for kind in plan.kinds
+    ]
+    return Facts(name, plan.policy.name, plan.policy.parameters, kinds, plan.recipe.sla, plan.predicted)
 
 
 class Status:
@@ -102,8 +113,7 @@ class Status:
             "problem": problem(driver),
             "uptime_s": round(driver.now_s, 1) if driver.state != "loading" else 0.0,
             "model": facts.model,
-            "engine": facts.engine,
-            "device": facts.device,
+            "kinds": [asdict(kind) for kind in facts.kinds],
             "policy": facts.policy,
             "parameters": dict(facts.parameters),
             "targets": [
