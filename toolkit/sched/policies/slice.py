@@ -9,6 +9,7 @@ kinds are beyond it: `toolkit.sched.policies.shares` says who gets what, and eac
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import attrgetter
@@ -72,17 +73,19 @@ class SlicePolicy:
     def _plan_mixed(self, view: View, now_s: float) -> Decision:
         """As `plan`, each kind of workers batching its share of the pool by its own laws.
 
-        Between two batchings only who is idle is given anything: what is best run by those who are busy waits for them,
-        in the pool, where more may join it.
+        Where the policy is `eager`, only who is idle is given anything, one batch, and Gamma is of no account: what is
+        best run by those who are busy waits in the pool, where those who come meanwhile may join it. Of a worker's
+        batches it is the one with the job that waits longest, so that nobody is passed over for ever.
         """
-        idle = {worker.index for worker in view.free if not worker.queue}
-        due = now_s >= view.due_s
-        if not view.kinds or not (due or (self.eager and idle)):
+        idle = [worker.index for worker in view.free if not worker.queue]
+        if not view.kinds or (not self.eager and now_s < view.due_s):
             return Decision()
+        if self.eager and not idle:
+            return Decision(wake_at_s=math.inf)  # the next batch's end will do
         jobs = sorted(view.pool, key=attrgetter("length"))
         batches = share_out(jobs, view.kinds, self.batch, offload_max_min if self.max_min else offload_in_turn, now_s)
-        if not due:
-            return Decision([batch for batch in batches if batch.worker in idle])
+        if self.eager:
+            return Decision(_oldest(batches, idle), wake_at_s=math.inf)
         loads_s = {worker.index: worker.load_s for worker in view.alive()}
         for batch in batches:
             loads_s[batch.worker] += batch.estimated_s
@@ -121,6 +124,14 @@ def _walk_back(jobs: list[Job], starts: list[int], total_s: list[float], slice_t
         )
         end = start
     return batches
+
+
+def _oldest(batches: Sequence[Batch], workers: Sequence[int]) -> list[Batch]:
+    """Of each worker's batches the one whose oldest job came first."""
+    found: dict[int, Batch] = {}
+    for batch in sorted(batches, key=lambda batch: min(job.ticket for job in batch.jobs)):
+        found.setdefault(batch.worker, batch)
+    return [found[index] for index in workers if index in found]
 
 
 def offload_max_min(batches: list[Batch], workers: Sequence[Worker]) -> float:
