@@ -71,6 +71,18 @@ def test_a_fleet_of_one_kind_is_the_plain_plan(tmp_path):
     assert "others" not in file_text(plain)
 
 
+def test_a_fleet_says_on_which_machines_each_kind_runs(unequal):
+    text = unequal.read_text().replace("workers: 1}", "workers: 1, nodes: {pool: new, example.com/rack: r7}}")
+    unequal.write_text(text)
+    plan, _ = plan_of_fleet(unequal, None)
+    write_file(plan, unequal.with_name("plan.json"))
+    kinds = read_file(Plan, unequal.with_name("plan.json")).kinds
+    assert [kind.nodes for kind in kinds] == [{"pool": "new", "example.com/rack": "r7"}, {}]
+    unequal.write_text(text.replace("r7", "'!r7'"))
+    with pytest.raises(InputError, match=r"fleet\[0\].nodes.example.com/rack: .!r7"):
+        plan_of_fleet(unequal, None)
+
+
 def test_the_first_difference_between_models_is_named(tmp_path):
     write_kind(tmp_path, "large")
     write_kind(tmp_path, "small", model={"seed": 7})
@@ -110,6 +122,8 @@ def test_commands_take_a_fleet_where_they_take_a_recipe(unequal, monkeypatch, ca
     assert run("render", "plan.json", "--target", "local") == 0
     assert run("render", "plan.json", "--target", "kubernetes") != 0
     assert "a fleet cannot be rendered for 'kubernetes': pods of one Deployment" in capsys.readouterr().err
+    assert run("serve", "plan.json", "--ray", "local", "--port", "0") != 0
+    assert "--ray local: a cluster of this machine alone is one node of one kind; the" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("words", ["tune fleet.yaml --workers auto", "simulate --fleet fleet.yaml --workers 2",
