@@ -103,7 +103,7 @@ def test_the_books_hold_the_tokens_that_are_there(make, policy, ahead):
 
     scheduler.steps.scheduler.complete = checked(scheduler.steps.scheduler.complete)
     run(scheduler, requests, ahead=ahead)
-    assert sorted(scheduler.steps.scheduler._view.finished_lengths) == sorted(truth(requests).values())
+    assert sorted(scheduler.steps.scheduler._view.finished.recent) == sorted(truth(requests).values())
 
 
 @given(
@@ -239,7 +239,7 @@ def test_an_aborted_request_leaves_the_books(make):
     scheduler.finish_requests(["r0", "r3"], "aborted")
     assert run(scheduler, []) == {}
     assert scheduler.steps.scheduler.jobs == 0
-    assert len(scheduler.steps.scheduler._view.finished_lengths) == 2
+    assert len(scheduler.steps.scheduler._view.finished.recent) == 2
 
 
 def test_what_the_books_cannot_hold_is_left_to_vllm(make):
@@ -247,7 +247,7 @@ def test_what_the_books_cannot_hold_is_left_to_vllm(make):
     session = Request("session", 4, 4, 4, resumable=True)
     long = Request("long", 20, 500, 5)
     assert run(scheduler, [session, long]) == {"session": 4, "long": 5}
-    assert not scheduler.steps.scheduler._view.finished_lengths
+    assert not scheduler.steps.scheduler._view.finished.recent
     assert not scheduler.waiting._open  # nothing of them is kept
 
 
@@ -255,7 +255,7 @@ def test_a_request_that_fills_the_cache_to_its_last_token_is_ours(make):
     scheduler = make(blocks=9, block_size=4)
     request = Request("full", 20, 12, 12)
     assert run(scheduler, [request]) == {"full": 12}
-    assert len(scheduler.steps.scheduler._view.finished_lengths) == 1
+    assert len(scheduler.steps.scheduler._view.finished.recent) == 1
 
 
 @pytest.mark.parametrize("version", ["0.31.2", "0.33.0", "1.0", "nonsense"])

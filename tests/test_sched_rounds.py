@@ -37,7 +37,7 @@ def test_a_resident_goes_on_while_another_enters():
     assert (ids(second.jobs), ids(residents.jobs), residents.used) == (["b"], ["a", "b"], 13 + 10)
     scheduler.complete(RoundResult(second.batch_id, 0, 2, ("a",)), 5.0)
     assert (ids(residents.jobs), residents.used, residents.committed) == (["b"], 12, 110)
-    assert list(scheduler._view.finished_lengths) == [5]
+    assert list(scheduler._view.finished.recent) == [5]
 
 
 def test_nobody_is_interrupted_for_one_who_cannot_enter():
@@ -135,7 +135,7 @@ def test_a_row_that_its_client_saw_end_leaves_with_its_round_and_its_length_is_r
     scheduler.end("a", 3, 1.0)
     assert scheduler.take_interrupts() == [0]
     scheduler.complete(RoundResult(batch.batch_id, 0, 10), 10.0)
-    assert (scheduler.jobs, list(scheduler._view.finished_lengths)) == (1, [3])
+    assert (scheduler.jobs, list(scheduler._view.finished.recent)) == (1, [3])
     (following,) = scheduler.tick(10.0)
     assert ids(following.evict) == ["a"]
 
@@ -146,7 +146,7 @@ def test_a_row_that_ends_in_the_round_in_which_its_client_saw_it_end_counts_once
     (batch,) = scheduler.tick(0.0)
     scheduler.end("a", 9, 1.0)
     scheduler.complete(RoundResult(batch.batch_id, 0, 10, ("a",)), 10.0)
-    assert (scheduler.jobs, list(scheduler._view.finished_lengths)) == (1, [9])
+    assert (scheduler.jobs, list(scheduler._view.finished.recent)) == (1, [9])
     (following,) = scheduler.tick(10.0)
     assert following.evict == ()
 
@@ -155,7 +155,7 @@ def test_a_request_that_waits_may_end_too():
     scheduler = make()
     submit(scheduler, "a")
     scheduler.end("a", 4, 1.0)
-    assert (scheduler.jobs, list(scheduler._view.finished_lengths)) == (0, [4])
+    assert (scheduler.jobs, list(scheduler._view.finished.recent)) == (0, [4])
 
 
 def test_an_engine_s_slots_bound_the_residents_and_come_back_after_a_failure():

@@ -8,6 +8,8 @@ from pydantic import Field
 
 from toolkit.files.envelope import Envelope, Strict
 
+TOLD = ("throughput_rps", "ttft_mean_s", "e2e_mean_s")  # in one line
+
 
 class WindowResult(Strict):
     """One window: what was measured and predicted, by metric."""
@@ -63,8 +65,8 @@ class Validation(Envelope):
     metrics: list[MetricError]
     requests: list[RequestError]
 
-    def summary(self, metrics: tuple[str, ...] = ("throughput_rps", "ttft_mean_s", "e2e_mean_s")) -> str:
+    def summary(self) -> str:
         """One line for where a prediction is shown."""
         found = {each.metric: each.error_percent for each in self.metrics}
-        errors = ", ".join(f"{name} {found[name]:+.1f} %" for name in metrics if name in found)
+        errors = ", ".join(f"{name} {found[name]:+.1f} %" for name in TOLD if name in found)
         return f"validated on {len(self.windows)} windows, the prediction's errors: {errors}"

@@ -118,10 +118,9 @@ class Recorder(Scheduler):
         workers: Sequence[Worker],
         sink: Callable[[Event], None],
         *,
-        history: int = 1000,
         seed: int = 0,
     ) -> None:
-        super().__init__(policy, workers, history=history, seed=seed)
+        super().__init__(policy, workers, seed=seed)
         self._sink = sink
 
     def submit(self, request: Request, now_s: float) -> Refusal | None:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from toolkit.sched.serving_time import serving_s
 from toolkit.sched.types import Batch, Job, Worker
 
 
@@ -123,6 +124,5 @@ def _retry(batch: Batch, jobs: Sequence[Job], worker: Worker) -> Batch:
     """A part of a failed batch as a batch of its own, estimated by the worker's law."""
     length = max(job.length for job in jobs)
     steps = min(batch.steps, max(job.remaining_limit for job in jobs))
-    law = worker.latency
-    estimate = law.prefill_s(len(jobs), length) + law.decode_s(len(jobs), length, steps - law.prefill_emits_token)
+    estimate = serving_s(worker.latency, len(jobs), length, steps)
     return Batch(worker.index, tuple(jobs), steps, length, estimate, batch.until, batch.keep_cache)

@@ -27,6 +27,7 @@ from toolkit.sched.rounds import Rounds
 from toolkit.sched.types import Batch, BatchResult, Job, Refusal, Request, RoundResult, Worker
 from toolkit.sched.view import View
 
+HISTORY = 1000  # finished output lengths that a policy may look back on, where it does not say how many itself
 _index = attrgetter("index")
 
 
@@ -36,7 +37,6 @@ class Scheduler:
     Args:
         policy: decides what runs where and when.
         workers: one `Worker` per engine instance, numbered from 0; of one kind, or of several with own laws.
-        history: how many finished output lengths the policy may look back on, where it does not say so itself.
         seed: of the policy's random draws.
         finished: output lengths of requests that ended before, which a policy looks back on like those to come.
     """
@@ -46,14 +46,13 @@ class Scheduler:
         policy: Policy,
         workers: Sequence[Worker],
         *,
-        history: int = 1000,
         seed: int = 0,
         finished: Iterable[int] = (),
     ) -> None:
         self.policy = policy
         self.workers = list(workers)
         self._jobs: dict[str, Job] = {}
-        self._finished = policy.first_history() if isinstance(policy, LooksBack) else History(history)
+        self._finished = policy.first_history() if isinstance(policy, LooksBack) else History(HISTORY)
         for length in finished:
             self._finished.add(length)
         self._refusals = Refusals()

@@ -36,11 +36,6 @@ class View:
         self.mixed = not all(worker.is_like(self.workers[0]) for worker in self.workers)
         self.workers_changed()
 
-    @property
-    def finished_lengths(self) -> Sequence[int]:
-        """Output lengths of the last finished requests, oldest first."""
-        return self.finished.recent
-
     def alive(self) -> Sequence[Worker]:
         return self._alive
 

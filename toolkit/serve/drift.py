@@ -26,6 +26,7 @@ from toolkit.estimators.load import laws_from_fit
 from toolkit.files.plan import Kind, Plan
 from toolkit.sched.policies import make_policy
 from toolkit.sched.protocols import LatencyLaw, Policy
+from toolkit.sched.serving_time import serving_s
 from toolkit.sched.types import Failure
 from toolkit.workers.protocol import BatchDone, BatchProgress, OnEvent, RoundDone, WorkerEvent, Workers
 
@@ -89,11 +90,10 @@ class Check:
     def expected_s(self, point: Point) -> float:
         """What the law says of the point."""
         rows, length, steps = point
-        prefill_s = self.law.prefill_s(rows, length)
         if not self.in_rounds:
-            return prefill_s + self.law.decode_s(rows, length, steps - self.law.prefill_emits_token)
+            return serving_s(self.law, rows, length, steps)
         leave_s = rows * self.law.leave_s(length + steps)
-        return self.law.round_s + prefill_s + self.law.decode_s(rows, length, steps) + leave_s
+        return self.law.round_s + self.law.prefill_s(rows, length) + self.law.decode_s(rows, length, steps) + leave_s
 
     def rows(self, point: Point, first: int) -> list[Row]:
         """The point's rows, whose names count from `first`; in a round all end with its last step."""

@@ -37,11 +37,11 @@ FINE = 1.1  # times: between the bounds that percentiles are read from
 FINE_BELOW = 100.0  # times: how far under the first bucket's bound those begin
 
 
-def finer(bounds: Sequence[float], times: float = FINE, below: float = FINE_BELOW) -> tuple[float, ...]:
-    """The bounds, and others between and below them, each at most so many times the one before."""
-    first = bounds[0] / below
-    steps = math.ceil(math.log(bounds[-1] / first, times))
-    return tuple(sorted({*bounds, *(first * times**step for step in range(steps))}))
+def finer(bounds: Sequence[float]) -> tuple[float, ...]:
+    """The bounds, and others between and below them, each at most `FINE` times the one before."""
+    first = bounds[0] / FINE_BELOW
+    steps = math.ceil(math.log(bounds[-1] / first, FINE))
+    return tuple(sorted({*bounds, *(first * FINE**step for step in range(steps))}))
 
 
 class Histogram:

@@ -16,6 +16,7 @@ import numpy as np
 
 from toolkit.sched.policies.parameters import knob, validate
 from toolkit.sched.policies.routers import round_robin
+from toolkit.sched.serving_time import serving_s
 from toolkit.sched.types import Batch, Job, Worker
 from toolkit.sched.view import Decision, View
 
@@ -51,16 +52,9 @@ class SequencePolicy:
         while view.mixed and len(jobs) > int(worker.memory.max_batch(np.array([length]), steps, 0.0)[0]) > 0:
             jobs = jobs[:-1]  # one number of rows cannot suit unequal memories
             length, steps = self._sizes(jobs)
-        return Batch(worker.index, jobs, steps, length, serving_s(worker, jobs, length, steps))
+        return Batch(worker.index, jobs, steps, length, serving_s(worker.latency, len(jobs), length, steps))
 
     def _sizes(self, jobs: Sequence[Job]) -> tuple[int, int]:
         """The longest input, and the steps of a batch."""
         longest = max(job.remaining_limit for job in jobs)
         return max(job.length for job in jobs), min(self.slice_tokens or longest, longest)
-
-
-def serving_s(worker: Worker, jobs: Sequence[Job], input_length: int, steps: int) -> float:
-    """T_serve(N, L, S) by the worker's law (SCLS paper, Eq. 1)."""
-    law = worker.latency
-    decode_steps = steps - law.prefill_emits_token
-    return law.prefill_s(len(jobs), input_length) + law.decode_s(len(jobs), input_length, decode_steps)
