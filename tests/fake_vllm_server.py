@@ -2,7 +2,8 @@
 
 It batches continuously, prefills in chunks and never preempts; a pass sleeps as long as `FORWARD_S` says. What it is
 told to do wrong is in its model's name: 'dies' ends while it loads, 'breaks' answers groups of 3 with 500, 'loads' is
-never ready, 'stubborn' does not end when it is asked to. An 'engine' is a process beside it, which it leaves behind.
+never ready and hears no signal, as vLLM's does not, 'stubborn' does not end when it is asked to. An 'engine' is a
+process beside it, which it leaves behind.
 """
 
 from __future__ import annotations
@@ -186,7 +187,9 @@ async def serve() -> None:
     if "engine" in model:
         subprocess.Popen([sys.executable, "-c", "import signal; print('INFO: engine', flush=True); signal.pause()"])
     if "loads" in model:
-        signal.pause()
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        while True:
+            signal.pause()
     if "dies" in model:
         raise SystemExit("ValueError: the fake dies")
     flags = {word: (words[k + 1] if k + 1 < len(words) else "") for k, word in enumerate(words) if word[:2] == "--"}

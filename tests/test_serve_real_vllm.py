@@ -4,9 +4,7 @@ Runs where vLLM is installed, or where VLLM_PYTHON names the Python of an enviro
 """
 
 import asyncio
-import importlib.util
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -15,8 +13,8 @@ from collections import Counter
 from pathlib import Path
 
 import httpx
-import pytest
 import samples
+from real_vllm import differences, needed, recipe
 
 from toolkit.endpoints.stream import Sample
 from toolkit.endpoints.vllm_command import VllmCommand
@@ -24,46 +22,13 @@ from toolkit.endpoints.vllm_server import vllm_server
 from toolkit.engines.saved_model import saved_model
 from toolkit.files.io import processor, write_file
 from toolkit.files.plan import Plan, PlannedPolicy
-from toolkit.inside.setup import make_worker, read_setup
 from toolkit.profiling.endpoint import Endpoint
 from toolkit.profiling.passes import timed
-from toolkit.sched.eventlog import from_lines, replay
 from toolkit.sched.iterations import header_of, passes_of
 from toolkit.sched.policies import make_policy
 from toolkit.sched.policies.parameters import parameters
-from toolkit.sched.scheduler import Scheduler
 
-PYTHON = os.environ.get("VLLM_PYTHON") or (sys.executable if importlib.util.find_spec("vllm") else "")
-pytestmark = pytest.mark.skipif(not PYTHON, reason="vLLM is not installed, and VLLM_PYTHON names no Python that has it")
-CONFIG = {
-    "model_type": "llama",
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "vocab_size": 512,
-    "max_position_embeddings": 256,
-}
-
-
-def recipe():
-    return samples.recipe(
-        engine={
-            "name": "vllm",
-            "threads": 1,
-            "kv_cache_memory_mib": 1,
-            "vllm": {"python": PYTHON, "block_size": 32, "enforce_eager": True, "num_gpu_blocks_override": 13},
-        },
-        model={
-            "source": "random",
-            "config": CONFIG,
-            "max_model_len": 256,
-            "dtype": "float32",
-            "tokenizer": "bytes",
-        },
-        workers=1,
-        policy={"name": "vllm"},
-    )
+pytestmark = needed
 
 
 def requests(count: int) -> list[Sample]:
@@ -121,18 +86,16 @@ def test_a_policy_of_ours_serves_over_http_and_its_log_replays(tmp_path: Path):
         assert server.stdout is not None
         url = json.loads(server.stdout.readline())["url"]
         served = send(url, 10)
-        running = httpx.stream(
-            "POST", f"{url}/v1/completions", json={"prompt": "a", "max_tokens": 40, "ignore_eos": True, "stream": True}
-        )
-        with running as answer:
+        asked = {"prompt": "a", "max_tokens": 40, "ignore_eos": True}
+        asked |= {"stream": True, "stream_options": {"include_usage": True}}
+        with httpx.stream("POST", f"{url}/v1/completions", json=asked, timeout=60) as answer:
             lines = answer.iter_lines()
             next(lines)
             server.send_signal(signal.SIGTERM)
-            drained = sum(line.startswith("data: {") for line in lines)
+            *_, last, done = (line for line in lines if line)
         server.wait(60)
     assert [one.output_tokens for one in served] == [one.wanted_tokens for one in requests(10)]
     assert server.returncode == 0
-    assert drained == 39  # vLLM finished what ran
-    header, *events = from_lines((tmp_path / "events").read_bytes().splitlines(keepends=True))
-    worker = make_worker(read_setup({}), header.capacity_tokens, header.slots)
-    assert list(replay(events, Scheduler(make_policy(header.policy, header.parameters), [worker]))) == []
+    assert json.loads(last.removeprefix("data: "))["usage"]["completion_tokens"] == 40  # vLLM finished what ran
+    assert done == "data: [DONE]"
+    assert differences(tmp_path / "events", {}) == []

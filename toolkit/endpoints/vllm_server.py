@@ -25,7 +25,7 @@ from toolkit.errors import EngineError
 LOAD_S = 1800.0  # a large model from a slow disk, and its compiling
 LOOK_EVERY_S = 0.25
 END_S = 30.0  # from SIGTERM to SIGKILL
-REST_S = 5.0  # the same for processes that it leaves behind
+REST_S = 5.0  # the same while it loads, and for processes that it leaves behind
 LOOK_AGAIN_S = 0.02
 TAIL_LINES = 40
 UP_S = 5.0  # for an answer of /health
@@ -36,7 +36,7 @@ class VllmServer:
 
     def __init__(self, command: VllmCommand, host: str, port: int, *, quiet: bool, folder: Path) -> None:
         self.url = f"http://{'127.0.0.1' if host in ('0.0.0.0', '::') else host}:{port}"
-        self._quiet = quiet
+        self._quiet, self._ready = quiet, False
         self._tail: collections.deque[str] = collections.deque(maxlen=TAIL_LINES)
         self._engine_cpus, self._other_cpus = command.cpus
         link_package(folder)
@@ -64,6 +64,7 @@ class VllmServer:
             if time.monotonic() > deadline_s:
                 raise EngineError(f"vLLM was not ready within {limit_s:g} s: {self._last_words()}")
             time.sleep(LOOK_EVERY_S)
+        self._ready = True
         self._keep_clear()
 
     def healthy(self) -> bool:
@@ -98,10 +99,13 @@ class VllmServer:
             self._child.terminate()
 
     def stop(self) -> None:
-        """End it, by force where it does not, and whatever of it stays behind."""
+        """End it, by force where it does not, and whatever of it stays behind.
+
+        While it loads it waits for its engine, and hears no signal (vLLM 0.32).
+        """
         self.signal_end()
-        if self.wait(END_S) is None:
-            os.killpg(self._child.pid, signal.SIGKILL)
+        if self.wait(END_S if self._ready else REST_S) is None:
+            self._child.kill()
             self._child.wait()
         self._end_group()
         if self._child.stdin is not None:
@@ -110,7 +114,7 @@ class VllmServer:
         self._reader.join(UP_S)
 
     def _end_group(self) -> None:
-        """vLLM ends its engine in order; one that is ended while it loads, or killed, leaves it behind."""
+        """vLLM ends its engine in order; one that was killed leaves it behind."""
         group = self._child.pid
         deadline_s = time.monotonic() + REST_S
         with contextlib.suppress(ProcessLookupError):  # nobody is left

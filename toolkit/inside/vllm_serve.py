@@ -1,8 +1,8 @@
 """vLLM's own server as a child: `python -m toolkit.inside.vllm_serve MODEL FLAGS`, as `vllm serve MODEL FLAGS`.
 
 It runs in vLLM's Python and imports nothing of ours. It ends when its standard input does, so that it does not outlive
-whoever started it, however that died. Whoever did gave it a session of its own: vLLM's engine, a process that an API
-server which is ended while it loads leaves behind, is in there and hears the signal too.
+whoever started it, however that died, and with it all of the session that it was given, vLLM's engine too: an API
+server that loads hears no signal until its engine is there, which may be never.
 """
 
 from __future__ import annotations
@@ -11,6 +11,10 @@ import os
 import signal
 import sys
 import threading
+import time
+
+SHUTDOWN = "--shutdown-timeout"  # vLLM's flag: seconds for requests that run
+END_S = 10.0  # from then to SIGKILL
 
 
 def main() -> None:
@@ -25,7 +29,11 @@ def main() -> None:
 def _end_with_parent() -> None:
     while os.read(0, 1):
         pass
+    words = sys.argv
+    timeout_s = float(words[words.index(SHUTDOWN) + 1]) if SHUTDOWN in words else 0.0
     os.killpg(0, signal.SIGTERM)
+    time.sleep(timeout_s + END_S)
+    os.killpg(0, signal.SIGKILL)
 
 
 if __name__ == "__main__":  # vLLM's own children import this file again
