@@ -93,7 +93,7 @@ def test_a_policy_of_ours_serves_over_http_and_its_log_replays(tmp_path: Path):
             next(lines)
             server.send_signal(signal.SIGTERM)
             *_, last, done = (line for line in lines if line)
-        server.wait(60)
+        server.wait(120)
     assert [one.output_tokens for one in served] == [one.wanted_tokens for one in requests(10)]
     assert server.returncode == 0
     assert json.loads(last.removeprefix("data: "))["usage"]["completion_tokens"] == 40  # vLLM finished what ran
