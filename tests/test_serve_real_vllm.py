@@ -98,4 +98,4 @@ def test_a_policy_of_ours_serves_over_http_and_its_log_replays(tmp_path: Path):
     assert server.returncode == 0
     assert json.loads(last.removeprefix("data: "))["usage"]["completion_tokens"] == 40  # vLLM finished what ran
     assert done == "data: [DONE]"
-    assert differences(tmp_path / "events", {}) == []
+    assert differences(tmp_path / "events", {"LLMCTL_VLLM_PLAN": str(tmp_path / "plan.json")}) == []
