@@ -273,14 +273,6 @@ def test_the_front_asks_where_kuberay_puts_the_head(cpu: Plan) -> None:
     assert container["command"] == ["bash", "/etc/llmctl/front.sh"]
 
 
-def test_vllm_is_refused_because_it_has_no_workers_of_ours(tmp_path: Path) -> None:
-    server = orders.GPU | {"engine": {"name": "vllm"}, "workers": 1, "sla": {}}
-    policy = orders.PlannedPolicy(name="vllm", parameters={})
-    made = orders.plan(tmp_path, policy, samples.fit(workers=1), **server)
-    with pytest.raises(InputError, match="has no workers that Ray could run"):
-        render_target("kuberay", orders.order(made))
-
-
 def test_replicas_are_refused(cpu: Plan) -> None:
     with pytest.raises(InputError, match="--replicas 2: under KubeRay one front has all workers"):
         render_target("kuberay", orders.order(cpu, replicas=2))

@@ -90,7 +90,7 @@ def command(
     from toolkit.cli.serve_target import find_callers, find_certificate, place_of, serve_managed
     from toolkit.serve.assemble import make_limits, make_settings, model_name
     from toolkit.serve.launch import Launch
-    from toolkit.serve.notify import take_notify_socket
+    from toolkit.serve.notify import Manager
     from toolkit.serve.server import Ending, is_loopback
     from toolkit.serve.vllm_launch import VllmLaunch
 
@@ -100,7 +100,7 @@ def command(
         return
     ray = ray or ("auto" if place.target == "ray" else "")
     os.environ.pop("LLMCTL_API_KEY", None)  # the workers inherit the environment, and run models' own code
-    manager, ((key, keys), callers) = take_notify_socket(), find_callers(api_key, api_key_file, api_keys)
+    manager, ((key, keys), callers) = Manager.take(), find_callers(api_key, api_key_file, api_keys)
     chosen = changed(plan_to_serve(place.plan or source, plan, fit, tuning, force), policy, settings, workers)
     check_engine(chosen, engine)
     spec, foreign = chosen.recipe.serve, warn_of_foreign if force else None
@@ -148,8 +148,9 @@ def command(
         room_timeout,
         callers,
         find_certificate(ssl_certfile, ssl_keyfile),
+        manager,
     )
-    start(order, manager=manager, certificate=ssl_certfile, strict=strict, as_json=as_json)
+    start(order, certificate=ssl_certfile, strict=strict, as_json=as_json)
 
 
 def _refuse(options: Mapping[str, object]) -> None:

@@ -17,21 +17,20 @@ if TYPE_CHECKING:
     from toolkit.serve.vllm_launch import VllmLaunch
 
 
-def start(order: Launch, *, manager: str, certificate: Path | None, strict: bool, as_json: bool) -> None:
-    """Serve until a signal ends it; `manager` is systemd's socket, '' where it did not start this.
+def start(order: Launch, *, certificate: Path | None, strict: bool, as_json: bool) -> None:
+    """Serve until a signal ends it.
 
     With `strict` points of the fit that do not hold any more end it before it serves.
     """
     from toolkit.serve.drift import judge
     from toolkit.serve.launch import launch
-    from toolkit.serve.notify import notify
 
     plan, front = order.plan, order.settings
     with remembering("ray" if order.ray else "local") as memory:
 
         def on_ready(url: str) -> None:
             memory.ready(url, front.model, plan, certificate)
-            notify(manager, "READY=1")
+            order.manager.tell("READY=1")
             _announce(as_json, url, front.model, plan, status_page=front.status_page)
 
         memory.ended(launch(order, on_ready, lambda found: judge(found, strict=strict, say=note)))

@@ -36,6 +36,14 @@ BOARDS: dict[str, Names] = {
 }
 FLAGS = ("vllm", "sglang")  # whose flags may come from a server that was measured from outside
 FLAGS_RUN = "render its flags, for 'vllm' or 'sglang'"
+VLLMS_RUN = "render it for 'local', or for 'vllm': its flags, for wherever vLLM's own server is started"
+NOT_OURS = {  # why a target cannot start vLLM's own server
+    "systemd": "it does not tell systemd when it is ready",
+    "compose": "it has no /ready to ask",
+    "kubernetes": "it has no /ready to ask",
+    "kuberay": "it has no workers that Ray could run",
+    "ray": "it has no workers that Ray could run",
+}
 FLEETS_RUN = "render it for 'local', 'ray' or 'kuberay', where one front serves all kinds of workers"
 ONE_KIND = {  # why a target has no place for workers of several kinds
     "systemd": "the unit's sandbox is made for one kind of device",
@@ -56,6 +64,8 @@ def render_target(target: str, order: Order) -> dict[str, str]:
     if order.plan.recipe.engine.name == "openai" and target not in FLAGS:
         url = order.plan.recipe.engine.url
         raise InputError(f"engine 'openai' is a server already, at {url}: '{target}' has nothing to start", FLAGS_RUN)
+    if order.plan.recipe.engine.name == "vllm" and target in NOT_OURS:
+        raise InputError(f"engine 'vllm' cannot be rendered for '{target}': {NOT_OURS[target]}", VLLMS_RUN)
     rendered = TARGETS[target](order)
     files = dict(sorted(rendered.files.items()))
     plan_file = next((name for name in files if name.endswith("plan.json")), "plan.json")

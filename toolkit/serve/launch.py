@@ -29,6 +29,7 @@ from toolkit.serve.forecast import UNLIMITED, Limits
 from toolkit.serve.keys import Callers, Keyring
 from toolkit.serve.liveness import Patience
 from toolkit.serve.logs import EventLog, RequestLog
+from toolkit.serve.notify import Manager
 from toolkit.serve.rereading import Followed, Source, follow
 from toolkit.serve.server import Ending, check_exposure, listen, serve, url
 from toolkit.serve.settings import Settings
@@ -63,6 +64,7 @@ class Launch:
     room_timeout_s: float = 60.0
     callers: Source[Callers] | None = None  # where the settings' keys are from, if they may change while it runs
     certificate: Source[SSLContext] | None = None  # None: no TLS
+    manager: Manager = field(default_factory=Manager)  # of the machine's services; told as long as the loop turns
 
 
 def launch(order: Launch, on_ready: Callable[[str], None], on_checked: OnFound = lambda _: None) -> dict[str, int]:
@@ -95,7 +97,8 @@ def launch(order: Launch, on_ready: Callable[[str], None], on_checked: OnFound =
         serving = serve(driver, app, listener, order.ending, lambda: on_ready(url(listener, tls=tls is not None)), tls)
         following = follow(_followed(order, keyring, certificate), order.ending.say)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(_beside(serving, _flushes(events), following, status.sampling() if status else None))
+            told = order.manager.keep_told(lambda: not driver.bug)
+            runner.run(_beside(serving, _flushes(events), following, told, status.sampling() if status else None))
         return dict(driver.stats.ended)
 
 

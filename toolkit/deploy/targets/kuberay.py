@@ -69,11 +69,6 @@ def render(order: Order) -> Rendered:
 
 def _check(order: Order) -> None:
     check_podable(order)
-    if order.plan.recipe.engine.name == "vllm":
-        raise InputError(
-            "engine 'vllm' is a server of its own: it has no workers that Ray could run",
-            "render the target 'vllm' or 'kubernetes', or profile an engine of llmctl's",
-        )
     if order.options.replicas > 1:
         raise InputError(
             f"--replicas {order.options.replicas}: under KubeRay one front has all workers",

@@ -7,6 +7,7 @@ from toolkit.deploy.reckon import check_plan_size, drain_s, gpus, grace_s, start
 from toolkit.deploy.templating import fill
 
 KEY_FOLDER = "/etc/llmctl"
+WATCHDOG_S = 60  # a batch is planned in well under a second
 
 
 def render(order: Order) -> Rendered:
@@ -28,6 +29,7 @@ def render(order: Order) -> Rendered:
         model_folder=recipe.model.source if recipe.model.source.startswith("/") else "",
         startup_s=startup.value,
         grace_s=grace.value,
+        watchdog_s=WATCHDOG_S,
         gpus=gpus(recipe).value,
     )
     return Rendered({f"{order.name}.service": unit}, _told(order, drain, grace, startup), _start(order.name, key_file))
@@ -44,6 +46,11 @@ def _told(order: Order, drain: Reckoned[int], grace: Reckoned[int], startup: Rec
         told("TimeoutStopSec", grace, f"{grace.value} s"),
         told("TimeoutStartSec", startup, f"{startup.value} s"),
         Told("Type", "notify", waiting),
+        Told(
+            "WatchdogSec",
+            str(WATCHDOG_S),
+            "seconds that the server's loop may stand still; workers are its own to watch",
+        ),
         Told("KillMode", "mixed", killing),
         Told("LoadCredential", "plan.json, api-key", "read by root before the start; the key is in no environment"),
         Told("PrivateDevices", "no" if gpus(order.plan.recipe).value else "yes", gpus(order.plan.recipe).source),

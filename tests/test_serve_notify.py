@@ -1,0 +1,81 @@
+"""What systemd hears: ready once, and from then on that the loop turns, as long as it does."""
+
+import asyncio
+import os
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from serving import Server, fake_plan
+
+from toolkit.serve.notify import Manager
+
+
+@pytest.fixture
+def heard(tmp_path: Path) -> Iterator[socket.socket]:
+    """The manager's end."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
+        manager.bind(str(tmp_path / "notify"))
+        manager.settimeout(60)
+        yield manager
+
+
+def in_turn(*answers: bool) -> Callable[[], bool]:
+    """Is the server well? These answers, and then the end."""
+    left = list(answers)
+
+    def well() -> bool:
+        if not left:
+            raise asyncio.CancelledError
+        return left.pop(0)
+
+    return well
+
+
+def test_it_is_told_only_while_all_is_well(heard: socket.socket, tmp_path: Path) -> None:
+    manager = Manager(str(tmp_path / "notify"), 1e-3)
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(manager.keep_told(in_turn(True, False, True)))
+    manager.tell("that is all")
+    assert [heard.recv(64) for _ in range(3)] == [b"WATCHDOG=1", b"WATCHDOG=1", b"that is all"]
+
+
+def test_a_manager_that_is_away_for_once_does_not_end_it(tmp_path: Path) -> None:
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(Manager(str(tmp_path / "nobody"), 1e-3).keep_told(in_turn(True, True)))
+
+
+@pytest.mark.parametrize(
+    ("process", "limit", "watchdog_s"),
+    [
+        ("", "3000000", 3.0),
+        (str(os.getpid()), "500000", 0.5),
+        ("1", "3000000", None),
+        ("", "", None),
+        ("", "soon", None),
+    ],
+)
+def test_what_it_wants_is_in_the_environment_and_leaves_it(
+    monkeypatch: pytest.MonkeyPatch, process: str, limit: str, watchdog_s: float | None
+) -> None:
+    names = {"NOTIFY_SOCKET": "@x", "WATCHDOG_USEC": limit, "WATCHDOG_PID": process}
+    for name, value in names.items():
+        monkeypatch.setenv(name, value)
+    manager = Manager.take()
+    assert (manager.address, manager.watchdog_s) == ("@x", pytest.approx(watchdog_s))
+    assert not names.keys() & os.environ.keys()
+
+
+def test_nobody_is_told_nothing() -> None:
+    Manager().tell("READY=1")
+    asyncio.run(Manager().keep_told(lambda: True))
+
+
+def test_a_server_tells_until_it_ends(heard: socket.socket, tmp_path: Path) -> None:
+    fake_plan(tmp_path)
+    environment = {"NOTIFY_SOCKET": str(tmp_path / "notify"), "WATCHDOG_USEC": "200000"}
+    with Server(tmp_path / "plan.json", **environment) as server:
+        said = {heard.recv(64) for _ in range(8)}
+        server.end()
+    assert said == {b"READY=1", b"WATCHDOG=1"}
