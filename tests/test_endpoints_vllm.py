@@ -45,8 +45,9 @@ def test_threads_are_bound_and_what_else_lies_beside_llmctl_is_not_shown(python:
 def test_one_that_does_not_end_is_killed_with_its_engine(python: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("toolkit.endpoints.vllm_server.END_S", 0.1)
     command = VllmCommand(recipe_for(python), "engine-stubborn", "toy")
+    others = set(psutil.Process().children(recursive=True))  # of tests before this one: multiprocessing's tracker
     with vllm_server(command, quiet=True) as server:
-        processes = psutil.Process().children(recursive=True)
+        processes = set(psutil.Process().children(recursive=True)) - others
     assert len(processes) == 2
     assert psutil.wait_procs(processes, timeout=60)[1] == []
     assert not server.running
