@@ -79,10 +79,10 @@ class Nodes:
 @contextmanager
 def cluster() -> Iterator[Nodes]:
     """Two nodes until the block ends; nothing of them is left, also where another cluster of this user runs."""
-    from ray._common.utils import get_ray_address_file
-
     os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
     os.environ["RAY_BACKEND_LOG_LEVEL"] = "error"
+    from ray._common.utils import get_ray_address_file  # Ray reads its environment when it is imported
+
     found = Path(get_ray_address_file(None))  # what `--ray auto` and `ray.init()` would join
     before = found.read_text() if found.exists() else None
     found.unlink(missing_ok=True)  # Ray would mention that it is written over
