@@ -1,0 +1,349 @@
+"""Every command that README and docs show in a code block runs as it is written.
+
+The package is built as a wheel and installed, without its dependencies, into a folder of its own.
+Each page's commands then run in order in an empty folder that has what the page supposes of a
+reader: a measured profile, a trace, a plan. What needs a GPU gets the shipped (analytic) profile in
+place of a measurement and a stand-in for vLLM's server. A command that serves is left running for
+those after it. What cannot run here is listed with the reason.
+"""
+
+import argparse
+import json
+import os
+import re
+import runpy
+import shlex
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+import certificates
+import fake_vllm_server
+import pytest
+
+from toolkit.files.io import processor
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+GPU_RECIPE = "llama-3.1-8b-h200"
+OTHER_GPU_RECIPE = "llama-3.1-8b-a100-80gb"
+TIMEOUT_S = 300
+# What pages leave to their readers.
+WORDS = {"RECIPE": "tiny-llama-cpu", "TRACE": "traffic.jsonl", "FOLDER": "deploy"}
+# Durations that a page recommends and a test need not wait for.
+SHORTER = {
+    "--duration 30": "--duration 2 --warmup 1",
+    "--windows 3 --window 20 --max-error 15": "--windows 2 --window 2 --warmup 1 --max-error 1000",
+    "--check 8 --strict": "--check 2",
+}
+CLUSTER = "needs a Ray cluster; tests/test_cluster.py starts one"
+T = TypeVar("T")
+
+
+def code_lines(page: Path) -> Iterator[str]:
+    """The lines of a page's code blocks, indented or fenced, without a prompt's `$`."""
+    fence = ""
+    for line in page.read_text(encoding="utf-8").splitlines():
+        if line.startswith("```"):
+            fence = "" if fence else line.removeprefix("```") or "text"
+        elif fence in ("text", "sh", "console") or (not fence and line.startswith("    ")):
+            yield line.strip().removeprefix("$ ")
+
+
+def commands(page: Path) -> list[str]:
+    """The page's commands of llmctl, without comments; those joined by && one by one."""
+    whole = (re.split(r"\s+#", line)[0].rstrip(" &") for line in code_lines(page))
+    parts = (part.strip() for line in whole for part in line.split(" && "))
+    return [part for part in parts if part.startswith("llmctl ")]
+
+
+def named_files(page: Path) -> dict[str, str]:
+    """The YAML files that the page shows, by the name in their first line."""
+    blocks = re.findall(r"^```yaml\n# (\S+\.yaml)\n(.*?)^```", page.read_text(encoding="utf-8"), re.M | re.S)
+    return dict(blocks)
+
+
+@dataclass(frozen=True)
+class Installed:
+    """The wheel's files, where Python finds them, and free ports in place of those that pages name."""
+
+    site: Path
+    ports: Mapping[str, str]
+
+
+@dataclass
+class Folder:
+    """A reader's folder, and the installed package's command in it."""
+
+    path: Path
+    installed: Installed
+    servers: list[subprocess.Popen[str]] = field(default_factory=list)
+    environment: dict[str, str] = field(default_factory=dict)
+    words: dict[str, str] = field(default_factory=lambda: dict(WORDS))
+
+    def run(self, command: str, code: int = 0) -> None:
+        """One command, to its end."""
+        done = subprocess.run(
+            self._words(command), cwd=self.path, env=self._env(), capture_output=True, text=True, timeout=TIMEOUT_S
+        )
+        assert done.returncode == code, f"$ {command}\n{done.stdout}\n{done.stderr}"
+
+    def serve(self, command: str) -> None:
+        """A command that goes on until it is stopped; returns when it says that it is ready."""
+        self.stop(command.split()[1])
+        output = self.path / f"server-{len(self.servers)}.log"
+        with output.open("w") as log:
+            server = subprocess.Popen(
+                self._words(command), cwd=self.path, env=self._env(), stdout=subprocess.PIPE, stderr=log, text=True
+            )
+        self.servers.append(server)
+        assert server.stdout is not None
+        if not server.stdout.readline():
+            pytest.fail(f"$ {command}\nexit code {server.wait(TIMEOUT_S)}\n{output.read_text()}")
+
+    def stop(self, command: str = "") -> None:
+        """End what still runs, of one command or of all, newest first."""
+        for server in reversed(self.servers):
+            if not command or command in server.args:  # type: ignore[operator]
+                server.terminate()
+                server.communicate(timeout=TIMEOUT_S)
+
+    def _words(self, command: str) -> list[str]:
+        for long, short in SHORTER.items():
+            command = command.replace(long, short)
+        for named, port in self.installed.ports.items():
+            command = command.replace(f":{named}", f":{port}")
+        words = [self.words.get(word, word) for word in shlex.split(command)]
+        return [sys.executable, "-P", "-m", "toolkit", *words[1:]]
+
+    def _env(self) -> dict[str, str]:
+        # These files come before those of this checkout, which an editable install puts on the path.
+        return os.environ | {"PYTHONPATH": str(self.installed.site)} | self.environment
+
+
+@dataclass(frozen=True)
+class Script:
+    """What a page supposes, and what is done otherwise than it says. Keys begin a command."""
+
+    prepare: Callable[[Folder], None] = lambda _: None
+    before: Mapping[str, Callable[[Folder], None]] = field(default_factory=dict)
+    instead: Mapping[str, Callable[[Folder], None]] = field(default_factory=dict)
+    codes: Mapping[str, int] = field(default_factory=dict)
+    elsewhere: Mapping[str, str] = field(default_factory=dict)  # why it does not run here
+
+
+def of(command: str, table: Mapping[str, T]) -> T | None:
+    """The entry of the longest key that `command` begins with."""
+    fitting = [key for key in table if command.startswith(key)]
+    return table[max(fitting, key=len)] if fitting else None
+
+
+def free_port() -> str:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return str(one.getsockname()[1])
+
+
+@pytest.fixture(scope="session")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
+    """The wheel, built and unpacked; its recipes name a free port, so that no other server is met."""
+    folder = tmp_path_factory.mktemp("wheel")
+    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
+    build = [*pip, "wheel", "--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir", folder, ROOT]
+    subprocess.run(build, check=True, capture_output=True)
+    [wheel] = folder.glob("*.whl")
+    install = [*pip, "install", "--no-deps", "--no-index", "--target", folder / "site", wheel]
+    subprocess.run(install, check=True, capture_output=True)
+    ports = {"8000": free_port(), "8100": free_port()}
+    for recipe in (folder / "site" / "toolkit" / "_data" / "recipes").glob("*.yaml"):
+        recipe.write_text(recipe.read_text().replace("port: 8000", f"port: {ports['8000']}"))
+    return Installed(folder / "site", ports)
+
+
+@pytest.fixture(scope="session")
+def tuned(installed: Installed, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What a reader has when the first steps are done: traces, and the tiny model from profile to plan.
+
+    The shipped profile stands for one that was measured here, which takes a minute.
+    """
+    folder = Folder(tmp_path_factory.mktemp("reader"), installed)
+    write_traffic(folder)
+    measured_here(folder)
+    folder.run("llmctl fit profile.json")
+    folder.run("llmctl tune tiny-llama-cpu --trace traffic.jsonl --trials 8 --draws 2")
+    folder.run("llmctl render tiny-llama-cpu --fit fit.json --tuning tuning.json --force")
+    return folder.path
+
+
+def write_traffic(folder: Folder) -> None:
+    """traffic.jsonl, and the same in Azure's format; a longer one under the real trace's name."""
+    shape = "--prompt lognormal:100:0.5 --output lognormal:40:0.5 --longest 256 --seed 3"
+    folder.run(f"llmctl trace generate --rate 10 --duration 20 {shape} --out traffic.jsonl")
+    folder.run(f"llmctl trace generate --rate 2 --duration 240 {shape} --out longer.jsonl")
+    for source, name in (("traffic", "azure.csv"), ("longer", "azure-2023-conv.csv")):
+        rows = map(json.loads, (folder.path / f"{source}.jsonl").read_text().splitlines())
+        lines = [f"{clock(row)},{row['input_length']},{row['output_length']}\n" for row in rows]
+        text = "TIMESTAMP,ContextTokens,GeneratedTokens\n" + "".join(lines)
+        (folder.path / name).write_text(text)
+
+
+def clock(row: Mapping[str, float]) -> str:
+    minutes, seconds = divmod(row["timestamp"] / 1000, 60)
+    return f"2023-11-16 18:{15 + int(minutes)}:{seconds:010.7f}"
+
+
+def shipped(folder: Folder, recipe: str, name: str) -> str:
+    return (folder.installed.site / "toolkit" / "_data" / "profiles" / recipe / name).read_text(encoding="utf-8")
+
+
+def measured_here(folder: Folder) -> None:
+    """profile.json: the tiny model's, as if its processor were this machine's."""
+    import torch
+    import transformers
+
+    profile = json.loads(shipped(folder, "tiny-llama-cpu", "profile.json"))
+    here = {"processor": processor(), "engine_version": transformers.__version__}
+    profile["engine"] |= {key: value for key, value in here.items() if key in profile["engine"]}
+    profile["environment"]["processor"] = processor()
+    if "torch" in profile["environment"]["packages"]:
+        profile["environment"]["packages"]["torch"] = torch.__version__
+    (folder.path / "profile.json").write_text(json.dumps(profile))
+
+
+def analytic_profile(folder: Folder) -> None:
+    (folder.path / "profile.json").write_text(shipped(folder, GPU_RECIPE, "profile.json"))
+
+
+def stand_in_for_vllm(folder: Folder) -> None:
+    folder.environment["LLMCTL_VLLM_PYTHON"] = fake_vllm_server.install(folder.path / "vllm")
+
+
+def certificate(folder: Folder) -> None:
+    certificate, key = certificates.self_signed(folder.path, "tls")
+    certificate.rename(folder.path / "tls.crt")
+    key.rename(folder.path / "tls.key")
+
+
+def rendered_to_run_here(folder: Folder) -> None:
+    shutil.rmtree(folder.path / "deploy", ignore_errors=True)
+    folder.run("llmctl render plan.json --target local --out deploy")
+
+
+def serving(folder: Folder) -> None:
+    """A server runs."""
+    if all(server.poll() is not None for server in folder.servers):
+        folder.serve("llmctl serve plan.json")
+
+
+def quick_recipe(folder: Folder) -> None:
+    """A recipe whose grid takes seconds to measure, and a profile as if from another GPU."""
+    folder.words["RECIPE"] = "quick.yaml"
+    (folder.path / "quick.yaml").write_text(QUICK)
+    other = json.loads(shipped(folder, OTHER_GPU_RECIPE, "profile.json"))
+    other["engine"]["analytic"] = ""
+    (folder.path / "measured.json").write_text(json.dumps(other))
+
+
+def tuned_on_azure(folder: Folder) -> None:
+    folder.run("llmctl tune tiny-llama-cpu --trace azure.csv --trials 2 --draws 0")
+    folder.run("llmctl render tiny-llama-cpu --fit fit.json --tuning tuning.json --force")
+    serving(folder)
+
+
+QUICK = """\
+name: quick
+model: {source: random, config: {model_type: fake}, dtype: float32, max_model_len: 512, tokenizer: bytes}
+hardware: {device: cpu, name: any}
+engine: {name: fake, kv_cache_memory_mib: 2}
+profile:
+  {batch_sizes: [1, 2, 4, 8], input_lengths: [16, 64, 128], cached_lengths: [16, 64, 128], memory_lengths: [16, 64]}
+sla: {ttft_p99_s: 5}
+"""
+
+
+SCRIPTS = {
+    "README.md": Script(
+        prepare=stand_in_for_vllm,
+        instead={f"llmctl profile {GPU_RECIPE}": analytic_profile},
+    ),
+    "bench.md": Script(before={"llmctl validate plan.json --tuning": tuned_on_azure}),
+    "cluster.md": Script(elsewhere={"llmctl serve plan.json --ray": CLUSTER}),
+    "demo.md": Script(elsewhere={"llmctl": "what `make demo` printed, which takes five minutes"}),
+    "deploying.md": Script(before={"llmctl serve FOLDER": rendered_to_run_here, "llmctl stop": serving}),
+    "fleets.md": Script(
+        elsewhere={"llmctl serve plan.json --ray": CLUSTER, "llmctl serve plan.json": "needs three GPUs"},
+    ),
+    "profiling.md": Script(prepare=quick_recipe),
+    "results.md": Script(elsewhere={"llmctl": "how results were made; each takes minutes"}),
+    "serving.md": Script(before={"llmctl serve plan.json --ssl-certfile": certificate}),
+    "traces.md": Script(before={"llmctl trace record": serving}),
+    "vllm.md": Script(prepare=stand_in_for_vllm),
+}
+
+
+@pytest.fixture
+def folder(installed: Installed, tuned: Path, tmp_path: Path) -> Iterator[Folder]:
+    """A folder like `tuned`; what is served from it ends with the test."""
+    one = Folder(shutil.copytree(tuned, tmp_path / "reader"), installed)
+    one.environment["XDG_STATE_HOME"] = str(tmp_path / "state")
+    yield one
+    one.stop()
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if commands(page)], ids=lambda page: page.name)
+def test_every_command_of_a_page_runs_as_it_is_written(page: Path, folder: Folder) -> None:
+    script = SCRIPTS.get(page.name, Script())
+    for name, text in named_files(page).items():
+        (folder.path / name).write_text(text)
+    script.prepare(folder)
+    for command in commands(page):
+        run(command, script, folder)
+
+
+def run(command: str, script: Script, folder: Folder) -> None:
+    if of(command, script.elsewhere):
+        return
+    if step := of(command, script.before):
+        step(folder)
+    if step := of(command, script.instead):
+        step(folder)
+    elif command.startswith(("llmctl serve ", "llmctl trace record ")):
+        folder.serve(command)
+    else:
+        folder.run(command, of(command, script.codes) or 0)
+
+
+class Accepted(Exception):
+    """The options of a benchmark were accepted."""
+
+
+def benchmarks(page: Path) -> set[str]:
+    """The benchmark commands of a page, those in its text and its tables too."""
+    text = page.read_text(encoding="utf-8")
+    return {command.strip() for command in re.findall(r"python (bench/[a-z_0-9]+\.py[^`|\n#]*)", text)}
+
+
+@pytest.mark.parametrize("command", sorted(set().union(*map(benchmarks, PAGES))), ids=str)
+def test_every_benchmark_that_a_page_names_takes_the_options_shown(
+    command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Benchmarks take minutes, so each is started and stopped as soon as it has read its options."""
+    parse = argparse.ArgumentParser.parse_args
+
+    def stop(parser: argparse.ArgumentParser, words: list[str] | None = None) -> None:
+        parse(parser, words)
+        raise Accepted
+
+    script, *options = shlex.split(command)
+    if "ArgumentParser" not in (ROOT / script).read_text(encoding="utf-8"):
+        assert not options, f"{script} takes none"
+        return
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", stop)
+    monkeypatch.setattr(sys, "argv", [script, *options])
+    with pytest.raises(Accepted):
+        runpy.run_path(str(ROOT / script), run_name="__main__")
