@@ -81,6 +81,7 @@ def test_a_table_fits_80_columns_and_is_plain_text(
 @pytest.fixture
 def wide_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Stdout is a terminal of 200 columns."""
+    monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
 
