@@ -83,7 +83,7 @@ def wide_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Monkey
     """Stdout is a terminal of 200 columns."""
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "200")
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setattr(type(sys.stdout), "isatty", lambda _: True)
 
 
 @pytest.mark.usefixtures("wide_terminal")
