@@ -118,7 +118,8 @@ def test_text_gives_way_before_a_column_goes_below(capsys: pytest.CaptureFixture
     table(["name", "text", ">a value", ">another"], [("a", "long " * 40, "1.25 ms", 3)])
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 80
-    assert lines[3].split()[-3:] == ["1.25", "ms", "3"]
+    [row] = [line for line in lines if "1.25" in line]
+    assert row.split()[-3:] == ["1.25", "ms", "3"]
 
 
 @pytest.mark.parametrize(
