@@ -1,5 +1,6 @@
 """The command line's edge: what is imported, what is printed where, and exit codes."""
 
+import io
 import subprocess
 import sys
 from collections.abc import Callable
@@ -76,7 +77,6 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("words", "error", "hint"),
     [
-        (["profle"], "No such command 'profle'", "llmctl --help"),
         (["--verbos"], "No such option: --verbos", "llmctl --help"),
         (["schema", "--jsn"], "No such option: --jsn", "llmctl schema --help"),
         (["schema", "extra"], "Got unexpected extra argument", "llmctl schema --help"),
@@ -93,6 +93,18 @@ def test_a_wrong_word_is_one_line_a_hint_and_exit_2(
     assert len(lines) == 2
     assert lines[0].startswith(f"error: {error}")
     assert lines[1] == f"hint: see {hint}"
+
+
+@pytest.mark.parametrize(
+    ("word", "hint"),
+    [("tuen", "did you mean 'tune'?"), ("simulat", "did you mean 'simulate'?"), ("xyz", "valid: bench, ")],
+)
+def test_a_misspelt_command_is_told_the_nearest_one(word: str, hint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert llmctl(word) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == f"error: there is no command '{word}'"
+    assert lines[1].startswith(f"hint: {hint}")
+    assert len(lines) == 2
 
 
 @pytest.mark.parametrize(
@@ -150,16 +162,26 @@ def test_a_command_may_choose_its_exit_code(command: Callable[..., None]) -> Non
     assert llmctl("schema") == 7
 
 
-@pytest.mark.parametrize("lines", [1, 100_000])
-def test_a_reader_that_leaves_is_no_error(lines: int) -> None:
+@pytest.mark.parametrize(
+    ("printed", "words"),
+    [
+        ("print('x' * 99)", ["schema"]),
+        ("print('x' * 99 * 100_000)", ["schema"]),
+        ("table(['name', 'value'], [('a', 1)])", ["schema"]),
+        ("None", ["--help"]),
+        ("None", ["tune", "--help"]),
+    ],
+)
+def test_a_reader_that_leaves_is_no_error(printed: str, words: list[str]) -> None:
     script = f"""
 import sys, types
+from toolkit.cli.output import table
 module = types.ModuleType("toolkit.cli.schema")
-module.command = lambda: print("x" * 99 * {lines})
+module.command = lambda: {printed}
 sys.modules["toolkit.cli.schema"] = module
 sys.stdin.read()
 from toolkit.cli.main import run
-run(["schema"])
+run({words})
 """
     pipe = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with subprocess.Popen([sys.executable, "-c", script], **pipe) as writer:  # type: ignore[call-overload]
@@ -167,6 +189,27 @@ run(["schema"])
         writer.stdin.close()
         message = writer.stderr.read()
     assert (writer.returncode, message) == (141, b"")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--help"],
+        ["tune", "--help"],
+        ["trace", "inspect", "chat-small"],
+        ["compare", "--fit", "unit-step", "--trace", "bursty-small", "--policies", "fcfs,conservative"],
+        ["simulate", "--fit", "unit-step", "--trace", "bursty-small", "--policy", "fcfs"],
+    ],
+)
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_every_text_is_printed_where_stdout_is_no_utf_8(
+    words: list[str], encoding: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding, "strict"))
+    assert llmctl(*words) == 0
+    text = sys.stdout.buffer.getvalue().decode("ascii")  # type: ignore[attr-defined]
+    assert len(text.splitlines()) > 5
+    assert "?" not in text
 
 
 def test_another_pipe_that_breaks_is_a_bug(command: Callable[..., None], capfd: pytest.CaptureFixture[str]) -> None:

@@ -1,13 +1,15 @@
 """What commands print."""
 
+import io
 import json
+import sys
 from dataclasses import dataclass
 
 import numpy as np
 import pytest
 import samples
 
-from toolkit.cli.output import emit, number, percent, progress, seconds, size, table
+from toolkit.cli.output import emit, number, percent, progress, seconds, show_any_text, size, table
 from toolkit.files.fit import Fit
 
 
@@ -74,6 +76,67 @@ def test_a_table_fits_80_columns_and_is_plain_text(
     assert "[red]a" in lines[5]
     assert "12,345" in lines[5]
     assert "0.123" in "".join(lines)
+
+
+@pytest.fixture
+def wide_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stdout is a terminal of 200 columns."""
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr(type(sys.stdout), "isatty", lambda _: True)
+
+
+@pytest.mark.usefixtures("wide_terminal")
+def test_a_table_takes_the_width_of_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    table(["name", "text"], [("a", "long " * 30)])
+    lines = capsys.readouterr().out.splitlines()
+    assert 150 < max(map(len, lines)) <= 200
+    assert sum("long" in line for line in lines) == 1
+
+
+MANY = [f">column\nnumber {k}" for k in range(12)]
+
+
+def test_numbers_never_wrap_and_the_table_goes_on_below(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [[name, *(round(1234.5 * (k + 1)) for k in range(12))] for name in ("first-policy", "second")]
+    table(["policy", *MANY], rows)
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert [line.split()[0] for line in lines if line.strip() and "," in line] == ["first-policy", "second"] * 2
+    shown = {word for line in lines for word in line.split() if "," in word}
+    assert shown == {f"{round(1234.5 * (k + 1)):,}" for k in range(12)}
+
+
+@pytest.mark.usefixtures("wide_terminal")
+def test_a_wide_terminal_shows_all_columns_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    table(["policy", *MANY], [["first-policy", *([1234] * 12)]])
+    [row] = [line for line in capsys.readouterr().out.splitlines() if "first-policy" in line]
+    assert row.split() == ["first-policy", *["1,234"] * 12]
+
+
+def test_text_gives_way_before_a_column_goes_below(capsys: pytest.CaptureFixture[str]) -> None:
+    table(["name", "text", ">a value", ">another"], [("a", "long " * 40, "1.25 ms", 3)])
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    [row] = [line for line in lines if "1.25" in line]
+    assert row.split()[-3:] == ["1.25", "ms", "3"]
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"), [("█▌ é – … µ 中", "#? e - ... ? ?"), ("plain", "plain"), ("\udcff.json", "?.json")]
+)
+def test_what_stdout_cannot_encode_is_replaced(text: str, shown: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), "ascii", "strict"))
+    show_any_text()
+    print(text, flush=True)
+    assert sys.stdout.buffer.getvalue().decode() == f"{shown}\n"  # type: ignore[attr-defined]
+
+
+def test_json_loses_nothing_where_stdout_is_ascii(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), "ascii", "strict"))
+    emit(True, {"name": "é中"}, lambda: None)
+    sys.stdout.flush()
+    assert json.loads(sys.stdout.buffer.getvalue()) == {"name": "é中"}  # type: ignore[attr-defined]
 
 
 def test_progress_is_silent_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:

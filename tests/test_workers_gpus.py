@@ -2,9 +2,18 @@
 
 from pathlib import Path
 
+import orders
 import pytest
+import samples
+from commands import llmctl
 
-from toolkit.workers.gpus import share_gpus, visible_gpus
+from toolkit.errors import EngineError
+from toolkit.files.io import write_file
+from toolkit.files.plan import PlannedPolicy
+from toolkit.files.recipe import Recipe
+from toolkit.profiling import run as profiling
+from toolkit.serve import launch, vllm_launch
+from toolkit.workers.gpus import require_gpu, share_gpus, visible_gpus
 
 
 @pytest.mark.parametrize(
@@ -30,3 +39,71 @@ def test_the_environment_goes_before_the_driver(tmp_path: Path):
     assert visible_gpus({"CUDA_VISIBLE_DEVICES": "3,GPU-5f"}, tmp_path) == ["3", "GPU-5f"]
     assert visible_gpus({"CUDA_VISIBLE_DEVICES": ""}, tmp_path) == []
     assert visible_gpus({}, tmp_path / "none") == []
+
+
+GPU_RECIPE = samples.recipe(**orders.GPU)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "environment", "device_file", "refused"),
+    [
+        (GPU_RECIPE, {}, None, "recipe 'test' needs a GPU, H200: this machine has none"),
+        (GPU_RECIPE, {}, "nvidia-uvm", "this machine has none"),
+        (GPU_RECIPE, {}, "nvidia0", ""),
+        (GPU_RECIPE, {}, "dxg", ""),
+        (GPU_RECIPE, {}, "kfd", ""),
+        (GPU_RECIPE, {"CUDA_VISIBLE_DEVICES": ""}, "nvidia0", "CUDA_VISIBLE_DEVICES hides all GPUs"),
+        (GPU_RECIPE, {"CUDA_VISIBLE_DEVICES": "-1"}, "nvidia0", "CUDA_VISIBLE_DEVICES hides all GPUs"),
+        (GPU_RECIPE, {"CUDA_VISIBLE_DEVICES": "1"}, "nvidia1", ""),
+        (samples.recipe(**orders.GPU | {"engine": {"name": "fake"}}), {}, None, ""),
+        (samples.recipe(), {}, None, ""),
+    ],
+)
+def test_a_recipe_for_a_gpu_needs_one(
+    recipe: Recipe, environment: dict[str, str], device_file: str | None, refused: str, tmp_path: Path
+) -> None:
+    if device_file:
+        (tmp_path / device_file).touch()
+    nothing = tmp_path / "none"
+    if not refused:
+        require_gpu([samples.recipe(), recipe], environment, nothing, tmp_path)
+        return
+    with pytest.raises(EngineError) as caught:
+        require_gpu([samples.recipe(), recipe], environment, nothing, tmp_path)
+    assert refused in caught.value.message
+
+
+def test_a_driver_that_counts_gpus_is_believed(tmp_path: Path) -> None:
+    (tmp_path / "gpus" / "0000:01:00.0").mkdir(parents=True)
+    require_gpu([GPU_RECIPE], {}, tmp_path / "gpus", tmp_path / "none")
+
+
+def never(*_: object, **__: object) -> None:
+    pytest.fail("it went on without a GPU")
+
+
+@pytest.mark.parametrize("engine", ["transformers", "rebatch", "deepspeed", "vllm"])
+def test_serve_looks_for_the_gpu_before_anything_slow(
+    engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setattr(launch, "load_tokenizer", never)
+    monkeypatch.setattr(vllm_launch, "vllm_version", never)
+    monkeypatch.setattr(vllm_launch, "saved_model", never)
+    changes = orders.GPU | {"workers": 1, "engine": {"name": engine}}
+    policy = PlannedPolicy(name="past-future" if engine == "vllm" else "slice", parameters={})
+    write_file(orders.plan(tmp_path, policy, samples.fit(workers=1), **changes), tmp_path / "plan.json")
+    assert llmctl("serve", tmp_path / "plan.json", "--port", 0) == 3
+    assert "error: recipe 'test' needs a GPU, H200: CUDA_VISIBLE_DEVICES hides all GPUs" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("engine", ["transformers", "vllm"])
+def test_so_does_profile(
+    engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setattr(profiling, "_bench", never)
+    changes = orders.GPU | {"workers": 1, "engine": {"name": engine}}
+    write_file(samples.recipe(**changes), tmp_path / "recipe.json")
+    assert llmctl("profile", tmp_path / "recipe.json", "--out", tmp_path / "profile.json") == 3
+    assert "needs a GPU" in capsys.readouterr().err

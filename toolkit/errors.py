@@ -32,7 +32,8 @@ class InputError(LlmctlError):
 
 
 class StaleError(InputError):
-    """A file was made from inputs that have changed since; the hint names the command that remakes it."""
+    """A file was made from other inputs, or from inputs that have changed since; the hint names the command that
+    makes it of these."""
 
 
 class ForeignError(InputError):

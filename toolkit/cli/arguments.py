@@ -27,6 +27,16 @@ def resolve_fit(fit: Path | None) -> Path | None:
     return None if fit is None else fit_path(fit)
 
 
+def limit_workers(workers: int | None) -> int | None:
+    """What an option --workers was given. `InputError` above what one scheduler may have."""
+    from toolkit.errors import InputError
+    from toolkit.files.recipe import MAX_WORKERS, MORE_WORKERS, WORKERS_LIMIT
+
+    if workers is not None and workers > MAX_WORKERS:
+        raise InputError(f"--workers {workers}: {WORKERS_LIMIT}", MORE_WORKERS)
+    return workers
+
+
 RecipeArgument = Annotated[
     Path,
     typer.Argument(metavar="RECIPE", callback=_resolve_recipe, help="A recipe's file, or the name of a shipped one."),

@@ -27,14 +27,15 @@ def read_fit(path: Path, recipe: Path, *, force: bool) -> Fit:
     from toolkit.files.fits import shipped_fit
     from toolkit.files.io import read_file
 
-    if not path.exists() and shipped_fit(recipe.stem):
-        remedy = f"make it with `llmctl profile` and `llmctl fit`, or take the one that ships: --fit {recipe.stem}"
-        raise InputError(f"{path}: no such file", remedy)
+    shipped = shipped_fit(recipe.stem)
+    ships = f", or take the one that ships: --fit {recipe.stem}" if shipped not in (None, path) else ""
+    if not path.exists() and ships:
+        raise InputError(f"{path}: no such file", f"make it with `llmctl profile` and `llmctl fit`{ships}")
     try:
         return read_file(Fit, path, {"recipe": recipe})
     except StaleError as error:
         if not force:
-            raise
+            raise StaleError(error.message, f"{error.hint}{ships}") from None
         warn_of_foreign(error.message)
         return read_file(Fit, path)
 

@@ -19,7 +19,8 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 import toolkit
-from toolkit.errors import LlmctlError
+from toolkit.cli.output import show_any_text
+from toolkit.errors import InputError, LlmctlError, nearest
 
 NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}  # of the machine, not of llmctl
 
@@ -77,6 +78,9 @@ class LazyGroup(TyperGroup):
         return TyperCommand(cmd_name, help=COMMANDS[cmd_name].help)
 
     def resolve_command(self, ctx: typer.Context, args: list[str]) -> tuple[Any, Any, list[str]]:  # type: ignore[override]
+        known = self.list_commands(ctx)
+        if args[0] not in known and not args[0].startswith("-") and not ctx.resilient_parsing:
+            raise InputError(f"there is no command '{args[0]}'", nearest(args[0], known))
         name, listed, rest = super().resolve_command(ctx, args)
         return name, listed and _load(str(name)), rest
 
@@ -150,6 +154,7 @@ def root(
 def run(args: Sequence[str] | None = None) -> None:
     """Run `llmctl`; never returns. Exit codes: docs/errors.md."""
     words = list(sys.argv[1:] if args is None else args) or ["--help"]
+    show_any_text()
     try:
         code = typer.main.get_command(application).main(words, prog_name="llmctl", standalone_mode=False)
         sys.stdout.flush()
@@ -160,6 +165,10 @@ def run(args: Sequence[str] | None = None) -> None:
         hint = f"see {context.command_path} --help" if context and message else ""  # no message: help was printed
         code = _report(message, hint, error.exit_code)
     except BrokenPipeError:
+        code = _drop_output()
+    except SystemExit as left:  # rich, which prints tables and help, leaves with 1 where its pipe breaks
+        if not isinstance(left.__context__, BrokenPipeError):
+            raise
         code = _drop_output()
     except OSError as error:
         if error.errno not in NO_ROOM:

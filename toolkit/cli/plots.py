@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from string import ascii_lowercase
 
-from toolkit.cli.output import WIDTH, number
+from toolkit.cli.output import WIDTH, number, shows_unicode
 
 EIGHTHS = " ▏▎▍▌▋▊▉"
 ROWS, COLUMNS = 12, 60
@@ -17,7 +17,7 @@ Curve = tuple[Sequence[float], Sequence[float]]  # x ascending, y
 
 def blocks() -> bool:
     """Whether stdout shows block characters: a terminal that speaks Unicode. Else bars are of '#'."""
-    return sys.stdout.isatty() and "utf" in (sys.stdout.encoding or "").lower()
+    return sys.stdout.isatty() and shows_unicode()
 
 
 def bars(values: Mapping[str, float], *, unicode: bool) -> list[str]:

@@ -24,10 +24,16 @@ def command(
     The page needs no network and runs no script. What is not there yet is named with the command that makes it; a file
     that is about another fit is not shown.
     """
+    from toolkit.errors import InputError
     from toolkit.files.io import check_writable, write_text
     from toolkit.report.material import gather
     from toolkit.report.page import report
 
+    if folder is not None and not folder.is_dir():
+        raise InputError(
+            f"--folder {folder}: {'a file, not a folder' if folder.exists() else 'no such folder'}",
+            "it is where profile.json, fit.json and the others are",
+        )
     check_writable(out)
     found = gather(source, folder)
     page = report(found)

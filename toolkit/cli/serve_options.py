@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from toolkit.cli.arguments import resolve_fit
+from toolkit.cli.arguments import limit_workers, resolve_fit
 
 # the headings under which `--help` lists them
 WHAT, CALLERS, LOAD, WATCHING = "What runs", "Who may call", "Overload and the end", "Watching it"
@@ -94,7 +94,14 @@ PolicyOption = Annotated[
     str | None, typer.Option("--policy", rich_help_panel=WHAT, help="Another policy than the plan's, with --set.")
 ]
 WorkersOption = Annotated[
-    int | None, typer.Option("--workers", min=1, rich_help_panel=WHAT, help="Another number than the plan's.")
+    int | None,
+    typer.Option(
+        "--workers",
+        min=1,
+        callback=limit_workers,
+        rich_help_panel=WHAT,
+        help="Another number than the plan's.",
+    ),
 ]
 EventLogOption = Annotated[
     Path | None,

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from toolkit.cli.arguments import limit_workers
+
 if TYPE_CHECKING:
     from toolkit.files.fit import Fit
     from toolkit.files.plan import Kind
@@ -21,7 +23,9 @@ TraceOption = Annotated[str, typer.Option(help="A trace file, or the name of a s
 FitOption = Annotated[
     str, typer.Option(help="fit.json, the name of a recipe whose fit ships, or 'unit-step': a clock that counts steps.")
 ]
-WorkersOption = Annotated[int | None, typer.Option(min=1, help="Workers; default: as profiled, or 1.")]
+WorkersOption = Annotated[
+    int | None, typer.Option(min=1, callback=limit_workers, help="Workers; default: as profiled, or 1.")
+]
 MaxNewTokensOption = Annotated[
     int | None,
     typer.Option(min=1, help="Limit of requests whose trace names none; default: 256, or 4096 in unit-step."),
@@ -51,10 +55,14 @@ class Stage:
 
 
 def open_stage(trace: str, fit: str, max_new_tokens: int | None, fit_lengths: bool, fleet: Path | None = None) -> Stage:
-    """Read both, or instead of the fit a fleet; lengths are scaled into the model's context where asked for."""
+    """Read both, or instead of the fit a fleet; lengths are scaled into the model's context where asked for.
+
+    `InputError` for files that are not there or not of their kind; for a fit it names those that ship.
+    """
     from toolkit.cli.basis import note_basis
+    from toolkit.errors import InputError
     from toolkit.files.fit import Fit
-    from toolkit.files.fits import fit_path
+    from toolkit.files.fits import fit_path, shipped_fits
     from toolkit.files.io import read_file
     from toolkit.sim.settings import UNIT_STEP, USUAL_LIMIT
     from toolkit.traces.read import read_trace
@@ -71,6 +79,9 @@ def open_stage(trace: str, fit: str, max_new_tokens: int | None, fit_lengths: bo
         kinds, fitted = opened.kinds, opened.kinds[0].fit
     else:
         path = None if fit == UNIT_STEP and not Path(fit).exists() else fit_path(fit)
+        if path and not path.exists():
+            made = "make it with: llmctl fit PROFILE; or name one that ships with --fit"
+            raise InputError(f"{path}: no such file", f"{made}: {', '.join([UNIT_STEP, *shipped_fits()])}")
         fitted = read_file(Fit, path) if path else None
         if path and fitted:
             note_basis(fitted, path)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from toolkit.cli.arguments import FIT_HELP, JsonOption, RecipeArgument, open_recipe, resolve_fit
+from toolkit.cli.arguments import FIT_HELP, JsonOption, RecipeArgument, limit_workers, open_recipe, resolve_fit
 
 if TYPE_CHECKING:
     from toolkit.cli.fleet import Fleet
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from toolkit.tuning.memo import Memory
 
 AUTO = "auto"
+LONGEST_COUNT = 18  # digits; Python refuses to read thousands of them
 ESTIMATE_AFTER = 10  # evaluations that are timed for the estimate
 WORTH_SAYING_S = 10.0
 PoliciesOption = Annotated[
@@ -218,9 +219,9 @@ def _count(workers: str | None) -> int | None:
 
     if workers is None or workers == AUTO:
         return None
-    if not workers.isdecimal() or not int(workers):
+    if not workers.isdecimal() or len(workers) > LONGEST_COUNT or not int(workers):
         raise InputError(f"--workers {workers}: it is a whole number from 1, or '{AUTO}'")
-    return int(workers)
+    return limit_workers(int(workers))
 
 
 def _profile_of(fitted: Fit, path: Path) -> Profile | None:

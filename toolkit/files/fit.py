@@ -8,6 +8,7 @@ from pydantic import Field
 
 from toolkit.files.envelope import Envelope, Strict
 from toolkit.files.profile import MEASURED_SECTIONS, EngineFacts
+from toolkit.files.recipe import Workers
 
 
 class Segment(Strict):
@@ -164,7 +165,7 @@ class Fit(Envelope):
     recipe_sections: ClassVar[tuple[str, ...]] = MEASURED_SECTIONS
 
     recipe_name: str
-    workers: int
+    workers: Workers
     engine: EngineFacts
     prefill: LatencyFit
     decode: LatencyFit

@@ -25,6 +25,11 @@ def fit_path(fit: AnyPath) -> Path:
     return shipped_fit(text) or _unknown(text)
 
 
+def shipped_fits() -> list[str]:
+    """The names of the recipes whose fits ship."""
+    return sorted(path.parent.name for path in shipped_profiles().glob(f"*/{FIT}"))
+
+
 def shipped_fit(recipe: str) -> Path | None:
     """The fit that ships for the shipped recipe of this name; None: there is none."""
     path = shipped_profiles() / recipe / FIT
@@ -32,5 +37,4 @@ def shipped_fit(recipe: str) -> Path | None:
 
 
 def _unknown(name: str) -> Path:
-    known = [path.parent.name for path in shipped_profiles().glob(f"*/{FIT}")]
-    raise InputError(f"{name}: no such file, and no fit of that name ships", nearest(name, known))
+    raise InputError(f"{name}: no such file, and no fit of that name ships", nearest(name, shipped_fits()))

@@ -21,7 +21,7 @@ from toolkit.files.envelope import Strict
 from toolkit.files.fits import fit_path
 from toolkit.files.labels import Labels
 from toolkit.files.plan import Kind
-from toolkit.files.recipe import Positive, Recipe
+from toolkit.files.recipe import MAX_WORKERS, MORE_WORKERS, WORKERS_LIMIT, Recipe, Workers
 from toolkit.files.recipes import recipe_path
 from toolkit.files.safe_yaml import load_yaml
 from toolkit.files.validate import validate
@@ -36,7 +36,7 @@ class Member(Strict):
 
     recipe: str = Field(description="a file, beside this one if it has no path, or the name of a shipped recipe")
     fit: str = Field(description="likewise: the fit of that recipe")
-    workers: Positive | None = Field(default=None, description="of this kind; None: as the recipe has it")
+    workers: Workers | None = Field(default=None, description="of this kind; None: as the recipe has it")
     nodes: Labels = Field(
         default={},
         description="labels of the machines that it runs on in a cluster; none: Ray's own, or the recipe's name",
@@ -96,6 +96,9 @@ def merged(kinds: Sequence[Kind]) -> list[Kind]:
 
     `InputError` where they cannot be behind one scheduler.
     """
+    workers = sum(kind.workers for kind in kinds)
+    if workers > MAX_WORKERS:
+        raise InputError(f"the fleet has {workers:,} workers; {WORKERS_LIMIT}", MORE_WORKERS)
     found: list[Kind] = []
     for kind in kinds:
         like = next((k for k, other in enumerate(found) if _same(kind, other)), None)

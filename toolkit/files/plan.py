@@ -9,7 +9,7 @@ from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, mod
 from toolkit.files.envelope import Envelope, Strict
 from toolkit.files.fit import Fit
 from toolkit.files.labels import Labels
-from toolkit.files.recipe import Positive, Recipe
+from toolkit.files.recipe import Recipe, Workers
 from toolkit.files.tuning import Value
 
 
@@ -42,7 +42,7 @@ class Kind(Strict):
 
     recipe: Recipe
     fit: Fit
-    workers: Positive
+    workers: Workers
     nodes: Labels = Field(default={}, description="labels of a cluster's machines that it runs on; none: Ray's own")
 
 
@@ -57,7 +57,7 @@ class Plan(Envelope):
 
     recipe: Recipe
     fit: Fit
-    workers: int = Field(description="of all kinds")
+    workers: Workers = Field(description="of all kinds")
     policy: PlannedPolicy
     predicted: dict[str, float] = Field(description="held-out metrics that the tuner predicts; empty if untuned")
     explained: dict[str, Explanation]

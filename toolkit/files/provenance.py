@@ -68,7 +68,10 @@ def _canonical(content: object) -> bytes:
 
 
 def check_input(content: Envelope, file: Path, role: str, source: Path) -> None:
-    """`StaleError` where `source` is not what `content`, read from `file`, was made from under `role`."""
+    """`StaleError` where `source` is not what `content`, read from `file`, was made from under `role`.
+
+    It says whether that is another recipe, or the same one, changed since.
+    """
     recorded = content.inputs.get(role)
     if recorded is None:
         raise StaleError(f"{file.name}: does not say from which {role} it was made", f"make it with: {content.remake}")
@@ -88,9 +91,15 @@ def check_input(content: Envelope, file: Path, role: str, source: Path) -> None:
 def _check_sections(content: Envelope, file: Path, recorded: Input, source: Path) -> None:
     now = _section_digests(source)
     changed = [name for name in content.recipe_sections if now.get(name) != recorded.sections.get(name)]
-    if changed:
-        names = ", ".join(f"'{name}'" for name in changed)
-        raise StaleError(
-            f"{file.name} is stale: {names} of {source.name} changed since it was made from {recorded.name}",
-            f"make it again: {content.remeasure or content.remake}",
-        )
+    if not changed:
+        return
+    remake = content.remeasure or content.remake
+    if now["name"] != recorded.sections.get("name"):
+        made_for = getattr(content, "recipe_name", recorded.name)
+        name = load_recipe(source).name
+        raise StaleError(f"{file.name} is of recipe '{made_for}', not '{name}'", f"make one of '{name}': {remake}")
+    names = ", ".join(f"'{name}'" for name in changed)
+    raise StaleError(
+        f"{file.name} is stale: {names} of {source.name} changed since it was made from {recorded.name}",
+        f"make it again: {remake}",
+    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 from pydantic.json_schema import JsonSchemaValue
 
 from toolkit.files.envelope import Strict
@@ -14,6 +14,18 @@ from toolkit.files.vllm import VllmSpec
 NAME_PATTERN = r"^[a-z0-9][a-z0-9._-]{0,63}$"
 Name = Annotated[str, Field(pattern=NAME_PATTERN)]
 Positive = Annotated[int, Field(gt=0)]
+MAX_WORKERS = 1024
+WORKERS_LIMIT = f"the limit is {MAX_WORKERS:,}, since one scheduler plans for all of them"
+MORE_WORKERS = "for more, put several servers behind a router"
+
+
+def _within_one_scheduler(workers: int) -> int:
+    if workers > MAX_WORKERS:
+        raise ValueError(f"{workers:,}: {WORKERS_LIMIT}")
+    return workers
+
+
+Workers = Annotated[Positive, AfterValidator(_within_one_scheduler), Field(json_schema_extra={"maximum": MAX_WORKERS})]
 Seed = Annotated[int, Field(ge=0)]
 Grid = Annotated[list[Positive], Field(min_length=1)]
 Scalar = bool | int | float | str | None
@@ -230,7 +242,7 @@ class Recipe(Strict):
     model: ModelSpec
     hardware: HardwareSpec
     engine: EngineSpec = EngineSpec()
-    workers: Positive = 1
+    workers: Workers = 1
     profile: ProfileSpec
     sla: dict[str, Annotated[float, Field(gt=0)]] = Field(
         default_factory=dict,

@@ -49,8 +49,13 @@ def recipe_path(recipe: AnyPath) -> Path:
     return shipped
 
 
+def shipped_names() -> list[str]:
+    """The names of the recipes that ship."""
+    return sorted(path.stem for path in shipped_recipes().glob("*.yaml"))
+
+
 def _nearest_recipe(name: str) -> str:
-    return nearest(name, [path.stem for path in shipped_recipes().glob("*.yaml")])
+    return nearest(name, shipped_names())
 
 
 def load_recipe(path: AnyPath) -> Recipe:

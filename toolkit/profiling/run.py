@@ -31,6 +31,7 @@ from toolkit.profiling.process import busy_neighbours, engine_process
 from toolkit.profiling.rounds import RoundsStage
 from toolkit.profiling.slices import run_slices
 from toolkit.sched.policies import REBATCHING
+from toolkit.workers.gpus import require_gpu
 from toolkit.workers.protocol import Workers
 
 MakeWorkers = Callable[[Recipe], Workers]
@@ -80,8 +81,10 @@ def profile(
     earlier journal aside. Points that cannot be measured are in `Profile.failed`.
 
     Raises `InputError` for a recipe that the engine refuses or a journal that cannot be written, and `EngineError`
-    where the engine cannot be loaded, keeps dying, or nothing of the grid can be measured.
+    where a recipe for a GPU finds none, the engine cannot be loaded or keeps dying, or nothing of the grid can be
+    measured.
     """
+    require_gpu([recipe])
     started_s = time.perf_counter()
     with _bench(recipe) as bench:
         load_s = time.perf_counter() - started_s

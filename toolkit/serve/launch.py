@@ -35,6 +35,7 @@ from toolkit.serve.server import Ending, check_exposure, listen, serve, url
 from toolkit.serve.settings import Settings
 from toolkit.serve.status import Status, facts_of
 from toolkit.traces.log import TraceLog
+from toolkit.workers.gpus import require_gpu
 from toolkit.workers.processes import Outfit, ProcessWorkers
 from toolkit.workers.protocol import Workers
 
@@ -73,8 +74,11 @@ def launch(order: Launch, on_ready: Callable[[str], None], on_checked: OnFound =
     Returns how many requests ended, by finish reason.
     Before that `on_checked` gets what the order's check found; what it raises ends the server.
     `InputError` for an address, a log or a plan that cannot be used, `ForeignError` for laws of another engine, model
-    or device than the workers loaded; `EngineError` where a worker cannot load.
+    or device than the workers loaded; `EngineError` where there is no GPU for a recipe that needs one, or a worker
+    cannot load.
     """
+    if not order.ray:
+        require_gpu(kind.recipe for kind in order.plan.kinds)
     check_exposure(order.host, asks_key=order.settings.asks_key, insecure=order.insecure)
     with ExitStack() as stack:
         listener = stack.enter_context(listen(order.host, order.port))

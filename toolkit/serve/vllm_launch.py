@@ -27,6 +27,7 @@ from toolkit.files.identity import OnForeign, refuse_foreign
 from toolkit.files.io import processor, write_file
 from toolkit.files.plan import Plan
 from toolkit.serve.server import Ending, check_exposure, listen
+from toolkit.workers.gpus import require_gpu
 
 OURS = "toolkit.inside.vllm_scheduler.LlmctlScheduler"
 COUNTED = "toolkit.inside.vllm_counts.counted_scheduler"
@@ -61,6 +62,7 @@ def launch_vllm(order: VllmLaunch, on_ready: Callable[[str], None]) -> dict[str,
     another CPU or another of vLLM's versions; `EngineError` where vLLM
     is not there, cannot load, or ends by itself.
     """
+    require_gpu([order.plan.recipe])
     check_exposure(order.host, asks_key=bool(order.api_key), insecure=order.insecure)
     refuse_foreign(order.plan.fit.engine, [_here(order.plan)], order.on_foreign)
     with listen(order.host, order.port) as probe:  # said before anything slow is done; vLLM takes the port later

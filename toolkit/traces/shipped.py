@@ -23,5 +23,10 @@ def trace_path(trace: str | os.PathLike[str]) -> Path:
     shipped = FOLDER / f"{text}.jsonl"
     if re.fullmatch(NAME_PATTERN, text) and shipped.is_file():
         return shipped
-    names = nearest(path.stem, [file.stem for file in FOLDER.glob("*.jsonl")])
-    raise InputError(f"{text}: no such file, and no shipped trace has that name", names)
+    hint = nearest(path.stem, shipped_traces())
+    raise InputError(f"{text}: no such file, and no shipped trace has that name", hint)
+
+
+def shipped_traces() -> list[str]:
+    """The names of the traces that ship."""
+    return sorted(file.stem for file in FOLDER.glob("*.jsonl"))

@@ -1,0 +1,111 @@
+"""What a person may give a command that it cannot use: one clear line with the value, the limit and the remedy."""
+
+import json
+from pathlib import Path
+
+import pytest
+from commands import llmctl
+from test_fleet_files import write_fleet, write_kind
+
+from toolkit.files.fits import shipped_fits
+from toolkit.files.recipe import MAX_WORKERS
+from toolkit.files.recipes import shipped_names
+
+MANY = MAX_WORKERS + 1
+LIMIT = "the limit is 1,024, since one scheduler plans for all of them"
+
+
+def lines_of(capsys: pytest.CaptureFixture[str]) -> list[str]:
+    """What a failed command said; it printed no result."""
+    out, err = capsys.readouterr()
+    assert out == ""
+    return err.splitlines()
+
+
+@pytest.fixture
+def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with recipe.yaml and its fit.json."""
+    monkeypatch.chdir(tmp_path)
+    write_kind(tmp_path, "recipe", model={"max_model_len": 512})
+    (tmp_path / "recipe.fit.json").rename(tmp_path / "fit.json")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["simulate", "--fit", "unit-step"],
+        ["compare", "--fit", "unit-step"],
+        ["tune", "recipe.yaml"],
+        ["serve", "recipe.yaml", "--fit", "fit.json"],
+    ],
+    ids=lambda words: words[0],
+)
+def test_the_number_of_workers_has_a_limit(words: list[str], stage: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert llmctl(*words, "--workers", 1_000_000) == 2
+    assert lines_of(capsys) == [
+        f"error: --workers 1000000: {LIMIT}",
+        "hint: for more, put several servers behind a router",
+    ]
+
+
+def test_so_has_that_of_a_recipe(stage: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = stage / "recipe.yaml"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"workers": 1_000_000}))
+    assert llmctl("tune", path) == 2
+    assert lines_of(capsys)[0] == f"error: recipe.yaml: workers: 1,000,000: {LIMIT}"
+
+
+def test_and_that_of_a_fleet_and_of_all_its_kinds_together(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_kind(tmp_path, "large")
+    write_kind(tmp_path, "small")
+    assert llmctl("tune", write_fleet(tmp_path, ("large", 1), ("small", MANY))) == 2
+    assert lines_of(capsys)[0] == f"error: fleet.yaml: fleet[1].workers: 1,025: {LIMIT}"
+    assert llmctl("tune", write_fleet(tmp_path, ("large", 1), ("small", MAX_WORKERS))) == 2
+    assert lines_of(capsys)[-2] == f"error: the fleet has 1,025 workers; {LIMIT}"
+
+
+@pytest.mark.parametrize("count", ["0", "-1", "many", "9" * 5000])
+def test_a_count_of_workers_is_a_whole_number(count: str, stage: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert llmctl("tune", "recipe.yaml", "--workers", count) == 2
+    assert "it is a whole number from 1, or 'auto'" in lines_of(capsys)[0]
+
+
+def test_the_fit_of_another_recipe_is_called_that(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_kind(tmp_path, "large")
+    write_kind(tmp_path, "small", model={"max_model_len": 1024})
+    assert llmctl("tune", tmp_path / "large.yaml", "--fit", tmp_path / "small.fit.json") == 2
+    error, hint = lines_of(capsys)
+    assert error == "error: small.fit.json is of recipe 'small', not 'large'"
+    assert hint == "hint: make one of 'large': llmctl profile RECIPE; llmctl fit PROFILE"
+
+
+def test_the_fit_that_ships_is_offered_in_the_place_of_anothers(capsys: pytest.CaptureFixture[str]) -> None:
+    one, other = shipped_fits()[0], shipped_fits()[-1]
+    assert llmctl("tune", one, "--fit", other) == 2
+    error, hint = lines_of(capsys)
+    assert error == f"error: fit.json is of recipe '{other}', not '{one}'"
+    assert hint.endswith(f"or take the one that ships: --fit {one}")
+
+
+@pytest.mark.parametrize("command", ["simulate", "compare"])
+def test_without_a_fit_those_that_ship_are_named(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert llmctl(command) == 2
+    error, hint = lines_of(capsys)
+    assert error == "error: fit.json: no such file"
+    assert hint.startswith("hint: make it with: llmctl fit PROFILE; or name one that ships with --fit: unit-step, ")
+    assert [name for name in shipped_fits() if name not in hint] == []
+
+
+@pytest.mark.parametrize("kind", ["folder", "file"])
+def test_a_report_needs_its_folder(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder, page = tmp_path / "there", tmp_path / "report.html"
+    if kind == "file":
+        folder.write_text("")
+    assert llmctl("report", shipped_names()[0], "--folder", folder, "--out", page) == 2
+    what = "no such folder" if kind == "folder" else "a file, not a folder"
+    assert lines_of(capsys)[0] == f"error: --folder {folder}: {what}"
+    assert not page.exists()
