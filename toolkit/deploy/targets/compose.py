@@ -50,6 +50,7 @@ def _service(order: Order) -> ComposeService:
         command=[
             *("llmctl", "serve", "/etc/llmctl/plan.json", "--host", "0.0.0.0", "--port", "8000"),
             *("--api-key-file", f"/run/secrets/{SECRET}", "--shutdown-timeout", str(drain.value)),
+            *order.allowances,
         ],
         environment={"HOME": "/tmp", "HF_HOME": "/models", "NUMBA_CACHE_DIR": "/tmp/numba"},
         secrets=[SECRET],

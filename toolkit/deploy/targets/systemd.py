@@ -24,6 +24,7 @@ def render(order: Order) -> Rendered:
         host=recipe.serve.host,
         port=recipe.serve.port or 8000,
         drain_s=drain.value,
+        allowances=order.allowances,
         plan_file=f"{order.options.folder}/plan.json",
         key_file=key_file,
         model_folder=recipe.model.source if recipe.model.source.startswith("/") else "",
