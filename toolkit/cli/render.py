@@ -112,13 +112,16 @@ def command(
         _compare(made.plan, out or PLAN, as_json)
         return
     from toolkit.cli.basis import note_basis
+    from toolkit.deploy.order import ALLOW_BROKEN
     from toolkit.files.io import write_file
+    from toolkit.files.limits import broken
 
     out = out or PLAN
     write_file(made.plan, out)
     emit(as_json, made.plan, lambda: _show(made.plan))
     note_basis(made.plan.fit, made.near)
-    note(f"wrote {out}; start it with: llmctl serve {out}")
+    allowance = f" {ALLOW_BROKEN}" if broken(made.plan.limits) else ""
+    note(f"wrote {out}; start it with: llmctl serve {out}{allowance}")
 
 
 @dataclass(frozen=True, slots=True)

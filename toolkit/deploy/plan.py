@@ -140,7 +140,7 @@ def refuse_broken(plan: Plan, which: str) -> None:
     """`InputError` where `plan` is predicted to break limits; `which` says what recommended its settings."""
     if broken(plan.limits):
         raise InputError(
-            f"{which} is predicted to {breaks(plan.limits)}",
+            f"{which}: its settings are predicted to {breaks(plan.limits)}",
             "tune again: other policies, a recipe of another engine, a lower --rate, more workers; "
             "or go on all the same: --allow-broken-limits",
         )

@@ -100,11 +100,12 @@ def _told(order: Order) -> list[Told]:
 
 
 def _start(order: Order) -> str:
+    serve = " ".join(["llmctl serve . --target compose", *order.allowances])
     return f"""\
 ```sh
 sudo install -d {KEY_FOLDER}
 openssl rand -hex 32 | sudo install -o 10001 -m 0400 /dev/stdin {key_file(order)}    # the container's user reads it
-docker compose up --detach --wait      # or: llmctl serve . --target compose
+docker compose up --detach --wait      # or: {serve}
 docker compose ps
 docker compose stop                    # drains
 ```"""

@@ -33,7 +33,7 @@ def render(order: Order) -> Rendered:
         watchdog_s=WATCHDOG_S,
         gpus=gpus(recipe).value,
     )
-    return Rendered({f"{order.name}.service": unit}, _told(order, drain, grace, startup), _start(order.name, key_file))
+    return Rendered({f"{order.name}.service": unit}, _told(order, drain, grace, startup), _start(order, key_file))
 
 
 def _told(order: Order, drain: Reckoned[int], grace: Reckoned[int], startup: Reckoned[int]) -> list[Told]:
@@ -58,13 +58,14 @@ def _told(order: Order, drain: Reckoned[int], grace: Reckoned[int], startup: Rec
     ]
 
 
-def _start(name: str, key_file: str) -> str:
+def _start(order: Order, key_file: str) -> str:
+    name, serve = order.name, " ".join(["llmctl serve . --target systemd", *order.allowances])
     return f"""\
 ```sh
 sudo install -d -m 0700 {KEY_FOLDER}
 openssl rand -hex 32 | sudo install -m 0400 /dev/stdin {key_file}
 sudo systemctl link "$PWD/{name}.service"
-sudo systemctl enable --now {name}.service    # or: llmctl serve . --target systemd
+sudo systemctl enable --now {name}.service    # or: {serve}
 systemctl status {name}.service
 sudo systemctl stop {name}.service            # drains
 ```"""
