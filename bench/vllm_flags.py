@@ -16,13 +16,15 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 from results_file import put_section
 
+from toolkit.deploy.order import ALLOW_BROKEN
+from toolkit.errors import LimitsBrokenError
 from toolkit.files.io import load_recipe, read_file
 from toolkit.files.plan import Plan
 from toolkit.files.profile import Profile
@@ -46,29 +48,39 @@ STARTED_S = time.monotonic()
 HELD_TO = {"throughput_rps": 10.0, "ttft_mean_s": 15.0, "tpot_mean_s": 15.0}
 
 
-def run(arguments: argparse.Namespace, *words: str, apart: bool = False) -> None:
-    """A command of llmctl's in the folder of the work; `apart`: not on the engine's CPUs, where there are others."""
+def run(arguments: argparse.Namespace, *words: str, apart: bool = False, codes: Container[int] = (0,)) -> None:
+    """A command of llmctl's in the folder of the work; `apart`: not on the engine's CPUs, where there are others.
+
+    Another exit code than `codes` is an error.
+    """
     environment = os.environ | {"LLMCTL_VLLM_PYTHON": arguments.vllm_python}
     engine = load_recipe(arguments.recipe).engine.threads or 0
     others = sorted(os.sched_getaffinity(0))[engine:]
     there = ["taskset", "-c", ",".join(map(str, others))] if apart and others else []
-    subprocess.run([*there, *LLMCTL, *words], cwd=arguments.work, env=environment, check=True)
+    done = subprocess.run([*there, *LLMCTL, *words], cwd=arguments.work, env=environment, check=False)
+    if done.returncode not in codes:
+        raise subprocess.CalledProcessError(done.returncode, done.args)
 
 
 def tune(arguments: argparse.Namespace) -> None:
-    """The tuning, and a plan with vLLM's defaults and one with the flags that were found."""
+    """The tuning, and a plan with vLLM's defaults and one with the flags that were found.
+
+    Also where those break the recipe's limits: the comparison goes on.
+    """
+    codes = (0, LimitsBrokenError.exit_code)
     recipe, trace = str(arguments.recipe), str(arguments.trace)
     given = ["--rate", str(arguments.rate)] if arguments.rate else []
-    run(arguments, "tune", recipe, "--fit", "fit.json", "--trace", trace, "--draws", "0", *given)
+    run(arguments, "tune", recipe, "--fit", "fit.json", "--trace", trace, "--draws", "0", *given, codes=codes)
     run(arguments, "render", recipe, "--fit", "fit.json", "--policy", "vllm", "--out", "defaults.json")
-    run(arguments, "render", recipe, "--fit", "fit.json", "--tuning", "tuning.json", "--out", "tuned.json")
+    tuned = ["--tuning", "tuning.json", ALLOW_BROKEN, "--out", "tuned.json"]
+    run(arguments, "render", recipe, "--fit", "fit.json", *tuned)
 
 
 @contextmanager
 def serving(arguments: argparse.Namespace, plan: str) -> Iterator[str]:
     """A server under a plan; its URL."""
     environment = os.environ | {"LLMCTL_VLLM_PYTHON": arguments.vllm_python}
-    command = [*LLMCTL, "serve", plan, "--port", "0", "--json", "--shutdown-timeout", "1"]
+    command = [*LLMCTL, "serve", plan, "--port", "0", "--json", "--shutdown-timeout", "1", ALLOW_BROKEN]
     with (arguments.work / "serve.log").open("a") as log:
         server = subprocess.Popen(
             command, cwd=arguments.work, env=environment, stdout=subprocess.PIPE, stderr=log, text=True

@@ -35,7 +35,8 @@ def plan(folder: Path, policy: PlannedPolicy = SLICE, fit: Fit | None = None, **
     workload = PlannedWorkload(trace="chat-small.jsonl", request_rate_rps=3.5)
     predicted = {"goodput_rps": 3.25, "throughput_rps": 3.5, "e2e_p99_s": 41.5}
     made = make_plan(recipe, fit, None, paths, policy)
-    return made.model_copy(update={"workload": workload, "predicted": predicted})
+    limits = [one.judged(predicted.get(one.name, one.limit / 2), kept=True) for one in made.limits]
+    return made.model_copy(update={"workload": workload, "predicted": predicted, "limits": limits})
 
 
 def fleet(folder: Path) -> Plan:

@@ -10,6 +10,7 @@ from commands import llmctl
 from toolkit.cli import main
 from toolkit.files.fit import Fit
 from toolkit.files.io import head, read_file, write_file
+from toolkit.files.limits import Limit
 from toolkit.files.plan import Plan
 from toolkit.files.tuning import Outcome, PolicyResult, Trial, Tuning, Window
 
@@ -27,6 +28,14 @@ policy: {name: slice, parameters: {slice_tokens: 64, min_interval_s: 0.5}}
 def outcome(slice_tokens: int) -> Outcome:
     parameters = {"slice_tokens": slice_tokens, "min_interval_s": 0.5, "interval_factor": 0.5}
     return Outcome(policy="slice", parameters=parameters, metrics={"goodput_rps": 3.25})
+
+
+def limits(ttft_p99_s: float) -> list[Limit]:
+    """The limits of a recipe that wants `ttft_p99_s` of 2 s, with what is predicted."""
+    return [
+        Limit(name="ttft_p99_s", bound="at most", limit=2.0, predicted=ttft_p99_s, kept=ttft_p99_s <= 2.0),
+        Limit(name="oom_percent", bound="at most", limit=1.0, predicted=0.0, kept=True),
+    ]
 
 
 def tuning(inputs: dict[str, Path], **changes: object) -> Tuning:
@@ -48,6 +57,8 @@ def tuning(inputs: dict[str, Path], **changes: object) -> Tuning:
         binding_sla="ttft_p99_s",
         binding_ratio=0.9,
         keep_defaults=False,
+        limits=limits(1.8),
+        keeps_limits=True,
         sensitivity=[],
     )
     return Tuning(**(fields | changes))  # type: ignore[arg-type]

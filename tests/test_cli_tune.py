@@ -1,6 +1,7 @@
 """`llmctl tune`: what it prints and writes, whatever the number of processes, and what it refuses."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -93,10 +94,55 @@ def test_nothing_within_the_limits_is_said_with_what_binds_and_a_remedy(
     files: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Path("recipe.yaml").write_text(RECIPE.replace("ttft_p99_s: 2", "ttft_p99_s: 0.001"))
-    assert tune("--draws", "0") == 0
-    lines = capsys.readouterr().out.splitlines()
+    assert tune("--draws", "0") == 5
+    out, err = capsys.readouterr()
+    lines = out.splitlines()
     at = next(k for k, line in enumerate(lines) if line.startswith("no trial keeps all limits; ttft_p99_s binds"))
     assert any(line.startswith("remedy: fewer requests (--rate), more workers") for line in lines[at:])
+    assert "gain over the defaults" not in out
+    assert "the recipe's settings beside the limits" in out
+    error = next(line for line in err.splitlines() if line.startswith("error: "))
+    assert re.fullmatch(r"error: held out, .* break 1 of 3 limits: ttft_p99_s is \S+ s \(at most 0.001 s\)", error)
+
+
+def test_a_tuning_that_breaks_limits_says_so_and_is_written_and_printed_all_the_same(
+    files: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("recipe.yaml").write_text(RECIPE.replace("ttft_p99_s: 2", "ttft_p99_s: 0.001"))
+    assert tune("--draws", "0", "--json") == 5
+    printed = json.loads(capsys.readouterr().out)
+    assert printed == json.loads(Path("tuning.json").read_text())
+    assert not Path("tuning.json.partial").exists()
+    assert printed["keeps_limits"] is False
+    told = {one["name"]: (one["bound"], one["limit"], one["kept"]) for one in printed["limits"]}
+    assert told == {
+        "ttft_p99_s": ("at most", 0.001, False),
+        "e2e_p95_s": ("at most", 8.0, True),
+        "oom_percent": ("at most", 1.0, True),
+    }
+    assert all(one["kept"] == (one["predicted"] <= one["limit"]) for one in printed["limits"])
+
+
+def test_every_kind_of_limit_is_judged_by_what_is_recommended(files: Path) -> None:
+    extra = "tune: {max_evicted_percent: 5, min_attainment_percent: 99.9,"
+    Path("recipe.yaml").write_text(RECIPE.replace("tune: {", extra))
+    assert tune("--draws", "0", "--policies", "slice") == 5
+    result = read_file(Tuning, "tuning.json")
+    told = {one.name: one for one in result.limits}
+    attained = told["sla_attainment_lower_percent"]
+    assert (attained.bound, attained.limit, attained.kept) == ("at least", 99.9, False)
+    assert attained.predicted == result.recommended.metrics["sla_attainment_lower_percent"]
+    assert list(told) == ["ttft_p99_s", "e2e_p95_s", "oom_percent", "evicted_percent", attained.name]
+    shares = [result.usage[key] for key in (*list(told)[:4], "sla_attainment_percent")]
+    assert [one.kept for one in result.limits] == [share <= 1 for share in shares]
+
+
+def test_a_tuning_that_keeps_its_limits_says_so(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert tune("--draws", "0", "--policies", "slice") == 0
+    result = read_file(Tuning, "tuning.json")
+    assert result.keeps_limits
+    assert all(one.kept for one in result.limits)
+    assert "the best settings beside the limits" in capsys.readouterr().out
 
 
 def test_the_fewest_workers_are_said_and_written(files: Path, capsys: pytest.CaptureFixture[str]) -> None:

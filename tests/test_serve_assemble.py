@@ -20,6 +20,7 @@ def plan(policy: str, engine: str = "transformers", **changes: object) -> Plan:
         workers=2,
         policy=PlannedPolicy(name=policy, parameters={}),
         predicted={},
+        limits=[],
         explained={},
     )
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_tuning import HEAD, trace
 
-from toolkit.errors import InputError
+from toolkit.errors import InputError, LimitsBrokenError
 from toolkit.files.tuning import Tuning
 from toolkit.tuning.crew import Alone, Crew, Runner
 from toolkit.tuning.sizing import WORKERS_MAX, fewest
@@ -72,7 +72,7 @@ def test_processes_change_no_byte(sized: Tuning) -> None:
 
 
 def test_what_no_number_of_workers_can_keep_is_named() -> None:
-    with pytest.raises(InputError) as caught:
+    with pytest.raises(LimitsBrokenError) as caught:
         size({"ttft_p50_s": 1e-3})
     message = caught.value.message
     assert message.startswith("no number of workers up to 256 keeps all limits: ttft_p50_s is at ")

@@ -11,8 +11,8 @@ import toolkit
 PACKAGE = Path(toolkit.__file__).parent
 
 FLOORS = {
-    "errors": 0,
-    "sched": 1, "files": 1, "units": 1,
+    "errors": 0, "units": 0,
+    "sched": 1, "files": 1,
     "estimators": 2, "engines": 2, "workers": 2, "cluster": 2, "traces": 2, "metrics": 2, "endpoints": 2,
     "sim": 3, "profiling": 3, "serve": 3, "inside": 3,
     "tuning": 4, "deploy": 4, "bench": 4, "report": 4,

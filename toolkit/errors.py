@@ -52,6 +52,12 @@ class TargetMissedError(LlmctlError):
     exit_code = 4
 
 
+class LimitsBrokenError(LlmctlError):
+    """The search was done, and what it recommends is predicted to break limits of the recipe."""
+
+    exit_code = 5
+
+
 def nearest(word: str, choices: Iterable[str]) -> str:
     """A hint that names the nearest of `choices`, and all of them where none is near."""
     known = sorted(choices)

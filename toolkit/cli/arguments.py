@@ -79,6 +79,13 @@ ForeignOption = Annotated[
     bool, typer.Option("--force", help="Go on though the plan is of another device, engine, version or model.")
 ]
 
+BrokenOption = Annotated[
+    bool,
+    typer.Option(
+        "--allow-broken-limits", help="Go on though the settings are predicted to break limits; --force does, too."
+    ),
+]
+
 
 def parse_settings(settings: list[str] | None) -> dict[str, bool | int | float | str]:
     """`key=value` words as a dict: whole numbers, numbers, true and false, else text. `InputError` without a '='."""

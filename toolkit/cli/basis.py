@@ -20,6 +20,19 @@ def warn_of_foreign(text: str) -> None:
     note(f"warning: {text}")
 
 
+def accept(plan: Plan, which: str, *, broken: bool) -> None:
+    """`InputError` where `plan`, which comes from `which`, is predicted to break limits; a warning if that may be."""
+    from toolkit.deploy.plan import refuse_broken
+    from toolkit.errors import InputError
+
+    try:
+        refuse_broken(plan, which)
+    except InputError as error:
+        if not broken:
+            raise
+        note(f"warning: {error.message}")
+
+
 def read_fit(path: Path, recipe: Path, *, force: bool) -> Fit:
     """The fit of `recipe`. `StaleError` for another's, or of sections that changed; with `force` a warning."""
     from toolkit.errors import InputError, StaleError

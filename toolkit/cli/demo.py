@@ -38,6 +38,8 @@ def command(
     """
     from toolkit.bench.report import BenchReport
     from toolkit.cli.output import emit
+    from toolkit.deploy.order import ALLOW_BROKEN
+    from toolkit.errors import LimitsBrokenError
     from toolkit.files.io import read_file
 
     out.mkdir(parents=True, exist_ok=True)
@@ -49,11 +51,14 @@ def command(
     stage.title("2/5  fit how time and memory behave")
     stage.llmctl("fit", profile, "--out", fit)
     stage.title("3/5  search the scheduler's parameters on the trace")
-    stage.llmctl("tune", recipe, "--fit", fit, "--trace", trace, "--out", tuning)
+    tune = ("tune", recipe, "--fit", fit, "--trace", trace, "--out", tuning)
+    allowed = [] if stage.llmctl(*tune, or_code=LimitsBrokenError.exit_code) == 0 else [ALLOW_BROKEN]
+    if allowed:
+        stage.say("No setting kept the limits on this machine. The demo goes on all the same, with", *allowed)
     stage.title("4/5  serve what was found, and replay the trace against it at an overload")
-    stage.llmctl("render", recipe, "--fit", fit, "--tuning", tuning, "--out", plan)
+    stage.llmctl("render", recipe, "--fit", fit, "--tuning", tuning, "--out", plan, *allowed)
     excerpt = _overload(open_recipe(recipe), plan, trace)
-    stage.serve_and_bench(plan, trace, excerpt, bench)
+    stage.serve_and_bench(plan, trace, excerpt, bench, *allowed)
     stage.title("5/5  the same requests, workers and memory under sequence-level scheduling (SLS)")
     fixed = ["--policy", "sequence", "--set", f"batch_size={_safe_rows(fit)}"]
     stage.llmctl("render", recipe, "--fit", fit, *fixed, "--out", plan_sls)
@@ -72,14 +77,18 @@ class Stages:
     def title(self, text: str) -> None:
         print(f"\n== {text}", file=self.out, flush=True)
 
-    def llmctl(self, *words: object) -> None:
-        """Run one command. Its failure ends the demo with its exit code."""
-        code = self._start(words).wait()
-        if code:
-            raise typer.Exit(code)
+    def say(self, *words: str) -> None:
+        print(*words, file=self.out, flush=True)
 
-    def serve_and_bench(self, plan: Path, trace: str, excerpt: Sequence[str], report: Path) -> None:
-        with self.server(plan) as url:
+    def llmctl(self, *words: object, or_code: int = 0) -> int:
+        """Run one command; its exit code. A failure, but one with `or_code`, ends the demo with its exit code."""
+        code = self._start(words).wait()
+        if code not in (0, or_code):
+            raise typer.Exit(code)
+        return code
+
+    def serve_and_bench(self, plan: Path, trace: str, excerpt: Sequence[str], report: Path, *options: str) -> None:
+        with self.server(plan, *options) as url:
             self.llmctl("bench", "--url", url, "--plan", plan, "--trace", trace, *excerpt, "--out", report)
 
     def _start(self, words: Sequence[object], end: str = "") -> subprocess.Popen[bytes]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from toolkit.cli.arguments import FIT_HELP, JsonOption, SetOption, parse_settings, resolve_fit
+from toolkit.cli.arguments import FIT_HELP, BrokenOption, JsonOption, SetOption, parse_settings, resolve_fit
 from toolkit.cli.output import emit, note, table
 
 if TYPE_CHECKING:
@@ -43,7 +43,11 @@ CheckOption = Annotated[
     bool, typer.Option("--check", help="Write nothing; compare with what is at --out, exit 4 if it differs.")
 ]
 ForceOption = Annotated[
-    bool, typer.Option("--force", help="With --target: write over files that were changed by hand.")
+    bool,
+    typer.Option(
+        "--force",
+        help="Render settings that are predicted to break limits; with --target, write over files that were changed.",
+    ),
 ]
 TraceOption = Annotated[
     str | None,
@@ -70,6 +74,7 @@ def command(
     out: OutOption = None,
     check: CheckOption = False,
     force: ForceOption = False,
+    allow_broken_limits: BrokenOption = False,
     trace: TraceOption = None,
     image: ImageOption = "",
     namespace: NamespaceOption = "default",
@@ -85,7 +90,10 @@ def command(
     With --target it becomes a folder of files for where the plan will run, explained in EXPLAIN.md, with a bench.sh
     that checks what it claims. The same files give the same output, to the byte; --check is for CI.
     """
+    from toolkit.cli.basis import accept
+
     made = _make(source, fit, tuning, _given(policy, settings))
+    accept(made.plan, str(tuning or source), broken=force or allow_broken_limits)
     if target is not None:
         from toolkit.cli.render_target import Request, render_to
         from toolkit.deploy.order import Options
@@ -104,13 +112,16 @@ def command(
         _compare(made.plan, out or PLAN, as_json)
         return
     from toolkit.cli.basis import note_basis
+    from toolkit.deploy.order import ALLOW_BROKEN
     from toolkit.files.io import write_file
+    from toolkit.files.limits import broken
 
     out = out or PLAN
     write_file(made.plan, out)
     emit(as_json, made.plan, lambda: _show(made.plan))
     note_basis(made.plan.fit, made.near)
-    note(f"wrote {out}; start it with: llmctl serve {out}")
+    allowance = f" {ALLOW_BROKEN}" if broken(made.plan.limits) else ""
+    note(f"wrote {out}; start it with: llmctl serve {out}{allowance}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -62,16 +63,21 @@ def _order(asked: Request) -> Order:
 
 
 def _plan_text(asked: Request) -> str:
-    """The plan's file. One in the folder that says the same stays: it may have been made on another machine."""
+    """The plan's file. One in the folder that says the same stays: it may have been made on another machine.
+
+    One that cannot be read, as of another version of llmctl, says something else.
+    """
     from toolkit.deploy.compare import differences
+    from toolkit.errors import InputError
     from toolkit.files.io import file_text, read_file
     from toolkit.files.plan import Plan
 
     if asked.plan_file is not None:
         return asked.plan_file.read_text(encoding="utf-8")
     for existing in (asked.folder / "plan.json", asked.folder / "core" / "plan.json"):
-        if existing.is_file() and not differences(read_file(Plan, existing), asked.plan):
-            return existing.read_text(encoding="utf-8")
+        with contextlib.suppress(InputError):
+            if existing.is_file() and not differences(read_file(Plan, existing), asked.plan):
+                return existing.read_text(encoding="utf-8")
     return file_text(asked.plan)
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from toolkit.cli.arguments import JsonOption, SetOption
-from toolkit.cli.basis import warn_of_foreign
+from toolkit.cli.basis import accept, warn_of_foreign
 from toolkit.cli.output import note
 from toolkit.cli.serve_options import (
     AdmissionOption,
+    BrokenOption,
     CertificateKeyOption,
     CertificateOption,
     CheckOption,
@@ -75,6 +76,7 @@ def command(
     insecure: InsecureOption = False,
     engine: EngineOption = None,
     force: ForceOption = False,
+    allow_broken_limits: BrokenOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Start the server of a plan: `llmctl serve plan.json`, or `llmctl serve RECIPE --fit fit.json`.
@@ -96,12 +98,13 @@ def command(
 
     place = place_of(source, target)
     if place.managed:
-        serve_managed(place, as_json)
+        serve_managed(place, as_json, broken=force or allow_broken_limits)
         return
     ray = ray or ("auto" if place.target == "ray" else "")
     os.environ.pop("LLMCTL_API_KEY", None)  # the workers inherit the environment, and run models' own code
     manager, ((key, keys), callers) = Manager.take(), find_callers(api_key, api_key_file, api_keys)
     chosen = changed(plan_to_serve(place.plan or source, plan, fit, tuning, force), policy, settings, workers)
+    accept(chosen, str(tuning or place.plan or plan or source), broken=force or allow_broken_limits)
     check_engine(chosen, engine)
     spec, foreign = chosen.recipe.serve, warn_of_foreign if force else None
     at = host or spec.host, spec.port if port is None else port

@@ -183,7 +183,17 @@ StrictOption = Annotated[
 ForceOption = Annotated[
     bool,
     typer.Option(
-        "--force", rich_help_panel=WHAT, help="Serve though the fit is of another device, engine, version or model."
+        "--force",
+        rich_help_panel=WHAT,
+        help="Serve though the fit is of another device, engine, version or model, or the plan breaks limits.",
+    ),
+]
+BrokenOption = Annotated[
+    bool,
+    typer.Option(
+        "--allow-broken-limits",
+        rich_help_panel=WHAT,
+        help="Serve though the plan is predicted to break limits of the recipe.",
     ),
 ]
 RayOption = Annotated[

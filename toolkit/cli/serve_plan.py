@@ -41,14 +41,19 @@ def plan_to_serve(source: str | None, plan: Path | None, fit: Path | None, tunin
 def changed(plan: Plan, policy: str | None, settings: list[str] | None, workers: int | None) -> Plan:
     """The plan with what the command line says otherwise. `InputError` for a policy or parameter that is unknown."""
     from toolkit.cli.fleet import refuse_workers
+    from toolkit.deploy.plan import replaced
 
     if plan.others:
         refuse_workers(workers)
     if workers is not None and workers != plan.fit.workers:
         note(f"note: the fit was measured with {plan.fit.workers} workers at once; {workers} may take other times")
-    return plan.model_copy(
-        update={"workers": workers or plan.workers, "policy": _policy(plan, policy, parse_settings(settings))}
-    )
+    chosen = _policy(plan, policy, changes := parse_settings(settings))
+    if policy is None and not changes and workers is None:
+        return plan
+    made = replaced(plan, chosen, policy is not None, changes, workers or plan.workers)
+    if plan.predicted and not made.predicted:
+        note("note: what the tuning predicts does not hold for these settings; nothing is predicted")
+    return made
 
 
 def _policy(plan: Plan, name: str | None, changes: dict[str, bool | int | float | str]) -> PlannedPolicy:

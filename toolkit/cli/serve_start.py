@@ -64,7 +64,9 @@ def points_to_check(plan: Plan, seconds: float | None) -> list[Check]:
 
 
 def _announce(as_json: bool, url: str, model: str, plan: Plan, *, status_page: bool = False) -> None:
-    page = f"{url}/" if status_page else None
+    from toolkit.files.limits import breaks, broken
+
+    page, broken_limits = f"{url}/" if status_page else None, broken(plan.limits)
     facts: dict[str, Any] = {
         "url": url,
         "model": model,
@@ -72,12 +74,15 @@ def _announce(as_json: bool, url: str, model: str, plan: Plan, *, status_page: b
         "policy": plan.policy.name,
         "parameters": plan.policy.parameters,
         "status_page": page,
+        "broken_limits": broken_limits,
     }
 
     def show() -> None:
         parameters = ", ".join(f"{name}={value}" for name, value in plan.policy.parameters.items())
         print(f"ready: {url} serves {model} on {plan.workers} worker{'s' * (plan.workers > 1)}")
         print(fill(f"policy: {plan.policy.name} ({parameters})", WIDTH, subsequent_indent="  "))
+        if broken_limits:
+            print(fill(f"warning: predicted to {breaks(plan.limits)}", WIDTH, subsequent_indent="  "))
         if page:
             print(f"status page: {page}")
 

@@ -6,9 +6,10 @@ import contextlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from textwrap import fill
 from typing import TYPE_CHECKING
 
-from toolkit.cli.output import emit, note
+from toolkit.cli.output import WIDTH, emit, note
 
 if TYPE_CHECKING:
     from ssl import SSLContext
@@ -68,18 +69,24 @@ def place_of(source: str | None, target: str | None) -> Place:
     return Place(chosen, folder, manifest)
 
 
-def serve_managed(place: Place, as_json: bool) -> None:
-    """Hand the folder to its service manager, and remember the server."""
+def serve_managed(place: Place, as_json: bool, *, broken: bool) -> None:
+    """Hand the folder to its service manager, and remember the server.
+
+    `InputError` where its plan is predicted to break limits, unless `broken` ones may be.
+    """
+    from toolkit.cli.basis import accept
     from toolkit.deploy.managers import start
     from toolkit.deploy.running import Running, name_of, remember
     from toolkit.files.io import read_file
+    from toolkit.files.limits import breaks
     from toolkit.files.plan import Plan
     from toolkit.serve.assemble import model_name
 
     assert place.folder is not None
     assert place.manifest is not None
-    start(place.folder, place.manifest)
     plan = read_file(Plan, place.folder / "plan.json")
+    accept(plan, str(place.folder / "plan.json"), broken=broken)
+    start(place.folder, place.manifest)
     url = f"http://127.0.0.1:{plan.recipe.serve.port or 8000}"
     server = Running(
         name=name_of(plan.recipe.name, url),
@@ -89,9 +96,16 @@ def serve_managed(place: Place, as_json: bool) -> None:
         workers=plan.workers,
         policy=plan.policy.name,
         folder=str(place.folder.absolute()),
+        breaks=breaks(plan.limits),
     )
     remember(server)
-    emit(as_json, server, lambda: print(f"ready: {url} serves {server.model}, by {place.target}"))
+    emit(as_json, server, lambda: _show_managed(server))
+
+
+def _show_managed(server: Running) -> None:
+    print(f"ready: {server.url} serves {server.model}, by {server.target}")
+    if server.breaks:
+        print(fill(f"warning: predicted to {server.breaks}", WIDTH, subsequent_indent="  "))
 
 
 class Memory:
@@ -108,9 +122,11 @@ class Memory:
         """
         from toolkit.deploy.running import name_of, remember, this_process
         from toolkit.errors import InputError
+        from toolkit.files.limits import breaks
 
         name = name_of(plan.recipe.name, url)
         server = this_process(name, self._target, url, model, plan.workers, plan.policy.name)
+        server = server.model_copy(update={"breaks": breaks(plan.limits)})
         if certificate is not None:
             server = server.model_copy(update={"certificate": str(certificate.absolute())})
         try:

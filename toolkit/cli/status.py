@@ -32,8 +32,11 @@ def command(
     """
     from toolkit.endpoints.target import base_url
 
-    found = [_of(url, base_url(url), "", api_key, None) for url in urls] if urls else _all(api_key)
+    found = [_of(url, base_url(url), "", api_key) for url in urls] if urls else _all(api_key)
     emit(as_json, {"servers": found}, lambda: _show(found))
+    for one in found:
+        if one["breaks"]:
+            note(f"warning: the plan of {one['name']} is predicted to {one['breaks']}")
     if any(one["metrics"] is False for one in found):
         note("where '-' stands, /metrics asks for the key: LLMCTL_API_KEY")
     if not found or not all(one["state"] in ("ready", "not ready") for one in found):
@@ -56,10 +59,12 @@ def alive() -> list[Running]:
 
 
 def _all(api_key: str) -> list[dict[str, Any]]:
-    return [_of(server.name, server.url, server.target, api_key, server.certificate) for server in alive()]
+    return [_of(one.name, one.url, one.target, api_key, one.certificate, one.breaks) for one in alive()]
 
 
-def _of(name: str, url: str, target: str, api_key: str, certificate: str | None) -> dict[str, Any]:
+def _of(
+    name: str, url: str, target: str, api_key: str, certificate: str | None = None, breaks: str = ""
+) -> dict[str, Any]:
     from toolkit.endpoints.look import KV_USAGE, RUNNING, WAITING, look
 
     seen = look(url, api_key, Path(certificate) if certificate else None)
@@ -74,6 +79,7 @@ def _of(name: str, url: str, target: str, api_key: str, certificate: str | None)
         "waiting": seen.total(*WAITING),
         "kv_usage_percent": _percent(seen.total(*KV_USAGE)),
         "actual_over_predicted": seconds / predicted if seconds and predicted else None,
+        "breaks": breaks,
     }
 
 

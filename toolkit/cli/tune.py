@@ -14,9 +14,11 @@ from toolkit.cli.arguments import FIT_HELP, JsonOption, RecipeArgument, limit_wo
 
 if TYPE_CHECKING:
     from toolkit.cli.fleet import Fleet
+    from toolkit.errors import LimitsBrokenError
     from toolkit.files.fit import Fit
     from toolkit.files.profile import Profile
     from toolkit.files.recipe import Recipe
+    from toolkit.files.tuning import Tuning
     from toolkit.tuning.crew import Runner
     from toolkit.tuning.memo import Memory
 
@@ -85,7 +87,8 @@ def command(
 
     Trial 0 is the recipe's own policy. What is found is a gain over it on windows that the search never saw, how sure
     it is, or the advice to keep it. An interrupted search goes on where it was; neither --jobs nor --executor changes
-    anything but the time.
+    anything but the time. Exit code 5 where what is recommended breaks a limit: the result is written and printed all
+    the same.
     """
     from toolkit.cli.basis import note_basis, read_fit
     from toolkit.cli.output import emit, note, progress
@@ -132,6 +135,20 @@ def command(
     else:
         note_basis(fitted, fit)
     note(f"wrote {out}")
+    if not result.keeps_limits:
+        raise _broken(result)
+
+
+def _broken(result: Tuning) -> LimitsBrokenError:
+    """What ends the command where the recommended settings break limits."""
+    from toolkit.errors import LimitsBrokenError
+    from toolkit.files.limits import breaks
+
+    which = "the recipe's settings, which nothing beat," if result.keep_defaults else "the best settings"
+    return LimitsBrokenError(
+        f"held out, {which} {breaks(result.limits)}",
+        "`render` and `serve` refuse this tuning without --allow-broken-limits",
+    )
 
 
 def _fleet_of(source: Path, workers: str | None, force: bool) -> Fleet | None:

@@ -47,6 +47,7 @@ def show(result: Tuning) -> None:
     names = ("default", "best") if same else (f"{before.policy}, default", f"{after.policy}, best")
     title = f"predicted on {len(result.held_out_windows)} held-out windows"
     table(["metric", *(f">{name}" for name in names), ">change"], changes, title=title)
+    _show_limits(result)
     _show_sensitivity(result)
     _show_chart(result)
     for line in verdict(result):
@@ -71,6 +72,14 @@ def _show_policies(result: Tuning) -> None:
         rows,
         title=f"each policy's best trial, on {len(result.held_out_windows)} held-out windows",
     )
+
+
+def _show_limits(result: Tuning) -> None:
+    """What is recommended beside every limit. A target counts the requests of all windows together."""
+    rows = [(one.name, one.allowed(), one.told(), one.kept) for one in result.limits]
+    what = "the recipe's settings" if result.keep_defaults else "the best settings"
+    title = f"{what} beside the limits, all held-out requests together"
+    table(["limit", ">allowed", ">predicted", "kept"], rows, title=title)
 
 
 def _show_sizing(sizing: Sizing) -> None:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import math
 
 import toolkit
+from toolkit.deploy.explain import LIMITS, PREDICTED
 from toolkit.deploy.order import Order, Rendered, Told
 from toolkit.deploy.templating import fill
+from toolkit.files.limits import breaks, broken
 from toolkit.files.plan import Plan
 from toolkit.files.validation import Validation
 from toolkit.traces.shipped import FOLDER
 
-PREDICTED = "predicted "
+KEPT = {True: "yes", False: "NO", None: "-"}
+FOREIGN = ("vllm", "sglang")  # targets whose server is not ours
 SHOWN = ("goodput_rps", "throughput_rps", "output_tokens_per_s", "sla_attainment_percent")
 USUAL_ERROR, LEAST_ERROR = 25, 10  # percent; what a replay may be off before bench.sh complains
 
@@ -28,7 +31,10 @@ def explanation(target: str, order: Order, rendered: Rendered) -> str:
         stamp=order.stamp(),
         basis=_basis(order),
         start=rendered.start,
-        told=rendered.told,
+        limits=[(one.name, one.allowed(), one.told(), KEPT[one.kept]) for one in plan.limits],
+        limits_said=_limits_said(plan),
+        broken=bool(broken(plan.limits)),
+        told=[*rendered.told, *_allowances(target, order)],
         planned=planned,
         predicted=_predicted(order),
         predicted_on=_predicted_on(plan),
@@ -78,12 +84,30 @@ def _basis(order: Order) -> str:
     return f"{measured} {order.validation.summary().capitalize()}."
 
 
+def _limits_said(plan: Plan) -> str:
+    """Whether the plan keeps its limits, in a sentence or two."""
+    source = plan.explained[LIMITS].source if LIMITS in plan.explained else ""
+    if broken(plan.limits):
+        return f"The plan is predicted to {breaks(plan.limits)}. It was rendered all the same."
+    if any(one.kept is None for one in plan.limits):
+        return f"Not predicted: {source}." if source else "Not predicted."
+    return f"All are predicted to be kept. {_predicted_on(plan)}."
+
+
+def _allowances(target: str, order: Order) -> list[Told]:
+    """The options that a server needs to start a plan which breaks limits, where `target` starts one of ours."""
+    if target in FOREIGN:
+        return []
+    because = "the plan is predicted to break limits, and was rendered all the same"
+    return [Told(f"serve {option}", "given", because) for option in order.allowances]
+
+
 def _predicted(order: Order) -> list[tuple[str, str, str]]:
-    """Metric, value, and the prediction's error; targets and rates before the rest."""
+    """Metric, value, and the prediction's error; rates before the rest. Targets stand among the limits."""
     plan, errors = order.plan, {}
     if order.validation:
         errors = {each.metric: f"{each.error_percent:+.1f} %" for each in order.validation.metrics}
-    wanted = [*SHOWN, *plan.recipe.sla, *errors]
+    wanted = [*SHOWN, *errors]
     return [
         (name, f"{plan.predicted[name]:.4g}", errors.get(name, "not validated"))
         for name in dict.fromkeys(wanted)

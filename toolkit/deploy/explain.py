@@ -3,26 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from toolkit.files.fit import Fit, HeldOutError, LatencyFit
+from toolkit.files.limits import Limit, breaks, broken
 from toolkit.files.plan import Explanation, Kind, PlannedPolicy
-from toolkit.files.recipe import Recipe
 from toolkit.files.tuning import Value
 
 Explained = dict[str, Explanation]
+LIMITS = "limits"  # the key under which a plan says whether it keeps them
+PREDICTED = "predicted "  # how the keys of predicted metrics begin
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A policy as somebody chose it, why, which parameters they searched, and what it is predicted to give."""
+    """A policy that was chosen, where it and its parameters come from, and what it is predicted to give.
+
+    `sources` has the parameters that were set, by a recipe, a tuning or a person, and says by which; the others have
+    the policy's defaults. `limits_source` says what the limits' predictions rest on, or why there are none.
+    """
 
     policy: str
     parameters: Mapping[str, Value]
     source: str
-    searched: frozenset[str]
-    predicted: dict[str, float]
-    predicted_on: str
+    sources: Mapping[str, str]
+    limits: Sequence[Limit]
+    limits_source: str
+    predicted: Mapping[str, float] = field(default_factory=dict)
+    predicted_on: str = ""
 
 
 def explain(kinds: Sequence[Kind], policy: PlannedPolicy, choice: Choice) -> Explained:
@@ -31,35 +39,44 @@ def explain(kinds: Sequence[Kind], policy: PlannedPolicy, choice: Choice) -> Exp
     The laws of a fleet's further kinds of workers stand under the names of their recipes.
     """
     recipe, fit = kinds[0].recipe, kinds[0].fit
-    explained = {"policy": Explanation(value=policy.name, source=choice.source)}
-    for name, value in policy.parameters.items():
-        source = _parameter_source(name, value, recipe, choice)
-        explained[name] = Explanation(value=_text(value), source=source)
-    explained |= _explain_fit(recipe, fit)
+    explained = explain_policy(policy, choice.source, choice.sources)
+    explained[LIMITS] = explain_limits(choice.limits, choice.limits_source)
+    explained |= _explain_fit(recipe.workers, fit)
     for kind in kinds[1:]:
-        laws = _explain_fit(kind.recipe, kind.fit)
+        laws = _explain_fit(kind.recipe.workers, kind.fit)
         explained |= {f"{kind.recipe.name}: {name}": laws[name] for name in laws if name != "workers"}
     if len(kinds) > 1 or kinds[0].workers != recipe.workers:
         explained["workers"] = _explain_fleet(kinds)
     for name, metric in choice.predicted.items():
-        explained[f"predicted {name}"] = Explanation(value=_text(metric), source=choice.predicted_on)
+        explained[PREDICTED + name] = Explanation(value=_text(metric), source=choice.predicted_on)
     return explained
 
 
-def _parameter_source(name: str, value: Value, recipe: Recipe, choice: Choice) -> str:
-    if name in choice.searched:
-        return choice.source
-    if recipe.policy.name == choice.policy and recipe.policy.parameters.get(name) == value:
-        return "recipe"
-    return f"default of policy '{choice.policy}'"
+def explain_policy(policy: PlannedPolicy, source: str, sources: Mapping[str, str]) -> Explained:
+    """A policy and its parameters, which are the policy's defaults but for those in `sources`."""
+    default = f"default of policy '{policy.name}'"
+    explained = {"policy": Explanation(value=policy.name, source=source)}
+    for name, value in policy.parameters.items():
+        explained[name] = Explanation(value=_text(value), source=sources.get(name, default))
+    return explained
 
 
-def _explain_fit(recipe: Recipe, fit: Fit) -> Explained:
+def explain_limits(limits: Sequence[Limit], source: str) -> Explanation:
+    """Whether the limits are predicted to be kept; `source` says why that is known, or why it is not."""
+    if any(one.kept is None for one in limits):
+        return Explanation(value="not predicted", source=source)
+    if not broken(limits):
+        return Explanation(value=f"{len(limits)} of {len(limits)} kept", source=source)
+    kept = len(limits) - len(broken(limits))
+    return Explanation(value=f"{kept} of {len(limits)} kept", source=f"predicted to {breaks(limits)}; {source}")
+
+
+def _explain_fit(workers: int, fit: Fit) -> Explained:
     capacity = (
         f"the engine's own count, {fit.engine.kv_budget_bytes} bytes of {fit.engine.kv_bytes_per_token} per token"
     )
     return {
-        "workers": Explanation(value=str(recipe.workers), source="recipe; the fit was measured with as many"),
+        "workers": Explanation(value=str(workers), source="recipe; the fit was measured with as many"),
         "prefill law": _explain_law(fit.prefill),
         "decode law": _explain_law(fit.decode),
         "overhead": Explanation(

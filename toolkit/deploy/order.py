@@ -8,11 +8,13 @@ from typing import Generic, TypeVar
 
 from toolkit.deploy.names import object_name
 from toolkit.errors import InputError
+from toolkit.files.limits import broken
 from toolkit.files.plan import Plan
 from toolkit.files.validation import Validation
 from toolkit.traces.types import Trace
 
 T = TypeVar("T")
+ALLOW_BROKEN = "--allow-broken-limits"
 DNS_LABEL = r"[a-z]([a-z0-9-]{0,61}[a-z0-9])?"
 
 
@@ -86,6 +88,11 @@ class Order:
     def name(self) -> str:
         """What objects and units are called."""
         return object_name(self.plan.recipe.name)
+
+    @property
+    def allowances(self) -> list[str]:
+        """Options of `llmctl serve` without which it would refuse the plan, rendered although it breaks limits."""
+        return [ALLOW_BROKEN] if broken(self.plan.limits) else []
 
     def stamp(self) -> dict[str, str]:
         """What every rendered file says of its origin: role to sha256."""

@@ -6,19 +6,26 @@ The same files give the same plan, to the byte. What a plan holds is decided her
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from toolkit.deploy.explain import Choice, explain
+from toolkit.deploy.explain import LIMITS, PREDICTED, Choice, explain, explain_limits, explain_policy
 from toolkit.errors import InputError
 from toolkit.files.fit import Fit
 from toolkit.files.io import head
-from toolkit.files.plan import Kind, Plan, PlannedPolicy, PlannedWorkload
+from toolkit.files.limits import breaks, broken, recipe_limits
+from toolkit.files.plan import Explanation, Kind, Plan, PlannedPolicy, PlannedWorkload
 from toolkit.files.recipe import Recipe
 from toolkit.files.tuning import Outcome, Tuning
 from toolkit.sched.policies import KNOWN, make_any, refuse_unservable
 from toolkit.sched.policies.parameters import Value, defaults, parameters
 from toolkit.sched.protocols import AnyPolicy
+
+NO_POLICY = "default of recipes that name no policy"
+RECIPE, BY_POLICY, BY_SET = "recipe", "set by --policy", "set by --set"
+UNTUNED = "the plan was made without a tuning"
+OVERRIDDEN = "the settings are not those of the tuning, so its predictions do not hold"
 
 
 def make_plan(
@@ -33,9 +40,10 @@ def make_plan(
     """The plan for serving `recipe`. `inputs` maps roles to the files that the arguments were read from.
 
     The `given` policy; else the tuner's best settings, or the recipe's where it says to keep them; without a tuning,
-    the recipe's own. Of a fleet there are `others`, kinds of workers besides the recipe's, and so many `workers` of
-    that. Raises `InputError` where the files do not belong together, a policy or parameter is unknown, or an engine
-    cannot run the policy.
+    the recipe's own. Predictions are the tuning's, and hold for the settings that it recommends alone. Of a fleet there
+    are `others`, kinds of workers besides the recipe's, and so many `workers` of that. Raises `InputError` where the
+    files do not belong together, a policy or parameter is unknown, or an engine cannot run the policy. A plan that is
+    predicted to break limits is made as well: `refuse_broken` is for the caller to call.
     """
     _check_same(recipe, fit)
     for kind in others:
@@ -45,9 +53,10 @@ def make_plan(
     if tuning is not None:
         _check_tuning(tuning, recipe, total)
     if given is not None:
-        choice = Choice(given.name, given.parameters, "asked for by name", frozenset(), {}, "")
+        choice = _given(given, recipe, tuning)
     else:
-        choice = _from_recipe(recipe) if tuning is None else _from_tuning(tuning)
+        origin = f"recipe '{recipe.name}'" if others else RECIPE
+        choice = _from_recipe(recipe, origin) if tuning is None else _from_tuning(tuning, recipe, origin)
     chosen = make_any(choice.policy, choice.parameters)
     for kind in kinds:
         _check_servable(chosen, kind.recipe, tuning if given is None else None)
@@ -58,7 +67,8 @@ def make_plan(
         fit=fit,
         workers=total,
         policy=policy,
-        predicted=choice.predicted,
+        predicted=dict(choice.predicted),
+        limits=list(choice.limits),
         explained=explain(kinds, policy, choice),
         workload=_workload(tuning) if choice.predicted else None,
         others=list(others),
@@ -126,23 +136,95 @@ def _refuse_others(pairs: Sequence[tuple[str, str, object, object]]) -> None:
             raise InputError(f"the {file} is not of this recipe: {key} is {found}, the recipe has {wanted}", remedy)
 
 
-def _from_recipe(recipe: Recipe) -> Choice:
-    return Choice(recipe.policy.name, recipe.policy.parameters, "recipe, not tuned", frozenset(), {}, "")
+def refuse_broken(plan: Plan, which: str) -> None:
+    """`InputError` where `plan` is predicted to break limits; `which` says what recommended its settings."""
+    if broken(plan.limits):
+        raise InputError(
+            f"{which}: its settings are predicted to {breaks(plan.limits)}",
+            "tune again: other policies, a recipe of another engine, a lower --rate, more workers; "
+            "or go on all the same: --allow-broken-limits",
+        )
 
 
-def _from_tuning(tuning: Tuning) -> Choice:
-    trials = len(tuning.trials)
+def replaced(plan: Plan, policy: PlannedPolicy, named: bool, changes: Collection[str], workers: int) -> Plan:
+    """The plan with another policy, which --policy `named` or not, with `changes` by --set, and so many `workers`.
+
+    What was predicted holds for the planned settings alone, so others have no prediction.
+    """
+    sized = plan.workload.workers_needed if plan.workload else None
+    same = policy == plan.policy and workers in (plan.workers, sized)
+    before = plan.explained if policy.name == plan.policy.name else {}
+    sources = {name: before[name].source for name in policy.parameters if name in before}
+    sources |= dict.fromkeys(changes, BY_SET)
+    source = before["policy"].source if "policy" in before and not named else BY_POLICY
+    explained = plan.explained | explain_policy(policy, source, sources)
+    if workers != plan.workers:
+        explained["workers"] = Explanation(value=str(workers), source="set by --workers")
+    update: dict[str, object] = {"policy": policy, "workers": workers}
+    if not same:
+        limits = [one.unpredicted() for one in plan.limits]
+        why = OVERRIDDEN if plan.predicted else UNTUNED
+        explained = {key: one for key, one in explained.items() if not key.startswith(PREDICTED)}
+        explained[LIMITS] = explain_limits(limits, why)
+        update |= {"limits": limits, "predicted": {}, "workload": None}
+    return plan.model_copy(update=update | {"explained": explained})
+
+
+def _given(given: PlannedPolicy, recipe: Recipe, tuning: Tuning | None) -> Choice:
+    """A policy that a person named. The tuning's predictions hold where these are the very settings."""
+    sources = dict.fromkeys(given.parameters, BY_SET)
+    if tuning is not None:
+        tuned = _from_tuning(tuning, recipe, RECIPE)
+        if _whole(given.name, given.parameters) == _whole(tuned.policy, tuned.parameters):
+            return replace(tuned, parameters=given.parameters, source=BY_POLICY, sources=sources)
+    why = UNTUNED if tuning is None else OVERRIDDEN
+    return Choice(given.name, given.parameters, BY_POLICY, sources, recipe_limits(recipe), why)
+
+
+def _whole(policy: str, given: Mapping[str, Value]) -> PlannedPolicy:
+    """The policy with all its parameters."""
+    return PlannedPolicy(name=policy, parameters=parameters(make_any(policy, given)))
+
+
+def _from_recipe(recipe: Recipe, origin: str) -> Choice:
+    written = "policy" in recipe.model_fields_set and "name" in recipe.policy.model_fields_set
+    source = f"{origin if written else NO_POLICY}, not tuned"
+    sources = dict.fromkeys(recipe.policy.parameters, origin)
+    return Choice(recipe.policy.name, recipe.policy.parameters, source, sources, recipe_limits(recipe), UNTUNED)
+
+
+def _from_tuning(tuning: Tuning, recipe: Recipe, origin: str) -> Choice:
+    outcome, trials = tuning.recommended, len(tuning.trials)
     if tuning.keep_defaults:
-        outcome = tuning.defaults_held_out
         source = f"kept: no trial of {trials} did better than the recipe's settings, held out"
+    elif not tuning.keeps_limits:
+        source = f"{_trial(tuning, outcome)} of {trials}; it breaks limits, held out"
     else:
-        outcome = tuning.best_held_out
         gain = "goodput from none" if tuning.gain_percent is None else f"{tuning.gain_percent:+.1f} % goodput"
         source = f"{_trial(tuning, outcome)} of {trials}: {gain}, held out"
     windows = f"simulated with the fit on {len(tuning.held_out_windows)} held-out windows of the trace"
     if tuning.sizing:
         windows += f", with {tuning.workers} workers in all"
-    return Choice(outcome.policy, outcome.parameters, source, _searched(tuning), dict(outcome.metrics), windows)
+    sources = _sources_of(tuning, recipe, origin, source)
+    return Choice(outcome.policy, outcome.parameters, source, sources, tuning.limits, windows, outcome.metrics, windows)
+
+
+def _sources_of(tuning: Tuning, recipe: Recipe, origin: str, source: str) -> dict[str, str]:
+    """Where the recommended parameters come from, but for those that are the policy's defaults.
+
+    The search set what it moved, also where it came back to the value that it started from; and what is not what the
+    recipe or the policy says. Where it keeps the recipe's settings, it set nothing.
+    """
+    outcome, known = tuning.recommended, defaults(KNOWN[tuning.recommended.policy])
+    own = recipe.policy.parameters if recipe.policy.name == outcome.policy else {}
+    moved, start = _moved(tuning, outcome.policy), known | own
+    sources = {}
+    for name, value in outcome.parameters.items():
+        if value != start.get(name) or (name in moved and not tuning.keep_defaults):
+            sources[name] = source
+        elif name in own:
+            sources[name] = origin
+    return sources
 
 
 def _trial(tuning: Tuning, outcome: Outcome) -> str:
@@ -153,10 +235,11 @@ def _trial(tuning: Tuning, outcome: Outcome) -> str:
     return "the best" if number is None else f"trial {number}"
 
 
-def _searched(tuning: Tuning) -> frozenset[str]:
-    """The parameters that differ between trials: those the search moved."""
+def _moved(tuning: Tuning, policy: str) -> frozenset[str]:
+    """The parameters of `policy` that differ between its trials: those that the search moved."""
     seen: dict[str, set[object]] = {}
     for trial in tuning.trials:
-        for name, value in trial.outcome.parameters.items():
-            seen.setdefault(name, set()).add(value)
+        if trial.outcome.policy == policy:
+            for name, value in trial.outcome.parameters.items():
+                seen.setdefault(name, set()).add(value)
     return frozenset(name for name, values in seen.items() if len(values) > 1)

@@ -38,6 +38,7 @@ class Running(Strict):
     started_s: float | None = Field(default=None, description="when that process started, in seconds since 1970")
     folder: str | None = Field(default=None, description="what it was rendered to, for systemd and compose")
     certificate: str | None = Field(default=None, description="a file with what it shows, where it speaks TLS")
+    breaks: str = Field(default="", description="limits that its plan is predicted to break; '' for none")
     ended: dict[str, int] | None = Field(default=None, description="requests by finish reason, once it has ended")
 
     @property

@@ -9,6 +9,7 @@ from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, mod
 from toolkit.files.envelope import Envelope, Strict
 from toolkit.files.fit import Fit
 from toolkit.files.labels import Labels
+from toolkit.files.limits import Limit
 from toolkit.files.recipe import Recipe, Workers
 from toolkit.files.tuning import Value
 
@@ -60,6 +61,7 @@ class Plan(Envelope):
     workers: Workers = Field(description="of all kinds")
     policy: PlannedPolicy
     predicted: dict[str, float] = Field(description="held-out metrics that the tuner predicts; empty if untuned")
+    limits: list[Limit] = Field(description="every limit of the recipe, and what the tuner predicts beside it")
     explained: dict[str, Explanation]
     workload: PlannedWorkload | None = Field(default=None, description="none: it was not tuned")
     others: list[Kind] = Field(default=[], description="of a fleet: the kinds of workers besides the first")

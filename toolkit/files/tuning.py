@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from toolkit.files.envelope import Envelope, Strict
+from toolkit.files.limits import Limit, broken
 from toolkit.files.profile import MEASURED_SECTIONS
 
 Value = bool | int | float | str
@@ -121,12 +122,17 @@ class Tuning(Envelope):
     defaults_held_out: Outcome
     best_held_out: Outcome
     gain_percent: float | None = Field(description="goodput of the best over the defaults', held out; None from zero")
-    binding_sla: str | None = Field(description="the target that is nearest to its limit, or beyond it")
+    binding_sla: str | None = Field(
+        description="of what is recommended: the target that is nearest to its limit, or beyond it"
+    )
     binding_ratio: float | None = Field(description="that target's value over its limit")
     keep_defaults: bool = Field(description="True where the search found nothing better held out")
+    limits: list[Limit] = Field(description="every limit, and what the recommended settings give beside it, held out")
+    keeps_limits: bool = Field(description="whether the recommended settings keep all of them")
     sensitivity: list[Sensitivity]
     usage: dict[str, float] = Field(
-        default={}, description="the best, held out: each limit's share that is used up; above 1 it is broken"
+        default={},
+        description="what is recommended, held out: each limit's share that is used up; above 1 it is broken",
     )
     policies: list[PolicyResult] = Field(default=[], description="the recipe's own first")
     latency_metric: str = Field(default="e2e_p95_s", description="what `front` weighs goodput against")
@@ -135,3 +141,14 @@ class Tuning(Envelope):
     )
     uncertainty: Uncertainty | None = None
     sizing: Sizing | None = Field(default=None, description="where the number of workers was asked for")
+
+    @property
+    def recommended(self) -> Outcome:
+        """The settings that the tuning advises, held out: the best, or the defaults where they are kept."""
+        return self.defaults_held_out if self.keep_defaults else self.best_held_out
+
+    @model_validator(mode="after")
+    def _says_what_its_limits_say(self) -> Tuning:
+        if self.keeps_limits == bool(broken(self.limits)):
+            raise ValueError(f"keeps_limits: {self.keeps_limits}: `limits` say otherwise")
+        return self

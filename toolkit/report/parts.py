@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from markupsafe import Markup
 
 from toolkit.files.fit import HeldOutError
+from toolkit.files.limits import Limit
 from toolkit.files.tuning import Value
 from toolkit.units import number
 
@@ -66,6 +67,12 @@ def error_cells(error: HeldOutError) -> tuple[str, str, str, int]:
     shares = (error.median_percent, error.p95_percent, error.worst_percent)
     median, high, worst = (f"{share:.1f} %" for share in shares)
     return median, high, worst, error.points
+
+
+def limits_table(limits: Sequence[Limit], caption: str) -> Table:
+    """Each limit, the value that is predicted beside it, and whether that keeps it."""
+    rows = [(one.name, one.allowed(), one.told(), one.kept) for one in limits]
+    return Table(caption, ["limit", "allowed", "predicted", "kept"], rows)
 
 
 def word(value: Value) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from toolkit.files.tuning import Outcome, PolicyResult, Tuning
 from toolkit.report.material import Material
-from toolkit.report.parts import Cell, Figure, Section, Table, missing, word
+from toolkit.report.parts import Cell, Figure, Section, Table, limits_table, missing, word
 from toolkit.report.svg import Axes, Series, bars, chart
 from toolkit.report.verdict import verdict
 from toolkit.units import number
@@ -24,7 +24,9 @@ def tuning_section(found: Material) -> Section:
         lead = lead.replace(" and others", "")
     section = Section(KEY, TITLE, lead, lines=[line.strip() for line in verdict(tuning)])
     section.figures += [one for one in (_front(tuning), _importance(tuning), _swings(tuning)) if one.svg]
-    section.tables += [_held_out(tuning), _parameters(tuning)]
+    what = "The recipe's settings" if tuning.keep_defaults else "The best settings"
+    caption = f"{what} beside the limits, all held-out requests together"
+    section.tables += [limits_table(tuning.limits, caption), _held_out(tuning), _parameters(tuning)]
     if tuning.policies:
         section.tables.append(_policies(tuning))
     section.lines += [f"The trace: {note}." for note in tuning.trace_notes]

@@ -23,8 +23,12 @@ def verdict(result: Tuning) -> list[str]:
         lines.append(
             f"the target that binds: {result.binding_sla}, {state}, at {result.binding_ratio:.0%} of its limit"
         )
-    if result.keep_defaults:
+    if result.keep_defaults and not result.keeps_limits:
+        lines.append("nothing better than the defaults was found on the held-out windows; they break limits, too")
+    elif result.keep_defaults:
         lines.append("keep the defaults: nothing better was found on the held-out windows")
+    elif not result.keeps_limits:
+        lines.append("not to be served: the best breaks limits on the held-out windows")
     elif result.gain_percent is not None:
         lines.append(f"gain over the defaults, held out: {result.gain_percent:+.1f} % goodput")
     else:
@@ -39,7 +43,8 @@ def verdict(result: Tuning) -> list[str]:
 def _nothing_fits(result: Tuning) -> list[str]:
     broken = {key: share for key, share in result.usage.items() if share > 1}
     worst = max(broken or result.usage, key=lambda key: result.usage[key], default="")
-    at = f"; {worst} binds: held out, the best is at {result.usage[worst]:.0%} of its limit" if worst else ""
+    what = "the defaults are" if result.keep_defaults else "the best is"
+    at = f"; {worst} binds: held out, {what} at {result.usage[worst]:.0%} of its limit" if worst else ""
     return [
         f"no trial keeps all limits{at}",
         "remedy: fewer requests (--rate), more workers, or a looser target in the recipe's sla",

@@ -69,7 +69,8 @@ def facts_of(plan: Plan, model: str) -> Facts:
     kinds = [
         KindFacts(kind.recipe.name, kind.fit.engine.engine, kind.fit.engine.device, kind.workers) for kind in plan.kinds
     ]
-    return Facts(name, plan.policy.name, plan.policy.parameters, kinds, plan.recipe.sla, plan.predicted)
+    predicted = {one.name: one.predicted for one in plan.limits if one.predicted is not None}
+    return Facts(name, plan.policy.name, plan.policy.parameters, kinds, plan.recipe.sla, predicted)
 
 
 class Status:

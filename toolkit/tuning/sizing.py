@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from toolkit.errors import InputError
+from toolkit.errors import LimitsBrokenError
 from toolkit.files.tuning import Outcome, Sizing, SizingRow
 from toolkit.tuning.crew import Runner, collect
 from toolkit.tuning.evaluate import Bench, Evaluation, Limits, Task
@@ -76,10 +76,10 @@ def answer(sizes: Sizes, settings: str, outcome: Outcome, workers: int) -> Sizin
     )
 
 
-def nothing_suffices(sizes: Sizes) -> InputError:
+def nothing_suffices(sizes: Sizes) -> LimitsBrokenError:
     """The error where no number of workers keeps the limits: which one binds, even with the most that were tried."""
     last = max(sizes.rows, key=lambda row: row.workers)
-    return InputError(
+    return LimitsBrokenError(
         f"no number of workers up to {last.workers} keeps all limits: {last.binding} is at "
         f"{last.binding_ratio:.0%} of its limit even with {last.workers}",
         "a looser target in the recipe's sla, or other parameters: more workers do not help",

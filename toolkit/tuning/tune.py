@@ -9,6 +9,7 @@ from functools import partial
 from toolkit.errors import InputError
 from toolkit.files.fit import Fit
 from toolkit.files.io import Head
+from toolkit.files.limits import Limit, broken, recipe_limits
 from toolkit.files.plan import Kind
 from toolkit.files.profile import Profile
 from toolkit.files.recipe import Recipe
@@ -18,13 +19,15 @@ from toolkit.sched.policies import make_any, refuse_unservable
 from toolkit.sim.world import World
 from toolkit.traces.windows import Window
 from toolkit.tuning.crew import Runner, collect
-from toolkit.tuning.evaluate import Bench, Evaluation, Limits, Task
+from toolkit.tuning.evaluate import ATTAINMENT, ATTAINMENT_LOWER, Bench, Evaluation, Limits, Task
 from toolkit.tuning.explain import LATENCY, front, importance, sensitivity, sweeps
 from toolkit.tuning.search import Found, Progress, Settings, search
 from toolkit.tuning.sizing import RECIPE, Sizes, answer, fewest, nothing_suffices
 from toolkit.tuning.space import make_spaces
 from toolkit.tuning.uncertainty import Laws, uncertainty
 from toolkit.tuning.workload import Workload, make_world
+
+SHARES = {ATTAINMENT_LOWER: ATTAINMENT}  # limits whose share of use has another name than the metric
 
 
 @dataclass(slots=True, frozen=True)
@@ -72,7 +75,8 @@ def tune(inputs: Inputs, runner: Runner, head: Head, progress: Progress) -> Tuni
 def tune_to_size(inputs: Inputs, runner: Runner, head: Head, progress: Progress) -> Tuning:
     """As `tune`, with as few workers as keep all limits: by the recipe's settings, then by what a search finds there.
 
-    Another search follows where fewer suffice. `InputError` where there is no latency target, or no number suffices.
+    Another search follows where fewer suffice. `InputError` where there is no latency target, `LimitsBrokenError` where
+    no number suffices.
     """
     if not inputs.recipe.sla:
         raise InputError("--workers auto needs latency targets", "give some in the recipe's sla, like ttft_p99_s: 5")
@@ -137,7 +141,7 @@ def _report(inputs: Inputs, found: Found, runner: Runner, head: Head, progress: 
             "search_windows": [_spec(window) for window in workload.search],
             "held_out_windows": [_spec(window) for window in workload.held_out],
             "trials": trials,
-            **_verdict(default, chosen, settings.limits),
+            **_verdict(default, chosen, settings.limits, recipe),
             "sensitivity": sensitivity(bench, runner, space, best, progress),
             "policies": [_result(found, one, settings.limits, recipe.engine.name) for one in held_out],
             "latency_metric": latency,
@@ -166,9 +170,11 @@ def _judge(bench: Bench, runner: Runner, found: Found, settings: Settings, progr
     return collect(runner, tasks, lambda: progress(0.0))
 
 
-def _verdict(default: Evaluation, best: Evaluation, limits: Limits) -> dict[str, object]:
+def _verdict(default: Evaluation, best: Evaluation, limits: Limits, recipe: Recipe) -> dict[str, object]:
     before, after = default.goodput_rps, best.goodput_rps
-    usage = best.usage(limits)
+    keep = (best.feasible(limits), best.score) <= (default.feasible(limits), default.score)
+    recommended = default if keep else best
+    usage, judged = recommended.usage(limits), _judged(recommended, limits, recipe)
     targets = {key: share for key, share in usage.items() if key != "oom_percent"}
     binding = max(targets, key=lambda key: targets[key], default=None)
     return {
@@ -177,9 +183,23 @@ def _verdict(default: Evaluation, best: Evaluation, limits: Limits) -> dict[str,
         "gain_percent": 100.0 * (after / before - 1.0) if before > 0 else None,
         "binding_sla": binding,
         "binding_ratio": targets[binding] if binding else None,
+        "limits": judged,
+        "keeps_limits": not broken(judged),
         "usage": usage,
-        "keep_defaults": (best.feasible(limits), best.score) <= (default.feasible(limits), default.score),
+        "keep_defaults": keep,
     }
+
+
+def _judged(one: Evaluation, limits: Limits, recipe: Recipe) -> list[Limit]:
+    """Every limit of `recipe` with what `one` showed. A target is judged on all windows' requests together."""
+    usage, metrics = one.usage(limits), one.outcome.metrics
+    judged = []
+    for limit in recipe_limits(recipe):
+        share = usage[SHARES.get(limit.name, limit.name)]
+        sla = one.ratios.get(limit.name)
+        value = metrics.get(limit.name, 0.0) if sla is None else sla * limit.limit
+        judged.append(limit.judged(value, kept=share <= 1.0))
+    return judged
 
 
 def _result(found: Found, held_out: Evaluation, limits: Limits, engine: str) -> PolicyResult:

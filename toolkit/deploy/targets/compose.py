@@ -50,6 +50,7 @@ def _service(order: Order) -> ComposeService:
         command=[
             *("llmctl", "serve", "/etc/llmctl/plan.json", "--host", "0.0.0.0", "--port", "8000"),
             *("--api-key-file", f"/run/secrets/{SECRET}", "--shutdown-timeout", str(drain.value)),
+            *order.allowances,
         ],
         environment={"HOME": "/tmp", "HF_HOME": "/models", "NUMBA_CACHE_DIR": "/tmp/numba"},
         secrets=[SECRET],
@@ -99,11 +100,12 @@ def _told(order: Order) -> list[Told]:
 
 
 def _start(order: Order) -> str:
+    serve = " ".join(["llmctl serve . --target compose", *order.allowances])
     return f"""\
 ```sh
 sudo install -d {KEY_FOLDER}
 openssl rand -hex 32 | sudo install -o 10001 -m 0400 /dev/stdin {key_file(order)}    # the container's user reads it
-docker compose up --detach --wait      # or: llmctl serve . --target compose
+docker compose up --detach --wait      # or: {serve}
 docker compose ps
 docker compose stop                    # drains
 ```"""

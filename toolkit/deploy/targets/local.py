@@ -10,8 +10,9 @@ from toolkit.deploy.templating import fill
 def render(order: Order) -> Rendered:
     """serve.sh."""
     drain = drain_s(order)
+    flags = [("--shutdown-timeout", drain.value)]
     return Rendered(
-        {"serve.sh": fill("serve.sh", comment=order.comment(), flags=[("--shutdown-timeout", drain.value)])},
+        {"serve.sh": fill("serve.sh", comment=order.comment(), flags=flags, allowances=order.allowances)},
         [told("serve.sh --shutdown-timeout", drain, f"{drain.value} s")],
         "`./serve.sh` starts it, `llmctl status` shows it, Ctrl-C or `llmctl stop` drains and ends it.",
     )

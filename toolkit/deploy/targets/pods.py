@@ -70,6 +70,7 @@ def pod(order: Order, notice_s: int) -> PodSpec:
 def _container(order: Order, notice_s: int) -> Container:
     args = ["serve", f"{PLAN_FOLDER}/plan.json", "--host", "0.0.0.0", "--port", str(PORT)]
     args += ["--shutdown-notice", str(notice_s), "--shutdown-timeout", str(drain_s(order).value)]
+    args += order.allowances
     return Container(
         name="llmctl",
         image=llmctl_image(order).value,

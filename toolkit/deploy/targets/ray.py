@@ -15,7 +15,8 @@ The cluster's token comes from RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH. Another cl
 def render(order: Order) -> Rendered:
     """serve.sh. `InputError` for a fleet whose kinds of machines have no labels to tell them apart."""
     drain = drain_s(order)
-    script = fill("serve.sh", comment=order.comment(), flags=[("--ray", "auto"), ("--shutdown-timeout", drain.value)])
+    flags = [("--ray", "auto"), ("--shutdown-timeout", drain.value)]
+    script = fill("serve.sh", comment=order.comment(), flags=flags, allowances=order.allowances)
     lines = [
         Told("serve.sh --ray", "auto", "RAY_ADDRESS, or the cluster that the machine belongs to"),
         told("serve.sh --shutdown-timeout", drain, f"{drain.value} s"),

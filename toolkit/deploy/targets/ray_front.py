@@ -47,7 +47,13 @@ def front_script(order: Order) -> str:
         ("--shutdown-notice", PROPAGATION_S),
         ("--shutdown-timeout", drain_s(order).value),
     ]
-    return fill(SCRIPT, comment=order.comment(), object_store_bytes=OBJECT_STORE_MIB * MIB, flags=flags)
+    return fill(
+        SCRIPT,
+        comment=order.comment(),
+        object_store_bytes=OBJECT_STORE_MIB * MIB,
+        flags=flags,
+        allowances=order.allowances,
+    )
 
 
 def head_address(order: Order) -> str:

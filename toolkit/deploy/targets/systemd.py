@@ -24,6 +24,7 @@ def render(order: Order) -> Rendered:
         host=recipe.serve.host,
         port=recipe.serve.port or 8000,
         drain_s=drain.value,
+        allowances=order.allowances,
         plan_file=f"{order.options.folder}/plan.json",
         key_file=key_file,
         model_folder=recipe.model.source if recipe.model.source.startswith("/") else "",
@@ -32,7 +33,7 @@ def render(order: Order) -> Rendered:
         watchdog_s=WATCHDOG_S,
         gpus=gpus(recipe).value,
     )
-    return Rendered({f"{order.name}.service": unit}, _told(order, drain, grace, startup), _start(order.name, key_file))
+    return Rendered({f"{order.name}.service": unit}, _told(order, drain, grace, startup), _start(order, key_file))
 
 
 def _told(order: Order, drain: Reckoned[int], grace: Reckoned[int], startup: Reckoned[int]) -> list[Told]:
@@ -57,13 +58,14 @@ def _told(order: Order, drain: Reckoned[int], grace: Reckoned[int], startup: Rec
     ]
 
 
-def _start(name: str, key_file: str) -> str:
+def _start(order: Order, key_file: str) -> str:
+    name, serve = order.name, " ".join(["llmctl serve . --target systemd", *order.allowances])
     return f"""\
 ```sh
 sudo install -d -m 0700 {KEY_FOLDER}
 openssl rand -hex 32 | sudo install -m 0400 /dev/stdin {key_file}
 sudo systemctl link "$PWD/{name}.service"
-sudo systemctl enable --now {name}.service    # or: llmctl serve . --target systemd
+sudo systemctl enable --now {name}.service    # or: {serve}
 systemctl status {name}.service
 sudo systemctl stop {name}.service            # drains
 ```"""

@@ -1,0 +1,322 @@
+"""A tuning that breaks limits: no consumer takes it silently, and every one shows what is broken."""
+
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import orders
+import pytest
+import samples
+import typer
+from commands import llmctl
+from serving import Server, fake_plan
+from test_cli_render import RECIPE, limits, outcome, tuning
+
+from toolkit.bench.report import BenchReport
+from toolkit.cli import demo
+from toolkit.cli.serve_start import _announce
+from toolkit.deploy.order import ALLOW_BROKEN
+from toolkit.deploy.plan import OVERRIDDEN, UNTUNED, make_plan
+from toolkit.deploy.render import TARGETS, render_target
+from toolkit.files.io import read_file, write_file
+from toolkit.files.limits import Limit, breaks, recipe_limits
+from toolkit.files.plan import Plan
+from toolkit.files.tuning import Tuning
+from toolkit.report.material import gather
+from toolkit.report.page import report
+from toolkit.serve.status import facts_of
+
+BROKEN = "its settings are predicted to break 1 of 2 limits: ttft_p99_s is 31.7 s (at most 2 s)"
+STARTED_BY_US = [target for target in TARGETS if target not in ("vllm", "sglang")]
+
+
+@pytest.fixture
+def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory, with a recipe, its fit, and a tuning whose best breaks the TTFT target."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    Path("recipe.yaml").write_text(RECIPE)
+    samples.write_fit(Path("recipe.yaml"))
+    write_tuning(31.7)
+    return tmp_path
+
+
+def write_tuning(ttft_p99_s: float, **changes: object) -> None:
+    made_from = {"recipe": Path("recipe.yaml"), "fit": Path("fit.json")}
+    told = limits(ttft_p99_s)
+    found = tuning(made_from, limits=told, keeps_limits=not breaks(told), **changes)
+    write_file(found, "tuning.json")
+
+
+GIVEN = ("recipe.yaml", "--fit", "fit.json", "--tuning", "tuning.json")
+
+
+def refused(capsys: pytest.CaptureFixture[str], which: str, *words: str) -> None:
+    """The command ends with 2, one line that names the limit, one that names the remedy, and no output."""
+    capsys.readouterr()
+    assert llmctl(*words) == 2
+    out, err = capsys.readouterr()
+    error, hint = err.splitlines()
+    assert error == f"error: {which}: {BROKEN}"
+    assert hint.startswith("hint: tune again: ")
+    assert hint.endswith(ALLOW_BROKEN)
+    assert out == ""
+
+
+@pytest.mark.usefixtures("files")
+def test_render_refuses_it_and_writes_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    before = set(Path().iterdir())
+    refused(capsys, "tuning.json", "render", *GIVEN)
+    refused(capsys, "tuning.json", "render", *GIVEN, "--check")
+    refused(capsys, "tuning.json", "render", *GIVEN, "--target", "compose")
+    refused(capsys, "tuning.json", "render", *GIVEN, "--target", "compose", "--check")
+    assert set(Path().iterdir()) == before
+
+
+@pytest.mark.usefixtures("files")
+@pytest.mark.parametrize("allowed", ["--force", ALLOW_BROKEN])
+def test_what_is_allowed_is_a_warning_that_stands_in_the_plan(allowed: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert llmctl("render", *GIVEN, allowed) == 0
+    out, err = capsys.readouterr()
+    assert f"warning: tuning.json: {BROKEN}" in err.splitlines()
+    assert f"start it with: llmctl serve plan.json {ALLOW_BROKEN}" in err
+    plan = read_file(Plan, "plan.json")
+    assert [(one.name, one.limit, one.predicted, one.kept) for one in plan.limits] == [
+        ("ttft_p99_s", 2.0, 31.7, False),
+        ("oom_percent", 1.0, 0.0, True),
+    ]
+    told = plan.explained["limits"]
+    assert told.value == "1 of 2 kept"
+    assert told.source.startswith("predicted to break 1 of 2 limits: ttft_p99_s is 31.7 s (at most 2 s); simulated")
+    assert plan.explained["policy"].source == "trial 2 of 3; it breaks limits, held out"
+    assert "goodput, held out" not in "".join(one.source for one in plan.explained.values())
+    assert "1 of 2 kept" in out
+    refused(capsys, "plan.json", "render", "plan.json", "--target", "local")
+    assert llmctl("render", "plan.json", "--target", "local", allowed) == 0
+    assert llmctl("render", *GIVEN, "--check", allowed) == 0
+    assert llmctl("render", "plan.json", "--target", "local", "--check", allowed) == 0
+
+
+@pytest.mark.usefixtures("files")
+def test_an_allowance_alone_writes_over_nothing_that_was_edited() -> None:
+    assert llmctl("render", *GIVEN, "--target", "compose", ALLOW_BROKEN) == 0
+    edited = Path("compose/compose.yaml")
+    edited.write_text(edited.read_text() + "# mine\n")
+    assert llmctl("render", *GIVEN, "--target", "compose", ALLOW_BROKEN) == 2
+    assert edited.read_text().endswith("# mine\n")
+
+
+def broken_plan(folder: Path, **changes: object) -> Plan:
+    """The plan of orders, whose TTFT target is missed by far."""
+    made = orders.plan(folder, **changes)
+    told = [one.judged(31.7, kept=False) if one.name == "ttft_p99_s" else one for one in made.limits]
+    return made.model_copy(update={"limits": told})
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_the_files_of_every_target_warn_and_start(target: str, tmp_path: Path) -> None:
+    changes = {**orders.GPU} if target in ("vllm", "sglang") else {}
+    files = render_target(target, orders.order(broken_plan(tmp_path, **changes)))
+    explained = files["EXPLAIN.md"]
+    assert "**Warning: The plan is predicted to break 1 of " in explained
+    assert "| ttft_p99_s | at most 2 s | 31.7 s | NO |" in explained
+    assert "| oom_percent | at most 1 % | 0.5 % | yes |" in explained
+    starting = [name for name, text in files.items() if ALLOW_BROKEN in text and not name.endswith("plan.json")]
+    if target in STARTED_BY_US:
+        assert len(starting) == 2  # EXPLAIN.md, and what starts the server
+        assert f"| serve {ALLOW_BROKEN} | given |" in explained
+    else:
+        assert starting == []
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_files_of_a_plan_that_keeps_its_limits_allow_nothing(target: str, tmp_path: Path) -> None:
+    changes = {**orders.GPU} if target in ("vllm", "sglang") else {}
+    files = render_target(target, orders.order(orders.plan(tmp_path, **changes)))
+    assert not any(ALLOW_BROKEN in text for text in files.values())
+    assert "Warning" not in files["EXPLAIN.md"]
+    assert "| ttft_p99_s | at most 2 s | 1 s | yes |" in files["EXPLAIN.md"]
+
+
+@pytest.mark.usefixtures("files")
+def test_serve_refuses_a_recipe_a_plan_and_a_folder(capsys: pytest.CaptureFixture[str]) -> None:
+    refused(capsys, "tuning.json", "serve", *GIVEN)
+    assert llmctl("render", *GIVEN, "--force") == 0
+    refused(capsys, "plan.json", "serve", "plan.json")
+    refused(capsys, "plan.json", "serve", "--plan", "plan.json")
+    for target in ("local", "compose", "systemd"):
+        assert llmctl("render", "plan.json", "--target", target, "--force") == 0
+        refused(capsys, f"{target}/plan.json", "serve", target)
+
+
+def test_a_running_server_says_what_its_plan_breaks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = fake_plan(tmp_path)
+    told = [one.judged(31.7 if one.name == "ttft_p99_s" else 0.5, kept=one.name != "ttft_p99_s") for one in plan.limits]
+    write_file(plan.model_copy(update={"limits": told}), tmp_path / "plan.json")
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    with Server(tmp_path / "plan.json", ALLOW_BROKEN) as server:
+        assert [(one["name"], one["kept"]) for one in server.ready["broken_limits"]] == [("ttft_p99_s", False)]
+        assert llmctl("status", "--json") == 0
+        out, err = capsys.readouterr()
+        (seen,) = json.loads(out)["servers"]
+        assert seen["breaks"] == "break 1 of 3 limits: ttft_p99_s is 31.7 s (at most 2 s)"
+        assert f"is predicted to {seen['breaks']}" in err
+        server.end()
+
+
+def test_the_lines_of_a_server_that_starts_warn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for plan, warned in ((broken_plan(tmp_path), True), (orders.plan(tmp_path), False)):
+        _announce(False, "http://127.0.0.1:8000", "toy", plan)
+        lines = capsys.readouterr().out.splitlines()
+        assert lines[0].startswith("ready: ")
+        assert any(line.startswith("warning: predicted to break 1 of 3 limits") for line in lines) == warned
+        assert max(map(len, lines)) <= 80
+
+
+def test_the_status_page_has_what_the_limits_say(tmp_path: Path) -> None:
+    assert facts_of(broken_plan(tmp_path), "toy").predicted["ttft_p99_s"] == 31.7
+    untuned = make_plan(samples.recipe(), samples.fit(), None, {})
+    assert facts_of(untuned, "toy").predicted == {}
+
+
+@pytest.mark.usefixtures("files")
+def test_the_report_shows_the_limits_and_praises_nothing() -> None:
+    write_file(read_file(Tuning, "tuning.json").model_copy(update={"gain_percent": 53.1}), "tuning.json")
+    assert llmctl("render", *GIVEN, "--force") == 0
+    page = report(gather("recipe.yaml"))
+    assert "53.1" not in page
+    assert "not to be served: the best breaks limits on the held-out windows" in page
+    assert page.count("31.7 s") >= 3  # the tuning's table, the plan's, and the plan's explanation
+    write_tuning(1.8, gain_percent=53.1)
+    assert llmctl("render", *GIVEN) == 0
+    assert "gain over the defaults, held out: +53.1 % goodput" in report(gather("recipe.yaml"))
+
+
+@pytest.mark.usefixtures("files")
+def test_without_a_tuning_nothing_is_predicted_and_nothing_refused() -> None:
+    assert llmctl("render", *GIVEN[:3]) == 0
+    plan = read_file(Plan, "plan.json")
+    assert plan.limits == recipe_limits(plan.recipe)
+    assert {one.kept for one in plan.limits} == {None}
+    assert plan.explained["limits"].value == "not predicted"
+    assert plan.explained["limits"].source == UNTUNED
+
+
+@pytest.mark.usefixtures("files")
+def test_settings_that_a_person_gives_have_no_prediction() -> None:
+    assert llmctl("render", *GIVEN, "--policy", "sequence") == 0
+    plan = read_file(Plan, "plan.json")
+    assert (plan.predicted, {one.kept for one in plan.limits}) == ({}, {None})
+    assert plan.explained["limits"].source == OVERRIDDEN
+    assert llmctl("render", "plan.json", "--target", "local") == 0
+    assert f"Not predicted: {OVERRIDDEN}." in Path("local/EXPLAIN.md").read_text()
+
+
+@pytest.mark.usefixtures("files")
+def test_the_tunings_own_settings_given_by_hand_keep_their_prediction(capsys: pytest.CaptureFixture[str]) -> None:
+    same = [f"--set={name}={value}" for name, value in outcome(66).parameters.items()]
+    refused(capsys, "tuning.json", "render", *GIVEN, "--policy", "slice", *same)
+    write_tuning(1.8)
+    assert llmctl("render", *GIVEN, "--policy", "slice", *same) == 0
+    plan = read_file(Plan, "plan.json")
+    assert plan.predicted == {"goodput_rps": 3.25}
+    assert plan.explained["slice_tokens"].source == "set by --set"
+
+
+def test_a_tuning_that_keeps_the_defaults_is_judged_by_the_defaults(files: Path) -> None:
+    write_tuning(31.7, keep_defaults=True)
+    assert llmctl("render", *GIVEN) == 2
+    write_tuning(1.8, keep_defaults=True)
+    assert llmctl("render", *GIVEN) == 0
+
+
+@pytest.mark.usefixtures("files")
+@pytest.mark.parametrize("drop", [("limits",), ("keeps_limits",), ("limits", "keeps_limits")])
+def test_a_tuning_of_an_older_llmctl_is_made_again(drop: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    edit("tuning.json", lambda data: [data.pop(key) for key in drop])
+    assert llmctl("render", *GIVEN) == 2
+    error, *_, hint = capsys.readouterr().err.splitlines()
+    assert error == f"error: tuning.json: {drop[0]}: missing"
+    assert hint == "hint: make it with: llmctl tune RECIPE --fit FIT --trace TRACE"
+
+
+@pytest.mark.usefixtures("files")
+def test_a_plan_of_an_older_llmctl_is_rendered_again(capsys: pytest.CaptureFixture[str]) -> None:
+    write_tuning(1.8)
+    assert llmctl("render", *GIVEN) == llmctl("render", *GIVEN, "--target", "local") == 0
+    for file in ("plan.json", "local/plan.json"):
+        edit(file, lambda data: data.pop("limits"))
+    capsys.readouterr()
+    assert llmctl("serve", "plan.json") == 2
+    error, hint = capsys.readouterr().err.splitlines()
+    assert error == "error: plan.json: limits: missing"
+    assert hint == "hint: make it with: llmctl render RECIPE --fit FIT --tuning TUNING"
+    assert llmctl("render", *GIVEN, "--target", "local", "--force") == 0
+    assert read_file(Plan, "local/plan.json").limits == read_file(Tuning, "tuning.json").limits
+
+
+@pytest.mark.usefixtures("files")
+def test_a_tuning_that_contradicts_itself_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    edit("tuning.json", lambda data: data.update(keeps_limits=True))
+    assert llmctl("render", *GIVEN) == 2
+    assert "keeps_limits: True: `limits` say otherwise" in capsys.readouterr().err
+
+
+def edit(file: str, change: Callable[[dict[str, object]], object]) -> None:
+    data = json.loads(Path(file).read_text())
+    change(data)
+    Path(file).write_text(json.dumps(data))
+
+
+@pytest.mark.parametrize(
+    ("limit", "told"),
+    [
+        (Limit(name="ttft_p99_s", bound="at most", limit=10, predicted=12.34, kept=False), "12.3 s (at most 10 s)"),
+        (Limit(name="ttft_p99_s", bound="at most", limit=10, predicted=10.004, kept=False), "10.004 s (at most 10 s)"),
+        (
+            Limit(name="sla_attainment_lower_percent", bound="at least", limit=99, predicted=91.25, kept=False),
+            "91.2 % (at least 99 %)",
+        ),
+    ],
+)
+def test_a_broken_limit_is_told_with_its_unit_and_enough_digits(limit: Limit, told: str) -> None:
+    assert breaks([limit]) == f"break 1 of 1 limit: {limit.name} is {told}"
+
+
+def test_the_demo_goes_on_where_no_setting_keeps_the_limits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The commands are not run: what is looked at is which there are, and with which options."""
+    ran: list[list[str]] = []
+
+    class Ended:
+        def __init__(self, code: int) -> None:
+            self._code = code
+
+        def wait(self) -> int:
+            return self._code
+
+    def start(self: demo.Stages, words: list[object], end: str = "") -> Ended:
+        ran.append([str(word) for word in words])
+        return Ended(5 if words[0] == "tune" else 0)
+
+    def serve_and_bench(
+        self: demo.Stages, plan: Path, trace: str, excerpt: list[str], report: Path, *options: str
+    ) -> None:
+        ran.append(["serve", plan.name, *options])
+
+    measured = dict.fromkeys(demo.COMPARED, 1.0)
+    monkeypatch.setattr(demo.Stages, "_start", start)
+    monkeypatch.setattr(demo.Stages, "serve_and_bench", serve_and_bench)
+    monkeypatch.setattr(demo, "_overload", lambda *_: [])
+    monkeypatch.setattr(demo, "_safe_rows", lambda _: 4)
+    monkeypatch.setattr("toolkit.files.io.read_file", lambda *_: BenchReport.model_construct(measured=measured))
+    assert llmctl("demo", "--out", tmp_path / "out") == 0
+    assert [words[0] for words in ran] == ["profile", "fit", "tune", "render", "serve", "render", "serve"]
+    assert [ALLOW_BROKEN in words for words in ran] == [False, False, False, True, True, False, False]
+    assert "No setting kept the limits on this machine." in capsys.readouterr().out
+    with pytest.raises(typer.Exit):
+        demo.Stages(io.StringIO()).llmctl("tune")
