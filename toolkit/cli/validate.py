@@ -28,7 +28,9 @@ def command(
     trace: Annotated[str, typer.Option(help="A trace file, or the name of a shipped trace.")] = "chat-small",
     rate: Annotated[float | None, typer.Option(help="Scale arrivals to this many requests per second.")] = None,
     windows: Annotated[int, typer.Option(min=1, help="Windows, spread evenly over the trace.")] = 3,
-    window_s: Annotated[float, typer.Option("--window", min=0.1, help="Seconds of each, where the trace allows it.")] = 20.0,
+    window_s: Annotated[
+        float, typer.Option("--window", min=0.1, help="Seconds of each, where the trace allows it.")
+    ] = 20.0,
     tuning: Annotated[
         Path | None,
         typer.Option(help="tuning.json: the windows that it held out, at its rate, instead of --windows and --rate."),

@@ -53,13 +53,13 @@ class Scaling(Strict):
         if not self.notable:
             return []
         both = (("prompts", self.prompts), ("outputs", self.outputs))
-        divided = [
+        divided = ", ".join(
             f"{name} are divided by {one.divisor:.4g}"
             f" (mean {one.mean_tokens:,.0f} -> {one.scaled_mean_tokens:,.0f} tokens)"
             for name, one in both
-            if one.divisor > 1.0
-        ]
-        lines = [f"these are not the trace's own requests: {', '.join(divided)}"]
+            if one.divisor > NOTABLE_DIVISOR
+        )
+        lines = [f"not the trace's own requests: {divided}"]
         if self.prompts.divisor > NOTABLE_DIVISOR:
             lines.append(self._context())
         if self.outputs.divisor > NOTABLE_DIVISOR:
@@ -85,10 +85,7 @@ class Scaling(Strict):
             return f"the model takes no more than {context:,} tokens, which is what cuts the prompts"
         longest_output = max(self.max_new_tokens, self.outputs.longest_tokens)
         if self.prompts.longest_tokens + longest_output <= context:
-            return (
-                f"the model takes {context:,} tokens, so every prompt as it is;"
-                f" {now} in the recipe is what cuts"
-            )
+            return f"the model takes {context:,} tokens, so every prompt as it is; {now} in the recipe is what cuts"
         left = max(1.0, self.prompts.percentile_99_tokens / (context - self.max_new_tokens))
         return (
             f"the model takes {context:,} tokens; {now} in the recipe is what cuts:"

@@ -41,9 +41,7 @@ def scale_rate(trace: Trace, rate_rps: float) -> Trace:
     return replace(trace, arrival_s=trace.arrival_s * (now / rate_rps), notes=(*trace.notes, note))
 
 
-def scale_lengths(
-    trace: Trace, max_model_len: int, max_new_tokens: int, model_context: int | None = None
-) -> Trace:
+def scale_lengths(trace: Trace, max_model_len: int, max_new_tokens: int, model_context: int | None = None) -> Trace:
     """Fit lengths into a model's context and keep their shape: outputs in `max_new_tokens`, prompts in what is left.
 
     Prompts and outputs are divided, each by the factor that makes the 99th percentile fit (1 where it fits already),

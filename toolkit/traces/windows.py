@@ -64,9 +64,7 @@ class Windows:
     longest_s: float
 
 
-def fit_windows(
-    trace: Trace, wished_s: float | None, search: int, held_out: int, seed: int = 0
-) -> Windows:
+def fit_windows(trace: Trace, wished_s: float | None, search: int, held_out: int, seed: int = 0) -> Windows:
     """Windows as long as wished where the trace allows it, else as long as fits with gaps.
 
     Without a wish they are as long as fits with gaps, too. Raises `InputError` for a wish that is
@@ -84,8 +82,8 @@ def fit_windows(
     seconds = longest_s if wished_s is None or wished_s > part_s else wished_s
     if wished_s is not None and seconds != wished_s:
         note = (
-            f"windows of {seconds:.3g} s instead of {wished_s:g} s:"
-            f" {trace.source} lasts {duration_s:.4g} s, for {search + held_out} windows"
+            f"windows of {seconds:,.3g} s instead of {wished_s:,g} s:"
+            f" {trace.source} lasts {duration_s:,.4g} s, for {search + held_out} windows"
         )
         trace = replace(trace, notes=(*trace.notes, note))
     first, second = split_windows(trace, seconds, search, held_out, seed)
@@ -120,7 +118,7 @@ def split_windows(
         empty = int(np.flatnonzero(held == 0)[0])
         raise InputError(
             f"{trace.source}: no request arrives in {_span(starts[empty], ends[empty])}, one of "
-            f"{search} + {held_out} windows of {window_s:.3g} s ({len(trace):,} requests in {duration_s:.4g} s)",
+            f"{search} + {held_out} windows of {window_s:.3g} s ({len(trace):,} requests in {duration_s:,.6g} s)",
             "give a longer trace, longer windows (--window), or fewer windows",
         )
     windows = [Window(a, b, cut(trace, a, b)) for a, b in zip(starts.tolist(), ends.tolist(), strict=True)]

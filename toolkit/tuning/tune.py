@@ -220,6 +220,4 @@ def _spec(window: Window) -> WindowSpec:
 
 
 def _window_length(windows: Windows) -> WindowLength:
-    return WindowLength(
-        wished_s=windows.wished_s, seconds=windows.seconds, longest_s=windows.longest_s
-    )
+    return WindowLength(wished_s=windows.wished_s, seconds=windows.seconds, longest_s=windows.longest_s)
