@@ -48,6 +48,11 @@ class Scaling(Strict):
         both = (("prompts", self.prompts), ("outputs", self.outputs))
         return "; ".join(f"{name} {self._done(one)}" for name, one in both)
 
+    def divided(self) -> str:
+        """What was divided, and by how much: 'prompts divided by 11.91'; '' where nothing was."""
+        both = (("prompts", self.prompts), ("outputs", self.outputs))
+        return ", ".join(f"{name} divided by {one.divisor:.4g}" for name, one in both if one.divisor > 1.0)
+
     def warnings(self) -> list[str]:
         """What a reader of a result must know, a sentence each; none where nothing is `notable`."""
         if not self.notable:
