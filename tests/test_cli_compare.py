@@ -30,7 +30,8 @@ def stage(tmp_path: Path) -> list[object]:
     trace = Trace(np.cumsum(rng.exponential(0.05, 80)), *lengths, np.zeros(80, np.int64))
     write_trace(trace, tmp_path / "trace.jsonl")
     write_file(samples.fit(), tmp_path / "fit.json")
-    return ["compare", "--trace", tmp_path / "trace.jsonl", "--fit", tmp_path / "fit.json"]
+    files = ["--trace", tmp_path / "trace.jsonl", "--fit", tmp_path / "fit.json"]
+    return ["compare", *files, "--max-new-tokens", "256"]
 
 
 def test_a_run_is_what_simulate_gives(stage, capsys):
@@ -196,6 +197,7 @@ def test_extrapolation_is_said_once_with_the_share_of_each_policy(
     many = Trace(np.zeros(200), np.full(200, 20), np.full(200, 8), np.zeros(200, dtype=np.int64), "burst")
     write_trace(many, tmp_path / "burst.jsonl")
     words = ["--fit", tmp_path / "fit.json", "--trace", tmp_path / "burst.jsonl", "--policies", "aggressive,slice"]
+    words += ["--max-new-tokens", "256"]
     assert llmctl("compare", *words) == 0
     [line] = [line for line in capsys.readouterr().err.splitlines() if "outside what the fit measured" in line]
     assert "aggressive" in line

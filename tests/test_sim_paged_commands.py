@@ -41,6 +41,8 @@ def test_simulate_has_its_flags_as_parameters(paged: Path, capsys: pytest.Captur
         "chat-small",
         "--fit",
         paged,
+        "--max-new-tokens",
+        256,
         "--policy",
         "vllm",
         "--rate",
@@ -63,8 +65,8 @@ def test_compare_runs_it_on_its_own_engine_s_fit_only(
     write_file(samples.fit(), tmp_path / "other.json")
     found = {}
     for name in ("fit.json", "other.json"):
-        words = ["--trace", "chat-small", "--fit", tmp_path / name, "--policies", "vllm,fcfs", "--json"]
-        words = words if name == "fit.json" else [*words[:4], "--json"]
+        words = ["--trace", "chat-small", "--fit", tmp_path / name, "--max-new-tokens", "256", "--json"]
+        words += ["--policies", "vllm,fcfs"] if name == "fit.json" else []
         assert llmctl("compare", *words) == 0
         found[name] = {run["policy"] for run in json.loads(capsys.readouterr().out)["runs"]}
     assert found["fit.json"] == {"vllm", "fcfs"}
@@ -73,7 +75,8 @@ def test_compare_runs_it_on_its_own_engine_s_fit_only(
 
 def test_a_fit_of_another_engine_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_file(samples.fit(), tmp_path / "fit.json")
-    assert llmctl("simulate", "--trace", "chat-small", "--fit", tmp_path / "fit.json", "--policy", "vllm") == 2
+    words = ["--fit", tmp_path / "fit.json", "--max-new-tokens", "256", "--policy", "vllm"]
+    assert llmctl("simulate", "--trace", "chat-small", *words) == 2
     assert "policy 'vllm' needs the law of vLLM's forward passes" in capsys.readouterr().err
 
 

@@ -103,6 +103,8 @@ def test_simulate_alone_gives_a_row_of_table_1(tmp_path: Path, capsys: pytest.Ca
     in_python = backlog(300, Lengths("uniform", 2048, 4096), Lengths("uniform", 32, 4096), seed=0)
     policy = policy_for(None, "past-future", {"reserve": 0.1})
     expected = simulate(in_python, policy, make_world(None, {})).metrics({})
+    said = found.pop("trace")
+    assert (said["source"], said["requests"], said["scaling"]) == ("D3.jsonl", 300, None)
     assert found == expected
     assert 80 < found["consumed_memory_percent"] < found["future_required_memory_percent"] < 92
     assert found["unfinished"] == found["failed"] > 0
@@ -155,6 +157,7 @@ def test_simulate_warns_of_extrapolation_and_counts_the_rejected(
 ) -> None:
     write_trace(trace_of([600, 9000, 20], [10, 10, 10]), tmp_path / "trace.jsonl")
     words = ["simulate", "--trace", tmp_path / "trace.jsonl", "--fit", fit_file, "--no-fit-lengths", "--json"]
+    words += ["--max-new-tokens", "256"]
     assert llmctl(*words) == 0
     out, err = capsys.readouterr()
     found = json.loads(out)
@@ -173,6 +176,7 @@ def test_a_capacity_below_the_longest_prompt_is_one_line(
 ) -> None:
     write_trace(trace_of([500, 20], [10, 10]), tmp_path / "trace.jsonl")
     words = ["simulate", "--trace", tmp_path / "trace.jsonl", "--set", "capacity_tokens=400"]
+    words += ["--max-new-tokens", "256"]
     for fit in (fit_file, "unit-step"):
         assert llmctl(*words, "--fit", fit, "--no-fit-lengths") == 2
         line, hint = capsys.readouterr().err.splitlines()

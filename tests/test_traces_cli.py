@@ -78,7 +78,7 @@ def test_convert_cuts_and_scales_and_says_so(capsys, tmp_path):
     trace, _ = read_trace(out_file)
     assert code == 0
     assert out == f"wrote {len(trace):,} requests to {out_file}\n"
-    assert [line.split()[0] for line in err.splitlines()] == ["read", "arrival", "prompts", "outputs", "cut"]
+    assert [line.split()[0] for line in err.splitlines()] == ["read", "arrival", "prompts", "cut"]
     assert (trace.prompt_tokens.max(), trace.output_tokens.max()) == (192, 64)
 
 

@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from toolkit.errors import InputError
 from toolkit.traces.read import read_trace
@@ -101,7 +103,73 @@ def test_a_csv_row_that_cannot_be_is_counted_with_its_reason(tmp_path, row, reas
     trace, report = read_trace(_file(tmp_path, text))
     assert (report.rows, report.kept, report.dropped) == (2, 1, {reason: 1})
     assert trace.notes == report.lines()
-    assert f"dropped 1 rows: 1 {reason}" in trace.notes
+    [line] = [line for line in trace.notes if line.startswith("dropped")]
+    assert line.startswith(f"dropped 1 row: 1 {reason} (row 2: ")
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ("1e300,5,5", "1 with a time beyond the year 9999 (row 2: arrived_at is '1e300', must be at most 2.534e+11 s)"),
+        ("-3,5,5", "1 with a negative time (row 2: arrived_at is '-3', must be at least 0 s)"),
+        ("-1e300,5,5", "1 with a negative time (row 2: arrived_at is '-1e300', must be at least 0 s)"),
+        ("inf,5,5", "1 unparsable (row 2: arrived_at is 'inf', must be a finite number of s)"),
+        ("nan,5,5", "1 unparsable (row 2: arrived_at is 'nan', must be a finite number of s)"),
+        (",5,5", "1 unparsable (row 2: arrived_at is '', must be a finite number of s)"),
+        (
+            "0,five,5",
+            "1 unparsable (row 2: num_prefill_tokens is 'five', must be a whole number from 1 to 2,147,483,647)",
+        ),
+        ("0,5", "1 unparsable (row 2: no num_decode_tokens, must be a whole number from 1 to 2,147,483,647)"),
+        ("0,5," + "x" * 99, f"1 unparsable (row 2: num_decode_tokens is '{'x' * 39}..., must be a whole number"),
+    ],
+)
+def test_the_first_bad_row_is_shown_with_its_value_and_the_limit(tmp_path, row, said):
+    text = f"arrived_at,num_prefill_tokens,num_decode_tokens\n3,10,20\n{row}\n"
+    trace, _ = read_trace(_file(tmp_path, text))
+    assert any(f"dropped 1 row: {said}" in line for line in trace.notes), trace.notes
+
+
+@pytest.mark.parametrize("array", [False, True])
+def test_json_of_nans_says_which_value_is_one(tmp_path, array):
+    rows = ['{"timestamp": NaN, "input_length": 5, "output_length": 5}'] * 3
+    with pytest.raises(InputError) as caught:
+        read_trace(_file(tmp_path, "[" + ",".join(rows) + "]" if array else "\n".join(rows)))
+    assert "3 unparsable (row 1: timestamp is nan, must be a finite number of ms)" in caught.value.message
+    assert caught.value.hint.startswith("mend these rows")
+
+
+def test_nanoseconds_are_not_taken_for_milliseconds(tmp_path):
+    rows = [{"timestamp": 1_700_000_000_000_000_000 + k, "input_length": 5, "output_length": 5} for k in range(2)]
+    with pytest.raises(InputError, match=r"timestamp is 1700000000000000000, must be at most 2.534e\+14 ms"):
+        read_trace(_file(tmp_path, "\n".join(map(json.dumps, rows))))
+
+
+ODD = st.one_of(
+    st.none(), st.booleans(), st.integers(-9, 9), st.integers(), st.floats(), st.text("0159.e-nainf ٣", max_size=6),
+    st.just([1]),
+    st.sampled_from([1e300, -1e300, 10**400, 2**31, 1.5, "NaN", "1e999"]),
+)  # fmt: skip
+ROWS = st.lists(
+    st.dictionaries(
+        st.sampled_from(["timestamp", "input_length", "output_length", "max_tokens", "priority", "status"]), ODD
+    ),
+    max_size=4,
+)
+
+
+@given(rows=ROWS, lenient=st.booleans())
+def test_of_any_rows_a_trace_has_only_what_can_be(tmp_path_factory, rows, lenient):
+    whole = [{"timestamp": 5, "input_length": 1, "output_length": 1}, *rows]
+    text = "\n".join(map(json.dumps, whole)) if lenient else json.dumps(whole)
+    trace, report = read_trace(_file(tmp_path_factory.mktemp("odd"), text))
+    assert len(trace) == report.kept >= 1
+    assert report.kept + sum(report.dropped.values()) == report.rows == len(whole)
+    assert report.examples.keys() == report.dropped.keys()
+    assert all(example.startswith("row ") for example in report.examples.values())
+    assert trace.arrival_s.min() == 0
+    assert trace.arrival_s.max() <= 1e12
+    assert min(trace.prompt_tokens.min(), trace.output_tokens.min()) >= 1
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,7 @@ def test_scaled_lengths_fit_and_keep_their_order(lengths, room, max_new_tokens):
         assert after.min() >= 1
         assert after.max() <= limit
         assert (np.diff(after[np.argsort(before, kind="stable")]) >= 0).all()
-    assert len(scaled.notes) == 2
+    assert scaled.notes == (scaled.scaling.summary(),)
 
 
 def test_lengths_are_divided_so_that_the_99th_percentile_fits_and_the_rest_is_clipped():
@@ -59,19 +59,20 @@ def test_lengths_are_divided_so_that_the_99th_percentile_fits_and_the_rest_is_cl
     assert scaled.prompt_tokens[-2:].tolist() == [97, 100]
     assert scaled.notes[0] == (
         "prompts divided by 10.3 (99th percentile 1030 -> 100), clipped to 100 tokens (1 of 100, 1.0 %)"
+        "; outputs divided by 10.3 (99th percentile 1030 -> 100), clipped to 100 tokens (1 of 100, 1.0 %)"
     )
 
 
 def test_lengths_that_fit_are_left_alone():
     scaled = scale_lengths(trace_of([5, 6], [7, 8]), 100, 50)
     assert scaled.prompt_tokens.tolist() == [5, 6]
-    assert scaled.notes == ("prompts unchanged: all within 50 tokens", "outputs unchanged: all within 50 tokens")
+    assert scaled.notes == ("prompts unchanged: all within 50 tokens; outputs unchanged: all within 50 tokens",)
 
 
 def test_a_single_long_request_is_clipped_and_does_not_shrink_the_others():
     scaled = scale_lengths(trace_of([5] * 999 + [90], [5] * 1000), 60, 10)
     assert scaled.prompt_tokens[0] == 5
-    assert scaled.notes[0] == "prompts clipped to 50 tokens (1 of 1,000, 0.1 %)"
+    assert scaled.notes[0].startswith("prompts clipped to 50 tokens (1 of 1,000, 0.1 %); ")
 
 
 def test_limits_of_clients_shrink_with_the_outputs_and_never_cut_them():

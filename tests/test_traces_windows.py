@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from toolkit.errors import InputError
+from toolkit.traces.scale import scale_rate
 from toolkit.traces.types import Trace
-from toolkit.traces.windows import cut, split_windows
+from toolkit.traces.windows import COVERED, cut, fit_windows, split_windows
 
 
 def trace_of(arrivals) -> Trace:
@@ -73,9 +74,46 @@ def test_a_trace_that_is_too_short_says_how_long_it_is_and_what_would_fit():
     assert caught.value.hint == "windows of at most 25 s, or 3 windows in all, would fit"
 
 
-def test_a_window_without_requests_is_an_input_error():
-    with pytest.raises(InputError, match="no request arrives in"):
+def test_a_window_without_requests_is_an_input_error_that_counts_them():
+    with pytest.raises(InputError) as caught:
         split_windows(trace_of([0, 1, 100]), 10, 2, 2, seed=0)
+    assert caught.value.message.startswith("t.csv: no request arrives in ")
+    assert caught.value.message.endswith("one of 2 + 2 windows of 10 s (3 requests in 100 s)")
+    assert caught.value.hint.startswith("give a longer trace, longer windows (--window)")
+
+
+@pytest.mark.parametrize("wish", [None, 0.5, 10, 25, 25.1, 1e9])
+def test_windows_are_as_long_as_wished_where_the_trace_allows_it(wish):
+    found = fit_windows(STEADY, wish, 2, 2, seed=3)
+    kept = wish is not None and wish <= 25
+    assert found.seconds == (wish if kept else COVERED * 25)
+    assert found.longest_s == COVERED * 25
+    windows = sorted(found.search + found.held_out, key=lambda window: window.start_s)
+    assert [w.end_s - w.start_s for w in windows] == pytest.approx([found.seconds] * 4)
+    assert all(before.end_s <= after.start_s for before, after in itertools.pairwise(windows))
+    notes = found.trace.notes
+    assert notes == (
+        () if kept or wish is None else (f"windows of 20 s instead of {wish:,g} s: t.csv lasts 100 s, for 4 windows",)
+    )
+
+
+def test_requests_that_arrive_at_once_have_no_windows():
+    with pytest.raises(InputError, match="all 3 requests arrive at once") as caught:
+        fit_windows(trace_of([0, 0, 0]), 10, 2, 2)
+    assert "--draw-rate" in caught.value.hint
+
+
+@given(wish=st.floats(0.1, 1e6), rate=st.floats(0.01, 1e4), search=st.integers(1, 5), held_out=st.integers(1, 4))
+def test_no_wish_is_too_long_at_any_rate(wish, rate, search, held_out):
+    fitted = scale_rate(STEADY, rate)
+    try:
+        found = fit_windows(fitted, wish, search, held_out)
+    except InputError as error:
+        assert "no request arrives in" in error.message  # the wish was too short
+        assert wish * rate < 2
+        return
+    assert found.seconds <= min(wish, fitted.arrival_s[-1] / (search + held_out))
+    assert (len(found.search), len(found.held_out)) == (search, held_out)
 
 
 @pytest.mark.parametrize(("window_s", "search", "held_out"), [(0, 1, 1), (-5, 1, 1), (float("nan"), 1, 1), (5, 0, 0)])

@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 SLA_EXAMPLE = "ttft_p99_s=2"
 
 
-def _resolve_recipe(recipe: Path | None) -> Path | None:
+def resolve_recipe(recipe: Path | None) -> Path | None:
+    """A recipe's file, from what an argument or an option was given: a path, or a name."""
     from toolkit.files.io import recipe_path
 
     return None if recipe is None else recipe_path(recipe)
@@ -39,7 +40,7 @@ def limit_workers(workers: int | None) -> int | None:
 
 RecipeArgument = Annotated[
     Path,
-    typer.Argument(metavar="RECIPE", callback=_resolve_recipe, help="A recipe's file, or the name of a shipped one."),
+    typer.Argument(metavar="RECIPE", callback=resolve_recipe, help="A recipe's file, or the name of a shipped one."),
 ]
 FIT_HELP = "fit.json, from `llmctl fit`, or the name of a recipe whose fit ships."
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object to stdout; notes go to stderr.")]

@@ -78,6 +78,7 @@ def command(
     from toolkit.bench.validate import hold
     from toolkit.cli.basis import warn_of_foreign
     from toolkit.cli.output import emit, note, progress
+    from toolkit.cli.trace_notes import note_trace
     from toolkit.endpoints.target import find_target
     from toolkit.errors import LlmctlError
     from toolkit.files.io import check_writable, read_file, write_file
@@ -95,7 +96,8 @@ def command(
     wanted = Wanted(rate, lengths, max_new_tokens, vocab_size, timeout, seed)
     subject = look_at(find_target(url, model, api_key), loaded, planned, wanted, warn_of_foreign if force else None)
     part = _excerpt(subject.trace, start, duration)
-    for line in (*subject.notes, *(f"trace: {one}" for one in part.notes)):
+    note_trace(part)
+    for line in subject.notes:
         note(line)
     measurement = Measurement(subject, part, planned, targets, note, progress)
     if not measurement.warm_up(warmup, start + float(part.arrival_s[-1])):

@@ -15,6 +15,7 @@ from toolkit.cli.stage import (
     FitLengthsOption,
     FitOption,
     MaxNewTokensOption,
+    RecipeOption,
     SeedOption,
     TraceOption,
     WorkersOption,
@@ -36,6 +37,7 @@ CDF_POINTS = 200
 def command(
     trace: TraceOption = "chat-small",
     fit: FitOption = "fit.json",
+    recipe: RecipeOption = None,
     fleet: FleetOption = None,
     policies: Annotated[
         str | None,
@@ -61,6 +63,7 @@ def command(
     """
     from toolkit.cli.figure import draw, require_matplotlib
     from toolkit.cli.output import emit, note, progress
+    from toolkit.cli.trace_notes import note_rest, plain
     from toolkit.files.io import check_writable
     from toolkit.sched.policies import KNOWN
     from toolkit.sim.comparison import compare, usual_policies
@@ -72,14 +75,13 @@ def command(
     given = None if policies is None else list(dict.fromkeys(_words("--policies", policies)))
     assign_settings(given or list(KNOWN), parse_settings(settings))  # what is wrong in it is said before files are read
     targets, rates = parse_sla(sla), _rates(rate)
-    stage = open_stage(trace, fit, max_new_tokens, fit_lengths, fleet)
+    stage = open_stage(trace, fit, max_new_tokens, fit_lengths, fleet, recipe)
     names = usual_policies(stage.fit) if given is None else given
     of_world, of_policy = assign_settings(names, parse_settings(settings))
     contenders = [policy_for(stage.fit, name, of_policy[name]) for name in names]
-    world = stage.world(of_world, workers, max_new_tokens, seed)
+    world = stage.world(of_world, workers, seed)
     check_capacity(of_world, world, stage.trace)
-    for line in stage.trace.notes:
-        note(f"trace: {line}")
+    note_rest(stage.trace)
     runs: list[Run] = []
     total = len(names) * max(len(rates), 1)
     interrupted = False
@@ -96,6 +98,7 @@ def command(
     shown = _columns(columns, runs)
     _remark(runs, world, targets)
     result = {"sla": targets, "workers": world.size, "seed": seed, "interrupted": interrupted}
+    result["trace"] = plain(stage.trace)
     emit(as_json, {**result, "runs": [_plain(run) for run in runs]}, lambda: _show(runs, shown))
     if png:
         draw(_panels(runs), png)

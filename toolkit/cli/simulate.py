@@ -12,6 +12,7 @@ from toolkit.cli.stage import (
     FitLengthsOption,
     FitOption,
     MaxNewTokensOption,
+    RecipeOption,
     SeedOption,
     TraceOption,
     WorkersOption,
@@ -24,6 +25,7 @@ from toolkit.cli.stage import (
 def command(
     trace: TraceOption = "chat-small",
     fit: FitOption = "fit.json",
+    recipe: RecipeOption = None,
     fleet: FleetOption = None,
     policy: Annotated[str, typer.Option(help="The policy; see docs/policies.md.")] = "slice",
     settings: SetOption = None,
@@ -37,25 +39,27 @@ def command(
 ) -> None:
     """Run a trace through a policy by the fitted laws, and print what it would give.
 
-    The keys of --json are the metrics with their units: throughput_rps, ttft_p99_s, batch_size_mean, ... With --fit
-    unit-step a second is a decode step, as in Past-Future's Table 1; see docs/simulating.md.
+    The keys of --json are the metrics with their units: throughput_rps, ttft_p99_s, batch_size_mean, ...; `trace` says
+    which requests they are about. With --fit unit-step a second is a decode step, as in Past-Future's Table 1; see
+    docs/simulating.md.
     """
     from toolkit.cli.output import emit, note, table
+    from toolkit.cli.trace_notes import note_rest, plain
     from toolkit.sim.api import simulate
     from toolkit.sim.settings import assign_settings, check_capacity, policy_for
     from toolkit.traces.scale import scale_rate
 
     of_world, of_policy = assign_settings([policy], parse_settings(settings))
     targets = parse_sla(sla)
-    stage = open_stage(trace, fit, max_new_tokens, fit_lengths, fleet)
+    stage = open_stage(trace, fit, max_new_tokens, fit_lengths, fleet, recipe)
     requests = stage.trace if rate is None else scale_rate(stage.trace, rate)
     chosen = policy_for(stage.fit, policy, of_policy[policy])
-    world = stage.world(of_world, workers, max_new_tokens, seed)
+    world = stage.world(of_world, workers, seed)
     check_capacity(of_world, world, requests)
-    for line in requests.notes:
-        note(f"trace: {line}")
+    note_rest(requests)
     result = simulate(requests, chosen, world)
     metrics = result.metrics(targets)
     for line in [*refusal_notes(result.refusals), *world_notes(world, policy, metrics)]:
         note(line)
-    emit(as_json, metrics, lambda: table(["metric", "value"], list(metrics.items()), title=f"policy '{policy}'"))
+    result = {**metrics, "trace": plain(requests)}
+    emit(as_json, result, lambda: table(["metric", "value"], list(metrics.items()), title=f"policy '{policy}'"))

@@ -61,6 +61,10 @@ StorageOption = Annotated[
 DrawsOption = Annotated[
     int | None, typer.Option("--draws", min=0, help="Draws of the fitted laws for the verdict's interval; 0: none.")
 ]
+WindowOption = Annotated[
+    float | None,
+    typer.Option("--window", min=0.1, help="Seconds of each window, where the trace allows it."),
+]
 
 ForceOption = Annotated[bool, typer.Option("--force", help="Tune with a fit that is of another or a changed recipe.")]
 
@@ -74,6 +78,7 @@ def command(
     trials: Annotated[int | None, typer.Option(min=1, help="Trials; default: the recipe's.")] = None,
     seed: Annotated[int | None, typer.Option(min=0, help="Seed; default: the recipe's. Same seed, same bytes.")] = None,
     rate: Annotated[float | None, typer.Option(help="Scale arrivals to this many requests per second.")] = None,
+    window: WindowOption = None,
     workers: WorkersOption = None,
     draws: DrawsOption = None,
     jobs: JobsOption = None,
@@ -92,6 +97,7 @@ def command(
     """
     from toolkit.cli.basis import note_basis, read_fit
     from toolkit.cli.output import emit, note, progress
+    from toolkit.cli.trace_notes import note_trace
     from toolkit.cli.tuning_report import show
     from toolkit.files.io import check_writable, head, write_file
     from toolkit.traces.read import read_trace
@@ -101,6 +107,7 @@ def command(
     from toolkit.tuning.workload import make_workload
 
     given = {"policies": _names(policies), "trials": trials, "seed": seed, "request_rate_rps": rate, "draws": draws}
+    given["window_s"] = window
     fleet = _fleet_of(recipe, workers, force)
     if fleet:
         first = fleet.kinds[0]
@@ -114,8 +121,7 @@ def command(
     workload = make_workload(spec, fitted, read_trace(trace_path(trace))[0], others)
     if count:
         spec = spec.model_copy(update={"workers": count})
-    for line in workload.trace.notes:
-        note(f"trace: {line}")
+    note_trace(workload.trace)
     check_writable(out)
     made_from = head((fleet.inputs if fleet else {"recipe": recipe, "fit": fit}) | {"trace": trace_path(trace)})
     digests = "".join(source.sha256 for source in made_from["inputs"].values())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -27,7 +28,9 @@ def command(
     trace: Annotated[str, typer.Option(help="A trace file, or the name of a shipped trace.")] = "chat-small",
     rate: Annotated[float | None, typer.Option(help="Scale arrivals to this many requests per second.")] = None,
     windows: Annotated[int, typer.Option(min=1, help="Windows, spread evenly over the trace.")] = 3,
-    window_s: Annotated[float, typer.Option("--window", min=0.1, help="Seconds of each.")] = 20.0,
+    window_s: Annotated[
+        float, typer.Option("--window", min=0.1, help="Seconds of each, where the trace allows it.")
+    ] = 20.0,
     tuning: Annotated[
         Path | None,
         typer.Option(help="tuning.json: the windows that it held out, at its rate, instead of --windows and --rate."),
@@ -57,13 +60,14 @@ def command(
     from toolkit.bench.subject import Wanted, look_at
     from toolkit.bench.validate import hold
     from toolkit.cli.output import emit, note, progress
+    from toolkit.cli.trace_notes import note_trace
     from toolkit.endpoints.target import find_target
     from toolkit.errors import LlmctlError
     from toolkit.files.io import check_writable, read_file, write_file, write_text
     from toolkit.files.plan import Plan
     from toolkit.traces.read import read_trace
     from toolkit.traces.shipped import trace_path
-    from toolkit.traces.windows import split_windows
+    from toolkit.traces.windows import fit_windows
 
     written = out or plan.with_name(VALIDATION)
     for file in filter(None, (written, save_requests)):
@@ -74,9 +78,14 @@ def command(
     tuned = _tuning(tuning, path) if tuning else None
     wanted = Wanted(tuned.request_rate_rps if tuned else rate, seed=seed)
     subject = look_at(target, read_trace(path)[0], planned, wanted, warn_of_foreign if force else None)
+    if tuned:
+        chosen = _held_out(tuned, subject.trace)
+    else:
+        cut = fit_windows(subject.trace, window_s, windows, 0, seed)
+        subject, chosen = replace(subject, trace=cut.trace), cut.search
+    note_trace(subject.trace)
     for line in subject.notes:
         note(line)
-    chosen = _held_out(tuned, subject.trace) if tuned else split_windows(subject.trace, window_s, windows, 0, seed)[0]
     session = Session(subject, planned, warmup, progress)
     interrupted = session.run(chosen)
     if not session.results:

@@ -69,7 +69,7 @@ def make_plan(
         policy=policy,
         predicted=dict(choice.predicted),
         limits=list(choice.limits),
-        explained=explain(kinds, policy, choice),
+        explained=(_explain_requests(tuning) if choice.predicted else {}) | explain(kinds, policy, choice),
         workload=_workload(tuning) if choice.predicted else None,
         others=list(others),
     )
@@ -82,6 +82,14 @@ def _workload(tuning: Tuning | None) -> PlannedWorkload | None:
         return None
     needed = tuning.sizing.workers if tuning.sizing else None
     return PlannedWorkload(trace=trace.name, request_rate_rps=tuning.request_rate_rps, workers_needed=needed)
+
+
+def _explain_requests(tuning: Tuning | None) -> dict[str, Explanation]:
+    """What the predictions' requests are, where they are far from the trace's own."""
+    scaling = tuning.scaling if tuning else None
+    if scaling is None or not scaling.notable:
+        return {}
+    return {"requests": Explanation(value=scaling.divided(), source="; ".join(scaling.warnings()))}
 
 
 def _check_servable(policy: AnyPolicy, recipe: Recipe, tuning: Tuning | None) -> None:
@@ -202,7 +210,8 @@ def _from_tuning(tuning: Tuning, recipe: Recipe, origin: str) -> Choice:
     else:
         gain = "goodput from none" if tuning.gain_percent is None else f"{tuning.gain_percent:+.1f} % goodput"
         source = f"{_trial(tuning, outcome)} of {trials}: {gain}, held out"
-    windows = f"simulated with the fit on {len(tuning.held_out_windows)} held-out windows of the trace"
+    scaled = "scaled " if tuning.scaling and tuning.scaling.notable else ""
+    windows = f"simulated with the fit on {len(tuning.held_out_windows)} held-out windows of the {scaled}trace"
     if tuning.sizing:
         windows += f", with {tuning.workers} workers in all"
     sources = _sources_of(tuning, recipe, origin, source)

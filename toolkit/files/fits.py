@@ -7,8 +7,11 @@ import re
 from pathlib import Path
 
 from toolkit.errors import InputError, nearest
-from toolkit.files.recipe import NAME_PATTERN
-from toolkit.files.shipped import shipped_profiles
+from toolkit.files.fit import Fit
+from toolkit.files.provenance import check_input
+from toolkit.files.recipe import NAME_PATTERN, Recipe
+from toolkit.files.recipes import load_recipe
+from toolkit.files.shipped import shipped_profiles, shipped_recipes
 
 AnyPath = str | os.PathLike[str]
 FIT = "fit.json"
@@ -34,6 +37,28 @@ def shipped_fit(recipe: str) -> Path | None:
     """The fit that ships for the shipped recipe of this name; None: there is none."""
     path = shipped_profiles() / recipe / FIT
     return path if re.fullmatch(NAME_PATTERN, recipe) and path.is_file() else None
+
+
+def find_recipe(fit: Fit, path: Path) -> Recipe | None:
+    """The recipe that the fit at `path` was made from, by the name of its file; None: it is not found.
+
+    Of a fit that ships it is the recipe that ships; else it lies beside the fit, in the working
+    folder, or ships. One whose measured sections have changed since is not the fit's.
+    """
+    shipped = shipped_recipes() / f"{fit.recipe_name}.yaml"
+    made_from = fit.inputs.get("recipe")
+    if made_from is None or not re.fullmatch(NAME_PATTERN, fit.recipe_name):
+        return None
+    name = Path(made_from.name).name
+    own = path.resolve().is_relative_to(shipped_profiles().resolve())
+    for candidate in [shipped] if own else [path.parent / name, Path(name), shipped]:
+        if candidate.is_file():
+            try:
+                check_input(fit, path, "recipe", candidate)
+                return load_recipe(candidate)
+            except InputError:
+                continue
+    return None
 
 
 def _unknown(name: str) -> Path:

@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 from toolkit.files.envelope import Envelope, Strict
 from toolkit.files.limits import Limit, broken
 from toolkit.files.profile import MEASURED_SECTIONS
+from toolkit.files.scaling import Scaling
 
 Value = bool | int | float | str
 
@@ -104,6 +105,14 @@ class Window(Strict):
     requests: int
 
 
+class WindowLength(Strict):
+    """How long the windows are, in seconds of the scaled trace."""
+
+    wished_s: float | None = Field(description="by the recipe or --window; none: as long as fits")
+    seconds: float
+    longest_s: float = Field(description="as long as the trace allows, with gaps between windows")
+
+
 class Tuning(Envelope):
     """tuning.json, whole."""
 
@@ -116,6 +125,8 @@ class Tuning(Envelope):
     workers: int
     request_rate_rps: float = Field(description="mean rate that the trace was scaled to, or its own")
     trace_notes: list[str] = Field(description="what was done to the trace")
+    scaling: Scaling | None = Field(default=None, description="what was done to the trace's lengths")
+    window_length: WindowLength | None = None
     search_windows: list[Window]
     held_out_windows: list[Window]
     trials: list[Trial]

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
-from toolkit.files.tuning import Interval, Sizing, Tuning
+from toolkit.files.tuning import Interval, Sizing, Tuning, WindowLength
 from toolkit.units import number, percent
+
+FEW_REQUESTS = 100  # with fewer, a 99th percentile is the slowest request
+AMPLE = 1.25  # windows are proposed so much longer than the mean rate asks for
+NOTHING_PERCENT = 0.05  # a difference in goodput that is printed as 0.0 %
 
 METHODS = {
     "profile": "profile resampled",
@@ -15,7 +20,7 @@ METHODS = {
 
 def verdict(result: Tuning) -> list[str]:
     """The conclusion, a line each."""
-    lines = _size_lines(result.sizing)
+    lines = [*_requests_behind_it(result), *_size_lines(result.sizing)]
     if not any(trial.feasible for trial in result.trials):
         lines += _nothing_fits(result)
     elif result.binding_sla and result.binding_ratio is not None:
@@ -25,6 +30,8 @@ def verdict(result: Tuning) -> list[str]:
         )
     if result.keep_defaults and not result.keeps_limits:
         lines.append("nothing better than the defaults was found on the held-out windows; they break limits, too")
+    elif _nothing_to_gain(result):
+        lines += _equal_goodput(result)
     elif result.keep_defaults:
         lines.append("keep the defaults: nothing better was found on the held-out windows")
     elif not result.keeps_limits:
@@ -56,11 +63,65 @@ def _how_sure(result: Tuning) -> list[str]:
     if drawn is None:
         return []
     gain = f", by {_span(drawn.gain_percent, percent)}" if drawn.gain_percent else ""
+    beats = f"the best beats the defaults in {drawn.better_percent:.0f} % of the draws{gain}"
+    if drawn.gain_percent and _is_nothing(drawn.gain_percent.low, drawn.gain_percent.high):
+        beats = "the difference is less than 0.1 %: no gain in goodput"
     return [
         f"with the fit's error, in 90 % of {drawn.draws} draws ({METHODS[drawn.method]}):",
         f"  goodput {_span(drawn.best_goodput_rps)}/s, the defaults' {_span(drawn.defaults_goodput_rps)}/s",
-        f"  the best beats the defaults in {drawn.better_percent:.0f} % of the draws{gain}",
+        f"  {beats}",
     ]
+
+
+def _requests_behind_it(result: Tuning) -> list[str]:
+    """What the verdict's requests are, where they are not the trace's own, or few."""
+    lines = [f"warning: {line}" for line in result.scaling.warnings()] if result.scaling else []
+    windows, length = result.held_out_windows, result.window_length
+    count = sum(window.requests for window in windows)
+    if count >= FEW_REQUESTS:
+        return lines
+    lines.append(
+        f"warning: only {count} requests in {len(windows)} held-out windows stand behind this; a 99th "
+        f"percentile needs {FEW_REQUESTS} or more: {_more_requests(length, count)}"
+    )
+    return lines
+
+
+def _more_requests(length: WindowLength | None, count: int) -> str:
+    """The remedy for too few requests: longer windows where the trace allows them."""
+    if length and count:
+        needed_s = math.ceil(AMPLE * length.seconds * FEW_REQUESTS / count)
+        if needed_s <= length.longest_s:
+            return f"--window {needed_s} would hold as many"
+    return "give a longer trace"
+
+
+def _is_nothing(*gains_percent: float | None) -> bool:
+    return all(gain is not None and abs(gain) < NOTHING_PERCENT for gain in gains_percent)
+
+
+def _nothing_to_gain(result: Tuning) -> bool:
+    """Whether the defaults keep all limits, and no settings found have more goodput."""
+    return _is_nothing(result.gain_percent) and any(t.number == 0 and t.feasible for t in result.trials)
+
+
+def _equal_goodput(result: Tuning) -> list[str]:
+    """Goodput that no setting raises: why, and what the best has to offer besides."""
+    defaults, best = result.defaults_held_out.metrics, result.best_held_out.metrics
+    at = f"at {number(result.request_rate_rps)} requests/s"
+    if defaults.get("sla_attainment_percent") == best.get("sla_attainment_percent") == 100.0:
+        lines = [
+            f"nothing to gain: {at} the defaults, too, serve every request within all targets;"
+            " a higher --rate shows what settings are worth"
+        ]
+    else:
+        lines = [f"nothing to gain: {at} the best and the defaults have the same goodput"]
+    if result.keep_defaults:
+        lines.append("keep the defaults: nothing better was found on the held-out windows")
+    elif "e2e_mean_s" in best and "e2e_mean_s" in defaults:
+        times = f"{number(best['e2e_mean_s'])} s, the defaults' {number(defaults['e2e_mean_s'])} s"
+        lines.append(f"the best differs in latency alone: mean E2E {times}")
+    return lines
 
 
 def _span(interval: Interval, form: Callable[[float], str] = number) -> str:

@@ -18,6 +18,7 @@ from toolkit.estimators.laws import unit_step
 from toolkit.estimators.memory import ZetaMemory
 from toolkit.files.fit import Fit
 from toolkit.files.plan import Kind
+from toolkit.files.recipe import ServeSpec
 from toolkit.sched.policies import make_any
 from toolkit.sched.policies.parameters import Value, check, choice, knob, knobs
 from toolkit.sched.protocols import AnyPolicy
@@ -28,7 +29,6 @@ from toolkit.traces.types import Trace
 UNIT_STEP = "unit-step"
 TABLE_1_CAPACITY = 120_000
 TABLE_1_LIMIT = 4_096
-USUAL_LIMIT = 256  # tokens, as in recipes
 MEMORIES: dict[str, Joining | None] = {"paged": None, "slab": "embed", "slab-shaped": "shape"}
 ARTIFACT: dict[str, dict[str, Value]] = {  # what Table 1's artifact does, and policies here do not by default
     "past-future": {"overfill": True, "initial_count": 500},
@@ -96,7 +96,8 @@ def make_world(
 ) -> World:
     """The world of a fit, or without one the token-step world; `given` are `WorldSettings`.
 
-    `workers` 0: as many as were profiled, or 1; `max_new_tokens` 0: 256, or Table 1's 4,096. `others` are a fleet's
+    `workers` 0: as many as were profiled, or 1; `max_new_tokens` 0: as recipes that do not say
+    it, or Table 1's 4,096. `others` are a fleet's
     kinds of workers besides those of `fit`. `InputError` for a setting that cannot be.
     """
     if others:
@@ -114,7 +115,7 @@ def make_world(
     settings = WorldSettings(**given)  # type: ignore[arg-type]
     if settings.capacity_tokens:
         fit = _with_capacity(fit, settings.capacity_tokens)
-    limit = max_new_tokens or USUAL_LIMIT
+    limit = max_new_tokens or ServeSpec().max_new_tokens
     world = world_from_fit(fit, workers=workers or fit.workers, max_new_tokens=limit, seed=seed)
     return replace(
         world,

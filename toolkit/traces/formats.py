@@ -54,6 +54,20 @@ class Format:
     def required(self) -> tuple[str, ...]:
         return tuple(column for column in (self.arrival, self.prompt, self.output) if column)
 
+    @property
+    def unit_s(self) -> float:
+        """Of its times, in seconds."""
+        return 0.001 if self.seconds is milliseconds else 1.0
+
+    @property
+    def unit(self) -> str:
+        return "ms" if self.seconds is milliseconds else "s"
+
+    @property
+    def time(self) -> str:
+        """What its times are, for people."""
+        return "an ISO 8601 time" if self.seconds is iso_seconds else f"a finite number of {self.unit}"
+
 
 MOONCAKE = Format(
     "mooncake",

@@ -1,15 +1,17 @@
 """Reading traces of every known format, with a report of what was kept, and what was dropped and why.
 
 A row that cannot be (no tokens, a negative time, a failed response, something that is no number) is counted and left
-out, never repaired. The format follows from the column names, whatever the file is called.
+out, never repaired; the first of each kind is shown with its value and the limit. The format follows from the column
+names, whatever the file is called.
 """
 
 from __future__ import annotations
 
 import csv
+import json
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from pathlib import Path
@@ -23,8 +25,11 @@ from toolkit.traces.formats import KNOWN, SUCCESS, Format, detect, number
 from toolkit.traces.types import Trace
 
 LONGEST = 2**31 - 1  # tokens; a length beyond it is a mistake, and would overflow sums
+LATEST_S = 253_402_300_800.0  # the year 10000 in seconds since 1970; a time beyond it is in another unit, or a mistake
+SHOWN = 40  # characters of a value in a message
 
 UNPARSABLE = "unparsable"
+TOO_LATE = "with a time beyond the year 9999"
 NO_TOKENS = "with a non-positive length"
 NEGATIVE = "with a negative time"
 FAILED = "failed responses"
@@ -43,6 +48,7 @@ class ReadReport:
     rows: int
     kept: int
     dropped: Mapping[str, int] = field(default_factory=dict)  # reason to count
+    examples: Mapping[str, str] = field(default_factory=dict)  # reason to the first row that it dropped: value, limit
     reordered: bool = False  # rows were not in order of arrival, and were sorted
     timeless: bool = False  # the format has no times: all arrive at 0
 
@@ -50,8 +56,10 @@ class ReadReport:
         """The report in words, one line each."""
         lines = [f"read {self.kept:,} of {self.rows:,} rows ({self.format} format)"]
         if self.dropped:
-            reasons = ", ".join(f"{count:,} {reason}" for reason, count in sorted(self.dropped.items()))
-            lines.append(f"dropped {self.rows - self.kept:,} rows: {reasons}")
+            reasons = sorted(self.dropped.items())
+            each = "; ".join(f"{count:,} {reason} ({self.examples[reason]})" for reason, count in reasons)
+            count = self.rows - self.kept
+            lines.append(f"dropped {count:,} {'row' if count == 1 else 'rows'}: {each}")
         if self.reordered:
             lines.append("rows were not in order of arrival: sorted")
         if self.timeless:
@@ -112,15 +120,28 @@ def _json_lines(file: TextIO) -> Iterator[object]:
         if line.strip():
             try:
                 yield msgspec.json.decode(line)
-            except msgspec.DecodeError:
-                yield None
+            except (msgspec.DecodeError, RecursionError):
+                yield _lenient(line)
+
+
+def _lenient(text: str) -> object:
+    """JSON with NaN and Infinity, which some writers make, so that such a value can be named; None for all else."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
 
 
 def _json_array(file: TextIO, source: str) -> Iterator[object]:
+    text = file.read()
     try:
-        yield from msgspec.json.decode(file.read(), type=list)
-    except msgspec.DecodeError as error:
-        raise InputError(f"{source}: not a JSON array: {error}") from error
+        values: object = msgspec.json.decode(text)
+    except (msgspec.DecodeError, RecursionError) as error:
+        values = _lenient(text)
+        if not isinstance(values, list):
+            raise InputError(f"{source}: not a JSON array: {error}", KNOWN) from error
+    assert isinstance(values, list), "the text begins with a bracket"
+    yield from values
 
 
 def _json(values: Iterable[object], source: str) -> tuple[list[str], Iterator[Record]]:
@@ -145,18 +166,22 @@ def _json(values: Iterable[object], source: str) -> tuple[list[str], Iterator[Re
 def _collect(records: Iterator[Record], form: Format, source: str) -> tuple[Trace, ReadReport]:
     kept: list[Row] = []
     dropped: Counter[str] = Counter()
-    for record in records:
+    examples: dict[str, str] = {}
+    for row, record in enumerate(records, start=1):
         try:
             kept.append(_row(record, form))
-        except _Dropped as reason:
-            dropped[str(reason)] += 1
+        except _Dropped as error:
+            reason = str(error)
+            dropped[reason] += 1
+            if reason not in examples:
+                examples[reason] = f"row {row:,}: {_detail(record, form, reason)}"
     rows = len(kept) + dropped.total()
     arrivals = np.array([row[0] for row in kept], dtype=np.float64)
     reordered = bool((np.diff(arrivals) < 0).any())
-    report = ReadReport(source, form.name, rows, len(kept), dict(dropped), reordered, timeless=not form.arrival)
+    report = ReadReport(source, form.name, rows, len(kept), dict(dropped), examples, reordered, not form.arrival)
     if not kept:
         problem = f"{source}: no usable row: {'; '.join(report.lines())}"
-        raise InputError(problem, "see docs/traces.md, 'Rows that cannot be'")
+        raise InputError(problem, "mend these rows; docs/traces.md, 'Rows that cannot be', has the limits")
     order = np.argsort(arrivals, kind="stable")
     lengths = np.array([row[1:] for row in kept], dtype=np.int64)[order]
     arrivals = arrivals[order] - arrivals.min()
@@ -180,8 +205,8 @@ def _row(record: Record, form: Format) -> Row:
         priority = 0 if urgency is None else _priority(urgency)
     except (ValueError, OverflowError) as error:
         raise _Dropped(UNPARSABLE) from error
-    if not math.isfinite(arrival):
-        raise _Dropped(UNPARSABLE)
+    if not -LATEST_S <= arrival <= LATEST_S:  # so it is no NaN either
+        raise _Dropped(_of_absurd(arrival))
     if form.zero_output_failed and output == 0:
         raise _Dropped(FAILED)
     if prompt <= 0 or output <= 0 or max_tokens < 0:
@@ -191,6 +216,51 @@ def _row(record: Record, form: Format) -> Row:
     if 0 < max_tokens < output:
         raise _Dropped(BEYOND)
     return arrival, prompt, output, max_tokens, priority
+
+
+def _of_absurd(arrival_s: float) -> str:
+    """The reason to drop a row with a time that is no number, or beyond all calendars."""
+    if not math.isfinite(arrival_s):
+        return UNPARSABLE
+    return NEGATIVE if arrival_s < 0 else TOO_LATE
+
+
+def _detail(record: Record, form: Format, reason: str) -> str:
+    """Which value made a row be dropped for `reason`, and what is allowed there."""
+    if record is None:
+        return "not a JSON object"
+    if reason == TOO_LATE:
+        return f"{_shown(record, form.arrival)}, must be at most {LATEST_S / form.unit_s:.4g} {form.unit}"
+    if reason == NEGATIVE:
+        return f"{_shown(record, form.arrival)}, must be at least 0 {form.unit}"
+    if reason == BEYOND:
+        return f"{_shown(record, form.output)}, {_shown(record, form.max_tokens)}"
+    if reason == FAILED:
+        return _shown(record, form.output if record.get(form.status) in SUCCESS else form.status)
+    checks: list[tuple[str, Callable[[object], float], float, str]] = [
+        (form.prompt, _length, 1, f"a whole number from 1 to {LONGEST:,}"),
+        (form.output, _length, 1, f"a whole number from 1 to {LONGEST:,}"),
+        (form.max_tokens, _length, 0, f"a whole number from 0 to {LONGEST:,}"),
+        (form.priority, _priority, -LONGEST, "a whole number of 32 bits"),
+    ]
+    for column, parse, least, allowed in checks:
+        if column in form.required or record.get(column) is not None:
+            try:
+                wrong = parse(record.get(column)) < least
+            except (ValueError, OverflowError):
+                wrong = True
+            if wrong:
+                return f"{_shown(record, column)}, must be {allowed}"
+    return f"{_shown(record, form.arrival)}, must be {form.time}"
+
+
+def _shown(record: Mapping[str, object], column: str) -> str:
+    """A column's value in a row, for people."""
+    value = record.get(column)
+    if value is None:
+        return f"no {column}"
+    text = repr(value) if isinstance(value, str) else str(value)
+    return f"{column} is {text if len(text) <= SHOWN else text[:SHOWN] + '...'}"
 
 
 def _length(value: object) -> int:

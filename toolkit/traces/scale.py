@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from toolkit.errors import InputError
+from toolkit.files.scaling import ScaledLengths, Scaling
 from toolkit.traces.types import Trace
 
 FITTED_PERCENTILE = 99.0  # what must fit after dividing; the rest is clipped
@@ -40,11 +41,13 @@ def scale_rate(trace: Trace, rate_rps: float) -> Trace:
     return replace(trace, arrival_s=trace.arrival_s * (now / rate_rps), notes=(*trace.notes, note))
 
 
-def scale_lengths(trace: Trace, max_model_len: int, max_new_tokens: int) -> Trace:
+def scale_lengths(trace: Trace, max_model_len: int, max_new_tokens: int, model_context: int | None = None) -> Trace:
     """Fit lengths into a model's context and keep their shape: outputs in `max_new_tokens`, prompts in what is left.
 
     Prompts and outputs are divided, each by the factor that makes the 99th percentile fit (1 where it fits already),
     rounded up, and the few that are still too long are clipped. So prompt + max_new_tokens never exceeds the context.
+    The result's `scaling` has what was done in numbers, its last note the same in words; `model_context`, the tokens
+    that the model itself takes, is only passed on to it.
     Raises InputError where no prompt token is left beside `max_new_tokens`.
     """
     room = max_model_len - max_new_tokens
@@ -53,24 +56,39 @@ def scale_lengths(trace: Trace, max_model_len: int, max_new_tokens: int) -> Trac
             f"max_new_tokens {max_new_tokens} leaves {room} of {max_model_len} tokens of context for the prompt",
             "max_new_tokens must be positive and below model.max_model_len",
         )
-    prompts, prompt_note, _ = _fit(trace.prompt_tokens, room, "prompts")
-    outputs, output_note, factor = _fit(trace.output_tokens, max_new_tokens, "outputs")
-    limits = np.minimum(np.ceil(trace.max_tokens / factor).astype(np.int64), max_new_tokens)
-    notes = (*trace.notes, prompt_note, output_note)
-    return replace(trace, prompt_tokens=prompts, output_tokens=outputs, max_tokens=limits, notes=notes)
+    prompts, of_prompts = _fit(trace.prompt_tokens, room)
+    outputs, of_outputs = _fit(trace.output_tokens, max_new_tokens)
+    limits = np.ceil(trace.max_tokens / of_outputs.divisor).astype(np.int64)
+    scaling = Scaling(
+        requests=len(trace),
+        max_model_len=max_model_len,
+        max_new_tokens=max_new_tokens,
+        model_context=model_context,
+        prompts=of_prompts,
+        outputs=of_outputs,
+    )
+    return replace(
+        trace,
+        prompt_tokens=prompts,
+        output_tokens=outputs,
+        max_tokens=np.minimum(limits, max_new_tokens),
+        notes=(*trace.notes, scaling.summary()),
+        scaling=scaling,
+    )
 
 
-def _fit(lengths: Tokens, limit: int, what: str) -> tuple[Tokens, str, float]:
-    """Lengths within `limit`, what was done in words, and the factor they were divided by."""
+def _fit(lengths: Tokens, limit: int) -> tuple[Tokens, ScaledLengths]:
+    """Lengths within `limit`, and what was done to them."""
     edge = float(np.percentile(lengths, FITTED_PERCENTILE))
-    factor = max(1.0, edge / limit)
-    divided = np.ceil(lengths / factor).astype(np.int64)
+    divisor = max(1.0, edge / limit)
+    divided = np.ceil(lengths / divisor).astype(np.int64)
     fitted = np.minimum(divided, limit)
-    clipped = int((divided > limit).sum())
-    done = []
-    if factor > 1.0:
-        done.append(f"divided by {factor:.4g} (99th percentile {edge:.0f} -> {limit})")
-    if clipped:
-        share = 100.0 * clipped / len(lengths)
-        done.append(f"clipped to {limit} tokens ({clipped:,} of {len(lengths):,}, {share:.1f} %)")
-    return fitted, f"{what} {', '.join(done) or f'unchanged: all within {limit} tokens'}", factor
+    return fitted, ScaledLengths(
+        limit_tokens=limit,
+        percentile_99_tokens=edge,
+        longest_tokens=int(lengths.max()),
+        mean_tokens=float(lengths.mean()),
+        divisor=divisor,
+        clipped=int((divided > limit).sum()),
+        scaled_mean_tokens=float(fitted.mean()),
+    )

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from toolkit.files.scaling import Scaling
+
 Rows = NDArray[np.int64] | slice
 
 
@@ -25,7 +27,8 @@ class Trace:
     max_tokens: NDArray[np.int64]
     source: str = ""  # file name, or how it was generated
     notes: tuple[str, ...] = field(default=())  # what was done to it: rows dropped, lengths scaled, rate changed
-    priority: NDArray[np.int64] | None = None  # the smaller, the more urgent; None: nobody is more urgent than others
+    priority: NDArray[np.int64] | None = None  # the smaller, the more urgent; None: all are equally urgent
+    scaling: Scaling | None = None  # what was done to the lengths; None: they are as they were read
 
     def __len__(self) -> int:
         return len(self.arrival_s)

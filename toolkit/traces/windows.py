@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from toolkit.errors import InputError
 from toolkit.traces.types import Trace
+
+COVERED = 0.8  # share of the trace that its windows take where their length is not given or does not fit
 
 
 @dataclass(slots=True, frozen=True)
@@ -47,6 +48,48 @@ def _span(start_s: float, end_s: float) -> str:
     return f"{start_s:.6g} s .. {end_s:.6g} s" if end_s < float("inf") else f"{start_s:.6g} s .. its end"
 
 
+@dataclass(slots=True, frozen=True)
+class Windows:
+    """Windows of one trace. Each list is in order of time; all windows last `seconds`.
+
+    `trace` is the whole, with a note where the windows are not as long as was wished; `longest_s`
+    is how long windows can be made with gaps between them.
+    """
+
+    trace: Trace
+    search: list[Window]
+    held_out: list[Window]
+    seconds: float
+    wished_s: float | None
+    longest_s: float
+
+
+def fit_windows(trace: Trace, wished_s: float | None, search: int, held_out: int, seed: int = 0) -> Windows:
+    """Windows as long as wished where the trace allows it, else as long as fits with gaps.
+
+    Without a wish they are as long as fits with gaps, too. Raises `InputError` for a wish that is
+    not positive, a trace whose requests all arrive at once, and one with so few requests that a
+    window would hold none.
+    """
+    duration_s = float(trace.arrival_s[-1])
+    if duration_s == 0:
+        raise InputError(
+            f"{trace.source}: all {len(trace)} requests arrive at once, so it cannot be cut into windows",
+            "draw arrival times first: llmctl trace convert IN OUT --draw-rate REQUESTS_PER_S",
+        )
+    part_s = duration_s / max(search + held_out, 1)
+    longest_s = COVERED * part_s
+    seconds = longest_s if wished_s is None or wished_s > part_s else wished_s
+    if wished_s is not None and seconds != wished_s:
+        note = (
+            f"windows of {seconds:,.3g} s instead of {wished_s:,g} s:"
+            f" {trace.source} lasts {duration_s:,.4g} s, for {search + held_out} windows"
+        )
+        trace = replace(trace, notes=(*trace.notes, note))
+    first, second = split_windows(trace, seconds, search, held_out, seed)
+    return Windows(trace, first, second, seconds, wished_s, longest_s)
+
+
 def split_windows(
     trace: Trace, window_s: float, search: int, held_out: int, seed: int = 0
 ) -> tuple[list[Window], list[Window]]:
@@ -54,7 +97,7 @@ def split_windows(
 
     The trace is divided into as many equal parts as there are windows; each part holds one, at a place drawn with
     `seed`, and the two kinds take turns as evenly as their numbers allow. Both lists are in order of time.
-    Raises InputError where the trace is too short, or a window would hold no request.
+    Raises `InputError` where the windows are longer than these parts, or one would hold no request.
     """
     count = search + held_out
     duration_s = float(trace.arrival_s[-1])
@@ -62,15 +105,22 @@ def split_windows(
         raise InputError(f"{search} + {held_out} windows of {window_s:g} s cannot be cut", "give positive numbers")
     part_s = duration_s / count
     if window_s > part_s:
-        longest_s = math.floor(part_s * 100) / 100
         raise InputError(
             f"{trace.source}: lasts {duration_s:.6g} s, too short for {search} + {held_out} windows of {window_s:g} s",
-            f"windows of at most {longest_s:g} s, or {int(duration_s / window_s)} windows in all, would fit",
+            f"windows of at most {part_s:.4g} s, or {int(duration_s / window_s)} windows in all, would fit",
         )
     rng = np.random.default_rng(seed)
     edges = np.linspace(0.0, duration_s, count + 1)
     starts = edges[:-1] + rng.random(count) * (part_s - window_s)
     ends = np.minimum(starts + window_s, edges[1:])  # rounding must not let two windows overlap
+    held = np.searchsorted(trace.arrival_s, ends) - np.searchsorted(trace.arrival_s, starts)
+    if not held.all():
+        empty = int(np.flatnonzero(held == 0)[0])
+        raise InputError(
+            f"{trace.source}: no request arrives in {_span(starts[empty], ends[empty])}, one of "
+            f"{search} + {held_out} windows of {window_s:.3g} s ({len(trace):,} requests in {duration_s:,.6g} s)",
+            "give a longer trace, longer windows (--window), or fewer windows",
+        )
     windows = [Window(a, b, cut(trace, a, b)) for a, b in zip(starts.tolist(), ends.tolist(), strict=True)]
     turns = np.diff((np.arange(count + 1) * search + rng.integers(count)) // count) > 0
     return (

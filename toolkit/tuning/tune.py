@@ -13,11 +13,11 @@ from toolkit.files.limits import Limit, broken, recipe_limits
 from toolkit.files.plan import Kind
 from toolkit.files.profile import Profile
 from toolkit.files.recipe import Recipe
-from toolkit.files.tuning import Outcome, PolicyResult, Tuning
+from toolkit.files.tuning import Outcome, PolicyResult, Tuning, WindowLength
 from toolkit.files.tuning import Window as WindowSpec
 from toolkit.sched.policies import make_any, refuse_unservable
 from toolkit.sim.world import World
-from toolkit.traces.windows import Window
+from toolkit.traces.windows import Window, Windows
 from toolkit.tuning.crew import Runner, collect
 from toolkit.tuning.evaluate import ATTAINMENT, ATTAINMENT_LOWER, Bench, Evaluation, Limits, Task
 from toolkit.tuning.explain import LATENCY, front, importance, sensitivity, sweeps
@@ -138,6 +138,8 @@ def _report(inputs: Inputs, found: Found, runner: Runner, head: Head, progress: 
             "workers": world.size,
             "request_rate_rps": workload.rate_rps,
             "trace_notes": list(workload.trace.notes),
+            "scaling": workload.trace.scaling,
+            "window_length": _window_length(workload.windows),
             "search_windows": [_spec(window) for window in workload.search],
             "held_out_windows": [_spec(window) for window in workload.held_out],
             "trials": trials,
@@ -235,3 +237,7 @@ def _bench(label: str, windows: Sequence[Window], world: World, recipe: Recipe) 
 
 def _spec(window: Window) -> WindowSpec:
     return WindowSpec(start_s=window.start_s, end_s=window.end_s, requests=len(window.trace))
+
+
+def _window_length(windows: Windows) -> WindowLength:
+    return WindowLength(wished_s=windows.wished_s, seconds=windows.seconds, longest_s=windows.longest_s)

@@ -17,20 +17,32 @@ from toolkit.sim.world import World, world_of
 from toolkit.traces.prepare import prepare
 from toolkit.traces.scale import mean_rate, scale_rate
 from toolkit.traces.types import Trace
-from toolkit.traces.windows import Window, split_windows
+from toolkit.traces.windows import Window, Windows, fit_windows
 
-COVERED = 0.8  # share of the trace in windows, where the recipe leaves their length open
 CAPACITY_SAMPLE = 1000  # requests of the backlog from which the untuned policy's capacity is read
 
 
 @dataclass(slots=True, frozen=True)
 class Workload:
-    """The trace, made ready, and its windows."""
+    """The trace, made ready, and cut into windows."""
 
-    trace: Trace
+    windows: Windows
     rate_rps: float
-    search: list[Window]
-    held_out: list[Window]
+
+    @property
+    def trace(self) -> Trace:
+        """The whole of it."""
+        return self.windows.trace
+
+    @property
+    def search(self) -> list[Window]:
+        """The windows to search on."""
+        return self.windows.search
+
+    @property
+    def held_out(self) -> list[Window]:
+        """The windows for the verdict, which the search does not see."""
+        return self.windows.held_out
 
 
 def capacity_rps(recipe: Recipe, world: World, fitted: Trace) -> float:
@@ -62,15 +74,8 @@ def make_workload(recipe: Recipe, fit: Fit, trace: Trace, others: Sequence[Kind]
             )
     if rate_rps is not None:
         fitted = scale_rate(fitted, rate_rps)
-    if mean_rate(fitted) == 0:
-        raise InputError(
-            f"{fitted.source}: all {len(fitted)} requests arrive at once, so it cannot be cut into windows",
-            "draw arrival times first: llmctl trace convert IN OUT --draw-rate REQUESTS_PER_S",
-        )
-    count = spec.windows + spec.held_out_windows
-    window_s = spec.window_s or COVERED * float(fitted.arrival_s[-1]) / count
-    search_windows, held_out = split_windows(fitted, window_s, spec.windows, spec.held_out_windows, spec.seed)
-    return Workload(fitted, rate_rps or mean_rate(fitted), search_windows, held_out)
+    windows = fit_windows(fitted, spec.window_s, spec.windows, spec.held_out_windows, spec.seed)
+    return Workload(windows, rate_rps or mean_rate(fitted))
 
 
 def make_world(recipe: Recipe, fit: Fit, others: Sequence[Kind] = ()) -> World:

@@ -1,0 +1,152 @@
+"""Requests that are not the trace's own are said to be so: in the verdict, the plan and the page."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import samples
+from commands import llmctl
+
+from toolkit.files.io import read_file
+from toolkit.files.plan import Plan
+from toolkit.files.scaling import ScaledLengths, Scaling
+from toolkit.files.tuning import Tuning
+from toolkit.traces.prepare import prepare
+from toolkit.traces.read import read_trace
+from toolkit.traces.scale import scale_lengths
+from toolkit.traces.shipped import trace_path
+
+RECIPE = """\
+name: test
+model:
+  {source: org/model, max_model_len: 512, kv_bytes_per_token: 4096, dtype: float32, config: {CONFIG}}
+hardware: {device: cpu, name: any}
+engine: {name: transformers}
+workers: 2
+profile: {batch_sizes: [1], input_lengths: [8], cached_lengths: [8], memory_lengths: [8]}
+sla: {ttft_p99_s: 20}
+policy: {name: sequence, parameters: {batch_size: 4}}
+tune: {trials: 3, window_s: 10, draws: 0, load: 0.8}
+serve: {max_new_tokens: 128}
+"""
+
+
+def lengths(divisor: float, longest: int = 100, limit: int = 384) -> ScaledLengths:
+    return ScaledLengths(
+        limit_tokens=limit, percentile_99_tokens=divisor * limit, longest_tokens=longest, mean_tokens=50.0,
+        divisor=divisor, clipped=0, scaled_mean_tokens=50.0 / divisor,
+    )  # fmt: skip
+
+
+def scaling(prompts: float, outputs: float = 1.0, longest: int = 100, context: int | None = None) -> Scaling:
+    return Scaling(
+        requests=9, max_model_len=512, max_new_tokens=128, model_context=context,
+        prompts=lengths(prompts, longest), outputs=lengths(outputs, limit=128),
+    )  # fmt: skip
+
+
+def write_trace(shortest: int) -> None:
+    rows = [{"timestamp": 250 * k, "input_length": shortest + k % 300, "output_length": 8 + k % 60} for k in range(400)]
+    Path("trace.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@pytest.fixture
+def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory, with a trace of long prompts, a recipe that cuts them, and its fit."""
+    monkeypatch.chdir(tmp_path)
+    config = "model_type: llama, max_position_embeddings: 8192"
+    Path("recipe.yaml").write_text(RECIPE.replace("CONFIG", config))
+    samples.write_fit(Path("recipe.yaml"))
+    write_trace(3000)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("given", "last"),
+    [
+        (scaling(2.0), None),
+        (scaling(1.9, 1.5, context=99_999), None),
+        (scaling(4.0), "max_model_len: 512 is what cuts the prompts; raise it if the model takes"),
+        (scaling(4.0, context=512), "the model takes no more than 512 tokens, which is what cuts"),
+        (
+            scaling(4.0, longest=7000, context=8192),
+            "the model takes 8,192 tokens, so every prompt as it is; max_model_len: 512 in the recipe",
+        ),
+        (
+            scaling(4.0, longest=9000, context=896),
+            "the model takes 896 tokens; max_model_len: 512 in the recipe is what cuts:"
+            " with 896 prompts would be divided by 2",
+        ),
+        (scaling(1.0, 3.0), "max_new_tokens: 128 is what cuts the outputs"),
+    ],
+)
+def test_beyond_twice_the_warnings_say_what_cuts(given: Scaling, last: str | None) -> None:
+    warnings = given.warnings()
+    if last is None:
+        assert warnings == []
+    else:
+        assert warnings[0].startswith("not the trace's own requests: ")
+        assert warnings[-1].startswith(last)
+
+
+def test_the_numbers_are_those_of_the_trace_before_and_after() -> None:
+    whole = read_trace(trace_path("chat-small"))[0]
+    scaled = scale_lengths(whole, 512, 256)
+    assert scaled.scaling is not None
+    found = scaled.scaling.prompts
+    assert found.mean_tokens == pytest.approx(whole.prompt_tokens.mean())
+    assert found.scaled_mean_tokens == pytest.approx(scaled.prompt_tokens.mean())
+    assert found.longest_tokens == whole.prompt_tokens.max()
+    assert found.limit_tokens == 256 == scaled.prompt_tokens.max()
+    assert found.divisor > 2
+
+
+def test_the_model_s_own_context_comes_from_the_recipe() -> None:
+    whole = read_trace(trace_path("chat-small"))[0]
+    for context in (None, 4096):
+        config = {"model_type": "llama"} | ({"max_position_embeddings": context} if context else {})
+        model = {"source": "random", "config": config, "max_model_len": 512}
+        prepared = prepare(whole, samples.recipe(model=model))
+        assert prepared.scaling is not None
+        assert prepared.scaling.model_context == context
+
+
+def test_the_verdict_the_plan_and_the_page_say_it(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fit = ["--fit", "fit.json"]
+    assert llmctl("tune", "recipe.yaml", *fit, "--trace", "trace.jsonl", "--jobs", "1") == 0
+    out, err = capsys.readouterr()
+    assert err.splitlines()[0].startswith("warning: trace: prompts divided by 8.5")
+    verdict = re.sub(r"\s+", " ", out[out.index("warning: ") :])
+    assert verdict.startswith("warning: not the trace's own requests: prompts are divided by 8.5")
+    cuts = "the model takes 8,192 tokens, so every prompt as it is; max_model_len: 512 in the recipe"
+    assert f"warning: {cuts} is what cuts" in verdict
+    tuning = read_file(Tuning, "tuning.json")
+    assert tuning.scaling is not None
+    assert tuning.scaling.prompts.divisor == pytest.approx(8.58, abs=0.01)
+    assert tuning.scaling.summary() in tuning.trace_notes
+
+    assert llmctl("render", "recipe.yaml", *fit, "--tuning", "tuning.json") == 0
+    assert "not the trace's own" in re.sub(r"\s+", " ", capsys.readouterr().out)
+    plan = read_file(Plan, "plan.json")
+    assert plan.explained["requests"].value == tuning.scaling.divided()
+    assert cuts in plan.explained["requests"].source
+    assert plan.explained["predicted goodput_rps"].source.endswith("windows of the scaled trace")
+    assert llmctl("render", "plan.json", "--target", "systemd") == 0
+    assert cuts in Path("systemd/EXPLAIN.md").read_text()
+
+    assert llmctl("report", "plan.json", "--out", "report.html") == 0
+    page = Path("report.html").read_text()
+    assert page.count(cuts) >= 2, "in the verdict, and beside the plan"
+
+
+def test_requests_that_fit_are_not_warned_of(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_trace(20)
+    words = ["--trace", "trace.jsonl", "--jobs", "1"]
+    assert llmctl("tune", "recipe.yaml", "--fit", "fit.json", *words) == 0
+    out, err = capsys.readouterr()
+    assert err.splitlines()[0].startswith("trace: prompts unchanged")
+    assert "not the trace's own" not in out
+    words = ["--fit", "fit.json", "--tuning", "tuning.json"]
+    assert llmctl("render", "recipe.yaml", *words) == 0
+    assert "requests" not in read_file(Plan, "plan.json").explained
