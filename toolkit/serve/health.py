@@ -14,7 +14,6 @@ from toolkit.serve.driver import Driver
 from toolkit.serve.live import Flight
 from toolkit.serve.metrics import Gauges, WorkerGauges
 
-
 NO_WORKER = "no worker is alive"
 
 
