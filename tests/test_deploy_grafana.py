@@ -60,15 +60,24 @@ def test_every_metric_is_on_the_board_or_has_a_reason_not_to_be(exposed):
 
 def test_every_alert_reads_a_metric_that_is_there(exposed, tmp_path):
     found = rules(orders.order(orders.plan(tmp_path)), 'namespace="x"', Reckoned(7, "test"))
-    alerts = {name: rule.alert for rule in found.groups[0].rules for name in METRIC.findall(rule.expr)}
-    assert alerts.keys() <= exposed.keys()
-    assert {"LlmctlNoWorker", "LlmctlRefusing", "LlmctlDrift", "LlmctlQueue"} <= {*alerts.values()}
+    read = {rule.alert: {*METRIC.findall(rule.expr)} for rule in found.groups[0].rules}
+    assert set().union(*read.values()) <= exposed.keys()
+    assert [alert for alert, metrics in read.items() if not metrics] == ["LlmctlDown"], "which reads Prometheus' own"
 
 
 def test_a_deployments_board_is_its_own(tmp_path):
     board = json.loads(render_target("kubernetes", orders.order(orders.plan(tmp_path)))["dashboard.json"])
     assert (board["uid"], board["title"]) == ("llmctl-test", "llmctl-test")
     assert "fit.json sha256" in board["description"]
+    (job,) = [one for one in board["templating"]["list"] if one["name"] == "job"]
+    assert job["current"]["value"] == "default/llmctl-test"
+
+
+@pytest.mark.parametrize("names", NAMES)
+def test_every_panel_shows_the_chosen_deployment_alone(names):
+    board = dashboard(SLA, names)
+    for expr in [target["expr"] for panel in board["panels"] for target in panel.get("targets", ())]:
+        assert expr.count("{") == expr.count('job=~"$job"') >= 1, expr
 
 
 def test_every_target_whose_metrics_are_known_has_a_board(tmp_path):
@@ -85,7 +94,7 @@ def test_every_label_in_a_query_is_one_of_the_metrics(names, exposed):
     for expr in expressions(dashboard(SLA, names)):
         labels = {label for found in LABELS.findall(expr) for label in found if label}
         for name in METRIC.findall(expr):
-            assert labels <= exposed[name], expr
+            assert labels <= exposed[name] | {"job"}, expr  # which Prometheus puts on every series
 
 
 @pytest.mark.parametrize("names", NAMES)

@@ -16,12 +16,17 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
+from toolkit.cli.basis import plan_of_recipe
 from toolkit.deploy.kinds.kubernetes import Deployment, Kustomization
 from toolkit.deploy.kinds.operators import PodMonitor, PrometheusRule, RulesFile, ScaledObject
 from toolkit.deploy.order import Order
 from toolkit.deploy.render import TARGETS, render_target
+from toolkit.deploy.threshold import DEFAULT_TRACE, waiting_threshold
 from toolkit.errors import InputError
+from toolkit.files.fits import shipped_fit
 from toolkit.files.plan import Plan, PlannedPolicy
+from toolkit.traces.read import read_trace
+from toolkit.traces.shipped import trace_path
 
 OWN_MODELS: dict[str, type[BaseModel]] = {  # kinds of operators: Kubernetes ships no schema of these
     "Kustomization": Kustomization,
@@ -176,7 +181,7 @@ def test_models_that_llmctl_builds_are_nothing_for_other_engines(cpu: Plan) -> N
 def test_alert_rules_are_a_file_elsewhere(order: Order) -> None:
     rules = RulesFile.model_validate(yaml_files(render_target("local", order))["alerts.yaml"])
     names = [rule.alert for rule in rules.groups[0].rules]
-    assert names[:3] == ["LlmctlDrift", "LlmctlOutOfMemory", "LlmctlWorkersLost"]
+    assert names[:3] == ["LlmctlDown", "LlmctlNoWorker", "LlmctlWorkerMissing"]
     assert "LlmctlTargetTtftP99S" in names
     assert names[-1] == "LlmctlQueue"
 
@@ -338,6 +343,37 @@ def test_a_threshold_is_where_first_tokens_come_too_late() -> None:
     from toolkit.deploy.threshold import most
 
     assert [most(bound(n)) for n in (0, 1, 7, 8, 100)] == [0, 1, 7, 8, 100]
+
+
+@pytest.mark.parametrize("recipe", ["llama-3.1-8b-h200", "llama-3.1-8b-a100-80gb-vllm", "tiny-llama-cpu"])
+def test_without_a_trace_the_threshold_is_that_of_the_shipped_one(recipe: str) -> None:
+    """One that is 1 would have an alert fire for ever, and SGLang refuse what it can serve."""
+    plan = plan_of_recipe(recipe, shipped_fit(recipe), None)
+    shipped = read_trace(trace_path(DEFAULT_TRACE))[0]
+    found = waiting_threshold(plan, None)
+    assert found.value == waiting_threshold(plan, shipped).value
+    assert found.value is not None
+    assert found.value > 10
+    assert "no trace was given, so with the lengths of chat-small" in found.source
+
+
+def test_a_target_that_no_request_keeps_has_no_threshold_and_says_why(gpu: Plan) -> None:
+    recipe = gpu.recipe.model_copy(update={"sla": {"ttft_p99_s": 1e-6}})
+    hopeless = gpu.model_copy(update={"recipe": recipe})
+    files = render_target("kubernetes", orders.order(hopeless))
+    assert "scaledobject.yaml" not in files
+    assert "LlmctlQueue" not in files["prometheusrule.yaml"]
+    assert "not even one request alone keeps ttft_p99_s 1e-06" in files["EXPLAIN.md"]
+    assert "--max-queued-requests" not in render_target("sglang", orders.order(hopeless))["serve.sh"]
+
+
+def test_where_all_that_keep_the_target_start_at_once_there_is_no_threshold(gpu: Plan) -> None:
+    """The second batch of sequences waits for the whole first one."""
+    recipe = gpu.recipe.model_copy(update={"sla": {"ttft_p99_s": 0.3}})
+    policy = PlannedPolicy(name="sequence", parameters={"batch_size": 4})
+    found = waiting_threshold(gpu.model_copy(update={"recipe": recipe, "policy": policy}), None)
+    assert found.value is None
+    assert "all of them start at once: none can wait" in found.source
 
 
 def bound(limit: int) -> Callable[[int], bool]:

@@ -1,4 +1,4 @@
-"""Health is progress; readiness is being loaded and not leaving; metrics say what happened."""
+"""Health is the front's; readiness needs a worker that is loaded and alive; metrics say what happened."""
 
 import asyncio
 import re
@@ -9,7 +9,8 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 from serving import HandWorkers, client, make_driver, text, turns
 
-from toolkit.serve.health import is_ready, problem
+from toolkit.errors import EngineError
+from toolkit.serve.health import failure, gauges, problem, state
 from toolkit.serve.stats import Histogram
 
 
@@ -23,8 +24,9 @@ def ask(test: Callable[[httpx.AsyncClient], Coroutine], **options) -> None:
 
 def test_a_loading_server_is_healthy_and_not_ready():
     driver = make_driver(HandWorkers())
-    assert problem(driver) == ""
-    assert not is_ready(driver)
+    assert failure(driver) == problem(driver) == ""
+    assert state(driver) == "loading"
+    assert not any(worker.alive for worker in gauges(driver).workers)
 
 
 def test_a_loaded_server_is_both():
@@ -47,19 +49,18 @@ def test_a_leaving_server_is_healthy_and_not_ready():
     ask(test)
 
 
-def test_a_worker_that_is_silent_for_too_long_is_unhealthy_until_it_speaks():
+def test_a_worker_that_is_silent_for_too_long_is_a_problem_until_it_speaks_and_the_front_is_healthy():
     async def test(http: httpx.AsyncClient) -> None:
         asking = asyncio.create_task(http.post("/v1/completions", json={"prompt": "a", "max_tokens": 8}))
         await turns(60)
         (flight,) = http.driver.flights.values()
         flight.sign_s -= 10 * flight.batch.estimated_s + 29
-        assert (await http.get("/health")).status_code == 200
+        assert problem(http.driver) == ""
         flight.sign_s -= 2
-        response = await http.get("/health")
-        assert response.status_code == 503
-        assert "worker 0 has been silent for 3" in response.json()["status"]
-        http.workers.progress()
+        assert "worker 0 has been silent for 3" in problem(http.driver)
         assert (await http.get("/health")).status_code == 200
+        http.workers.progress()
+        assert problem(http.driver) == ""
         http.workers.finish()
         await asking
 
@@ -72,7 +73,7 @@ def test_a_worker_that_hangs_while_another_works_is_no_illness():
         await turns(60)
         (flight,) = http.driver.flights.values()
         flight.sign_s -= 3600
-        assert (await http.get("/health")).status_code == 200
+        assert problem(http.driver) == ""
         http.workers.finish(flight.batch.worker)
         await asking
 
@@ -113,15 +114,17 @@ def test_time_in_which_the_server_itself_stood_still_is_not_the_workers():
     ask(test, workers=HandWorkers())
 
 
-def test_without_a_living_worker_it_is_unhealthy():
+def test_without_a_living_worker_it_is_healthy_and_not_ready():
     async def test(http: httpx.AsyncClient) -> None:
         asking = asyncio.create_task(http.post("/v1/completions", json={"prompt": "a", "max_tokens": 8}))
         await turns(60)
         http.workers.crash()
-        response = await http.get("/health")
+        response = await http.get("/ready")
         assert (response.status_code, response.json()) == (503, {"status": "no worker is alive"})
-        http.workers.recover()
         assert (await http.get("/health")).status_code == 200
+        assert scrape((await http.get("/metrics")).text)["llmctl_workers_alive"] == 0
+        http.workers.recover()
+        assert (await http.get("/ready")).status_code == 200
         await turns()
         http.workers.finish()
         await asking
@@ -129,10 +132,33 @@ def test_without_a_living_worker_it_is_unhealthy():
     ask(test, workers=HandWorkers())
 
 
+def test_with_one_of_two_workers_alive_it_is_ready():
+    async def test(http: httpx.AsyncClient) -> None:
+        asking = asyncio.create_task(http.post("/v1/completions", json={"prompt": "a", "max_tokens": 8}))
+        await turns(60)
+        (worker,) = http.workers.running
+        http.workers.crash(worker)
+        assert (await http.get("/ready")).status_code == 200
+        await turns()
+        http.workers.finish(1 - worker)
+        await asking
+
+    ask(test, workers=HandWorkers(2))
+
+
 def test_after_a_bug_in_the_scheduler_it_is_unhealthy():
     async def test(http: httpx.AsyncClient) -> None:
         http.driver.bug = ValueError("a bug")
         assert (await http.get("/health")).status_code == 503
+
+    ask(test)
+
+
+def test_where_no_worker_can_be_loaded_any_more_it_is_unhealthy():
+    async def test(http: httpx.AsyncClient) -> None:
+        http.driver.failed = EngineError("no worker is left")
+        response = await http.get("/health")
+        assert (response.status_code, response.json()) == (503, {"status": "no worker can be loaded"})
 
     ask(test)
 

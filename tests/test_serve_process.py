@@ -184,10 +184,10 @@ def test_a_worker_that_hangs_is_replaced_and_costs_its_requests_nothing(tmp_path
             text = next(iter(stream)).choices[0].text
             (hung,) = server.workers()
             hung.suspend()
-            while httpx.get(f"{server.url}/health").status_code == 200:
-                pass
+            while httpx.get(f"{server.url}/ready").status_code == 200:
+                assert httpx.get(f"{server.url}/health").status_code == 200
             assert text + "".join(piece.choices[0].text for piece in stream) == expected
-            assert httpx.get(f"{server.url}/health").status_code == 200
+            assert httpx.get(f"{server.url}/ready").status_code == 200
             assert [worker.pid for worker in server.workers()] != [hung.pid]
         assert server.end() == 0
 

@@ -15,6 +15,7 @@ from toolkit.errors import EngineError, InputError
 from toolkit.serve.api import make_app
 from toolkit.serve.driver import Driver
 from toolkit.serve.server import Ending, check_exposure, is_loopback, listen, serve, url
+from toolkit.workers.protocol import WorkersFailed
 
 BODY = {"prompt": "hello", "temperature": 0, "max_tokens": 6, "stream": True}
 Test = Callable[[httpx.AsyncClient, Driver, HandWorkers], Coroutine]
@@ -214,3 +215,17 @@ def test_a_host_that_is_not_ours_is_an_input_error():
     with pytest.raises(InputError, match=r"cannot listen on 203\.0\.113\.1 port 80") as caught:
         listen("203.0.113.1", 80)
     assert caught.value.hint == "choose another --host"
+
+
+def test_where_no_worker_can_be_loaded_again_it_ends_and_says_why():
+    async def test(http: httpx.AsyncClient, driver: Driver, hands: HandWorkers) -> None:
+        await until_ready(http)
+        async with http.stream("POST", "/v1/completions", json=BODY) as response:
+            hands.crash()
+            hands.on_event(WorkersFailed(EngineError("no worker is left", "look at the device")))
+            error, done = events((await response.aread()).decode())
+        assert "the server is shutting down" in error["error"]["message"]
+        assert done == "[DONE]"
+
+    with pytest.raises(EngineError, match="no worker is left"):
+        run(test)

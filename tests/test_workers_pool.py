@@ -10,6 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import samples
 import tiny
 import uvloop
 
@@ -17,8 +18,18 @@ from toolkit.engines.factory import make_engine
 from toolkit.engines.protocol import Round, Row, SamplingParams, SliceOutput
 from toolkit.errors import EngineError
 from toolkit.files.recipe import ModelSpec
+from toolkit.workers.frames import Ready
+from toolkit.workers.pool import MAX_FAILED_LOADS, OnFrame, Pool
 from toolkit.workers.processes import ProcessWorkers
-from toolkit.workers.protocol import BatchDone, BatchProgress, RoundDone, WorkerEvent, WorkerLost, WorkerReady
+from toolkit.workers.protocol import (
+    BatchDone,
+    BatchProgress,
+    RoundDone,
+    WorkerEvent,
+    WorkerLost,
+    WorkerReady,
+    WorkersFailed,
+)
 
 CRASH, HANG = 200, 201
 LONG = SamplingParams(ignore_eos=True)
@@ -262,6 +273,113 @@ def test_an_engine_that_cannot_be_loaded_says_so_in_its_own_words() -> None:
 def test_a_worker_that_dies_while_it_loads_is_an_engine_error() -> None:
     with pytest.raises(EngineError, match="worker 0 ended while it loaded its engine: exit code 1: RuntimeError"):
         with_workers(never, process_workers(1, fake(crash_token=0)))  # the warm-up holds it
+
+
+class Hand:
+    """A worker's body that a test moves by hand: it ends when it is told how, or killed."""
+
+    def __init__(self, on_frame: OnFrame) -> None:
+        self.hear = on_frame
+        self.end: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+    def send(self, frame: object) -> None:
+        pass
+
+    def kill(self) -> None:
+        if not self.end.done():
+            self.end.set_result("killed by SIGKILL")
+
+    async def gone(self) -> str:
+        return await self.end
+
+
+class HandPool(Pool):
+    """A pool of such bodies, those of the first start loaded at once."""
+
+    def __init__(self, size: int, **options: float) -> None:
+        super().__init__(size, self._make, backoff_s=0.0, **options)
+        self.bodies: list[Hand] = []
+
+    async def _make(self, index: int, on_frame: OnFrame) -> Hand:
+        body = Hand(on_frame)
+        self.bodies.append(body)
+        if len(self.bodies) <= self.size:
+            self.load(body)
+        return body
+
+    def load(self, body: Hand) -> None:
+        body.hear(Ready(samples.fit().engine.model_dump_json()))
+
+    async def next_body(self, count: int) -> Hand:
+        """The last body, as soon as so many were made."""
+        while len(self.bodies) < count:
+            await asyncio.sleep(0)
+        return self.bodies[-1]
+
+
+async def fail_to_load(pool: HandPool, times: int) -> None:
+    for _ in range(times):
+        body = await pool.next_body(len(pool.bodies) + 1)
+        body.end.set_result("exit code 1: RuntimeError: no such device")
+
+
+def test_where_no_worker_can_be_loaded_again_the_pool_gives_up_and_says_why() -> None:
+    async def main() -> None:
+        pool, events = HandPool(1), Events()
+        await pool.start(events)
+        pool.bodies[0].kill()
+        await fail_to_load(pool, MAX_FAILED_LOADS)
+        (failed,) = await events.until(WorkersFailed)
+        assert isinstance(failed, WorkersFailed)
+        assert "none could be loaded again in 5 tries; worker 0: exit code 1: RuntimeError: no such device" in str(
+            failed.error
+        )
+        assert len(pool.bodies) == 1 + MAX_FAILED_LOADS
+        await pool.stop()
+
+    asyncio.run(main())
+
+
+def test_a_load_that_succeeds_forgets_those_that_failed() -> None:
+    async def main() -> None:
+        pool, events = HandPool(1), Events()
+        await pool.start(events)
+        for _ in range(3):
+            pool.bodies[-1].kill()
+            await fail_to_load(pool, MAX_FAILED_LOADS - 1)
+            pool.load(await pool.next_body(len(pool.bodies) + 1))
+        assert not [event for event in events.seen if isinstance(event, WorkersFailed)]
+        await pool.stop()
+
+    asyncio.run(main())
+
+
+def test_while_one_worker_lives_the_other_is_tried_again_and_again() -> None:
+    async def main() -> None:
+        pool, events = HandPool(2), Events()
+        await pool.start(events)
+        pool.bodies[0].kill()
+        await fail_to_load(pool, 2 * MAX_FAILED_LOADS)
+        assert not [event for event in events.seen if isinstance(event, WorkersFailed)]
+        pool.bodies[1].kill()
+        await fail_to_load(pool, 2 * MAX_FAILED_LOADS)
+        await events.until(WorkersFailed)
+        await pool.stop()
+
+    asyncio.run(main())
+
+
+def test_a_load_that_hangs_is_ended_and_tried_again() -> None:
+    async def main() -> None:
+        pool, events = HandPool(1, load_grace_s=0.0), Events()
+        await pool.start(events)
+        pool.bodies[0].kill()
+        pool.load(await pool.next_body(3))  # the second never said a word
+        assert pool.bodies[1].end.done()
+        await events.until(WorkerReady, 2)
+        await pool.stop()
+
+    asyncio.run(main())
 
 
 FRONT = """

@@ -51,7 +51,10 @@ ForceOption = Annotated[
 ]
 TraceOption = Annotated[
     str | None,
-    typer.Option("--trace", help="Lengths for the autoscaling threshold; default: the tuning's trace, if it ships."),
+    typer.Option(
+        "--trace",
+        help="Lengths for the autoscaling threshold; default: the tuning's trace, if it ships, or chat-small.",
+    ),
 ]
 ImageOption = Annotated[str, typer.Option("--image", help="Container image, pinned by tag or digest.")]
 NamespaceOption = Annotated[str, typer.Option("--namespace", help="Kubernetes namespace.")]

@@ -37,6 +37,7 @@ def render_to(asked: Request) -> None:
     from toolkit.cli.basis import note_analytic
     from toolkit.deploy.folder import changes, manifest_of, write
     from toolkit.deploy.render import render_target
+    from toolkit.deploy.threshold import DEFAULT_TRACE, ttft_targets
 
     order = _order(asked)
     files = render_target(asked.target, order)
@@ -47,6 +48,8 @@ def render_to(asked: Request) -> None:
     write(files, asked.folder, manifest, force=asked.force)
     emit(asked.as_json, {"folder": str(asked.folder), **manifest.model_dump()}, lambda: _show(asked.folder, files))
     note_analytic(asked.plan.fit)
+    if order.trace is None and ttft_targets(asked.plan.recipe):
+        note(f"no --trace was given: how many may wait is reckoned for the lengths of {DEFAULT_TRACE}, which ships")
     if order.validation:
         note(order.validation.summary())
     note(f"{asked.folder / 'EXPLAIN.md'} says where each value comes from, and how to start it")

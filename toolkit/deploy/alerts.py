@@ -1,18 +1,23 @@
-"""Alert rules over what a server says of itself: is it as fast as predicted, does memory hold, do targets hold.
+"""Alert rules over what a server says of itself: is it there, as fast as predicted, does memory hold, do targets hold.
 
-As a rules file that Prometheus reads, or the spec of a PrometheusRule. Limits come from the plan: what the fit claims
-of its own error, and how many may wait.
+As a rules file that Prometheus reads, or the spec of a PrometheusRule. Limits come from the plan: its targets, what
+the fit claims of its own error, and how many may wait. Each deployment's rules read its own series alone.
 """
 
 from __future__ import annotations
-
-import re
 
 from toolkit.deploy.kinds.operators import Rule, RuleGroup, RulesFile
 from toolkit.deploy.order import Order, Reckoned
 
 LEAST_DRIFT_PERCENT = 15.0  # shared machines breathe; less than that is no news
 RATE = "[10m]"
+WHAT = {
+    "ttft": "time to first token",
+    "tpot": "time per output token",
+    "itl": "gap between tokens",
+    "mtpot": "longest gap in a request",
+    "e2e": "time of a whole request",
+}
 
 
 def drift_percent(order: Order) -> Reckoned[float]:
@@ -26,19 +31,67 @@ def drift_percent(order: Order) -> Reckoned[float]:
     return Reckoned(round(2 * stated, 1), source)
 
 
-def rules(order: Order, selector: str, threshold: Reckoned[int] | None) -> RulesFile:
-    """The rules for the servers that `selector` ('namespace="x"', or '') picks; `threshold` waits are too many."""
-    return RulesFile(
-        groups=[RuleGroup(name=order.name, rules=[*_health(order, selector), *_targets(order, selector, threshold)])]
-    )
+def job(order: Order, *, monitored: bool) -> str:
+    """The `job` label of the deployment's series.
+
+    Prometheus puts `job` on every series that it scrapes. Prometheus' operator sets it to NAMESPACE/NAME of the
+    PodMonitor (`monitored`), which is called as the deployment is: API reference of monitoring.coreos.com/v1,
+    PodMonitorSpec.jobLabel. Elsewhere it is the scrape configuration's job_name, which EXPLAIN.md asks for.
+    """
+    return f"{order.options.namespace}/{order.name}" if monitored else order.name
+
+
+def series(order: Order, *, monitored: bool) -> str:
+    """The label matchers that pick the deployment's own series, and those of no other."""
+    own = f'job="{job(order, monitored=monitored)}"'
+    return f'namespace="{order.options.namespace}",{own}' if monitored else own
+
+
+def rules(order: Order, selector: str, threshold: Reckoned[int | None]) -> RulesFile:
+    """The rules for the servers that `selector` (of `series`) picks; more than `threshold` waiting are too many."""
+    found = [*_health(order, selector), *_targets(order, selector, threshold)]
+    named = [rule.model_copy(update={"labels": rule.labels | {"deployment": order.name}}) for rule in found]
+    return RulesFile(groups=[RuleGroup(name=order.name, rules=named)])
 
 
 def _health(order: Order, selector: str) -> list[Rule]:
-    """Whether what was measured still holds."""
+    """Whether it is there, and whether what was measured still holds."""
     low, high = _bounds(drift_percent(order).value)
     ratio = _per_second("llmctl_batch_seconds_total", selector) + " / "
     ratio += _per_second("llmctl_predicted_batch_seconds_total", selector)
+    alive, lost = f"llmctl_workers_alive{{{selector}}}", f"llmctl_worker_restarts_total{{{selector}}}"
+    workers = f"count without (worker) (llmctl_worker_load_seconds{{{selector}}})"
     return [
+        _rule(
+            "LlmctlDown",
+            f"absent(up{{{selector}}} == 1)",
+            "5m",
+            "No server of this deployment answers Prometheus",
+            f"It does not run, or Prometheus does not scrape it with these labels: {selector}.",
+            "critical",
+        ),
+        _rule(
+            "LlmctlNoWorker",
+            f"{alive} == 0 and {lost} > 0",  # before the first load none is alive either
+            "1m",
+            "No worker is alive",
+            "Requests wait while the server loads its workers again; its log says why they were lost.",
+            "critical",
+        ),
+        _rule(
+            "LlmctlWorkerMissing",
+            f"({alive} > 0) < {workers}",
+            "15m",
+            "Only {{ $value | humanize }} of the workers are alive",
+            "The others take requests; the server's log says why these were lost, or do not load.",
+        ),
+        _rule(
+            "LlmctlWorkersLost",
+            f"increase({lost}{RATE}) > 2",
+            "0m",
+            "{{ $value | humanize }} workers died in 10 minutes",
+            "Their requests went on elsewhere; the server's log says why they died.",
+        ),
         _rule(
             "LlmctlDrift",
             f"({ratio}) > {high:g} or ({ratio}) < {low:g}",
@@ -48,41 +101,17 @@ def _health(order: Order, selector: str) -> list[Rule]:
         ),
         _rule(
             "LlmctlOutOfMemory",
-            f"increase(llmctl_oom_events_total{_braces(selector)}{RATE}) > 0",
+            f"increase(llmctl_oom_events_total{{{selector}}}{RATE}) > 0",
             "0m",
             "{{ $value | humanize }} batches ran out of memory in 10 minutes",
             "No request was lost; the memory law is too generous here. Measure again, or set a reserve.",
         ),
-        _rule(
-            "LlmctlWorkersLost",
-            f"increase(llmctl_worker_restarts_total{_braces(selector)}{RATE}) > 2",
-            "0m",
-            "{{ $value | humanize }} workers died in 10 minutes",
-            "Their requests went on elsewhere; the server's log says why they died.",
-        ),
-        _rule(
-            "LlmctlNoWorker",
-            f"llmctl_workers_alive{_braces(selector)} == 0",
-            "1m",
-            "No worker is alive",
-            "Requests wait and nothing runs; the server's log says why its workers do not start.",
-        ),
     ]
 
 
-def _targets(order: Order, selector: str, threshold: Reckoned[int] | None) -> list[Rule]:
-    """Whether the recipe's latency targets hold, and whether they can with so many waiting."""
-    found = [
-        _rule(
-            f"LlmctlTarget{key.title().replace('_', '')}",
-            f"histogram_quantile(0.{quantile}, {_buckets(f'llmctl_{metric}_seconds_bucket', selector)}) > {limit:g}",
-            "5m",
-            f"{key} is {{{{ $value | humanize }}}} s",
-            f"The recipe's target is {limit:g} s; histograms are coarse, so it may be a little less or more.",
-        )
-        for key, limit in order.plan.recipe.sla.items()
-        for metric, quantile in re.findall(r"^(ttft|tpot|itl|e2e)_p([0-9]+)_s$", key)
-    ]
+def _targets(order: Order, selector: str, threshold: Reckoned[int | None]) -> list[Rule]:
+    """Whether the recipe's latency targets hold, each of them, and whether they can with so many waiting."""
+    found = [_target(key, limit, selector) for key, limit in order.plan.recipe.sla.items()]
     refusing = _rule(
         "LlmctlRefusing",
         f"{_per_second('llmctl_refused_total', selector)} > 0",
@@ -91,11 +120,11 @@ def _targets(order: Order, selector: str, threshold: Reckoned[int] | None) -> li
         "For five minutes more came than the targets allow: add replicas, or send less.",
     )
     found.append(refusing)
-    if threshold is None:
+    if threshold.value is None:
         return found
     queue = _rule(
         "LlmctlQueue",
-        f"llmctl_requests_waiting{_braces(selector)} > {threshold.value}",
+        f"llmctl_requests_waiting{{{selector}}} > {threshold.value}",
         "2m",
         "{{ $value | humanize }} requests wait, and first tokens come too late",
         f"More than {threshold.value} waiting break the TTFT target: add replicas, or send less.",
@@ -103,27 +132,41 @@ def _targets(order: Order, selector: str, threshold: Reckoned[int] | None) -> li
     return [*found, queue]
 
 
+def _target(key: str, limit: float, selector: str) -> Rule:
+    """The rule of one target, `ttft_p99_s`.
+
+    The server has each limit as a bucket's bound (`toolkit.serve.stats`), so how many were late is exact: more than
+    1 % of them break a p99, any breaks a max.
+    """
+    metric, statistic, _ = key.split("_")
+    name, what = f"llmctl_{metric}_seconds", WHAT[metric]
+    all_ = _per_second(f"{name}_count", selector)
+    if statistic == "mean":
+        expression = f"{_per_second(f'{name}_sum', selector)} / {all_} > {limit:g}"
+        summary = f"The mean {what} is {{{{ $value | humanize }}}} s"
+        text = f"The recipe's target {key} is {limit:g} s."
+    else:
+        allowed = 0.0 if statistic == "max" else 1 - float(statistic.removeprefix("p")) / 100
+        kept = _per_second(f"{name}_bucket", f'{selector},le="{float(limit)}"')
+        expression = f"1 - {kept} / {all_} > {allowed:.4g}"
+        summary = f"{{{{ $value | humanizePercentage }}}} are beyond {limit:g} s: {what}"
+        text = f"The recipe's target {key} is {limit:g} s; it allows {100 * allowed:.4g} % beyond."
+    return _rule(f"LlmctlTarget{key.title().replace('_', '')}", expression, "5m", summary, text)
+
+
 def _bounds(percent: float) -> tuple[float, float]:
     return round(1 / (1 + percent / 100), 3), round(1 + percent / 100, 3)
 
 
 def _per_second(metric: str, selector: str) -> str:
-    return f"sum by (instance) (rate({metric}{_braces(selector)}{RATE}))"
+    return f"sum by (instance) (rate({metric}{{{selector}}}{RATE}))"
 
 
-def _buckets(metric: str, selector: str) -> str:
-    return f"sum by (instance, le) (rate({metric}{_braces(selector)}{RATE}))"
-
-
-def _braces(selector: str) -> str:
-    return f"{{{selector}}}" if selector else ""
-
-
-def _rule(name: str, expression: str, lasting: str, summary: str, description: str) -> Rule:
+def _rule(name: str, expression: str, lasting: str, summary: str, description: str, severity: str = "warning") -> Rule:
     return Rule(
         alert=name,
         expr=expression,
         for_=lasting,
-        labels={"severity": "warning"},
+        labels={"severity": severity},
         annotations={"summary": summary, "description": description},
     )

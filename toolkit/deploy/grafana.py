@@ -39,12 +39,17 @@ OURS = re.compile(r"llmctl_[a-z0-9_]+?(?=_(?:bucket|sum|count)\b|\b)|\bfinish_re
 
 
 def dashboard(
-    sla: Mapping[str, float] | None = None, names: Names = "llmctl", of: str = "", description: str = ""
+    sla: Mapping[str, float] | None = None,
+    names: Names = "llmctl",
+    of: str = "",
+    description: str = "",
+    job: str = "",
 ) -> dict[str, Any]:
     """The dashboard, ready for `json.dumps`; the same arguments give the same one.
 
-    `sla` is a recipe's, for the lines of its targets; `of` names a deployment, whose board then is its own, and
-    `description` says where it comes from.
+    `sla` is a recipe's, for the lines of its targets; `of` names a deployment, whose board then is its own,
+    `description` says where it comes from, and `job` is the label of its series (`toolkit.deploy.alerts.job`), which
+    the board then shows; '': all, until somebody chooses.
     """
     rows = rows_of(sla or {})
     if names == "vllm":
@@ -59,7 +64,7 @@ def dashboard(
         "graphTooltip": 1,  # the cross-hair is on all panels at once
         "refresh": "10s",
         "time": {"from": "now-30m", "to": "now"},
-        "templating": {"list": _variables(names)},
+        "templating": {"list": _variables(names, job)},
         "panels": _placed(rows),
     }
 
@@ -89,24 +94,32 @@ def _translated(expr: str) -> str:
     return OURS.sub(lambda found: VLLM_NAMES[found[0]], expr)
 
 
-def _variables(names: Names) -> list[dict[str, Any]]:
-    metric = "llmctl_requests_running"
-    query = f"label_values({_translated(metric) if names == 'vllm' else metric}, model_name)"
+def _variables(names: Names, job: str) -> list[dict[str, Any]]:
     source = {"type": "datasource", "name": "datasource", "label": "Data source", "query": "prometheus"}
-    model = {
+    metric = "llmctl_requests_running"
+    metric = _translated(metric) if names == "vllm" else metric
+    return [
+        source,
+        _labels("job", "Deployment", f"label_values({metric}, job)", job),
+        _labels("model", "Model", f'label_values({metric}{{job=~"$job"}}, model_name)'),
+    ]
+
+
+def _labels(name: str, label: str, query: str, chosen: str = "") -> dict[str, Any]:
+    """A variable of a label's values; `chosen` at first, or all."""
+    return {
         "type": "query",
-        "name": "model",
-        "label": "Model",
+        "name": name,
+        "label": label,
         "datasource": _source(),
         "definition": query,
-        "query": {"query": query, "refId": "model"},
+        "query": {"query": query, "refId": name},
         "refresh": 2,  # whenever the time range changes
         "includeAll": True,
         "multi": True,
         "allValue": ".*",
-        "current": {"text": "All", "value": "$__all"},
+        "current": {"text": chosen, "value": chosen} if chosen else {"text": "All", "value": "$__all"},
     }
-    return [source, model]
 
 
 def _source() -> dict[str, str]:

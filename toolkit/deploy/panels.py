@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-SELECTED = 'model_name=~"$model"'
+SELECTED = 'model_name=~"$model",job=~"$job"'
 WINDOW = "$__rate_interval"
 
 
@@ -44,6 +44,7 @@ def rows_of(sla: Mapping[str, float]) -> list[Row]:
                 _latency("Time to first token", "ttft", sla),
                 _latency("Time per output token", "tpot", sla, "Of a request, after its first token."),
                 _latency("Between tokens", "itl", sla, "Tokens that come together share their gap."),
+                _latency("Longest gap in a request", "mtpot", sla, "Between two of its tokens."),
                 _latency("Whole request", "e2e", sla),
                 _latency("Waiting for the first batch", "queue", sla),
                 _forecast(sla),

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 
-from toolkit.deploy.alerts import rules
+from toolkit.deploy.alerts import job, rules, series
 from toolkit.deploy.claims import bench_script, explanation
 from toolkit.deploy.grafana import Names, dashboard
-from toolkit.deploy.order import Order, Rendered
+from toolkit.deploy.order import Order, Reckoned, Rendered, Told, told
 from toolkit.deploy.targets import compose, kuberay, kubernetes, local, ray, sglang, systemd, vllm
 from toolkit.deploy.targets.objects import DASHBOARD
 from toolkit.deploy.threshold import waiting_threshold
@@ -30,8 +31,9 @@ TARGETS: dict[str, Callable[[Order], Rendered]] = {
     "sglang": sglang.render,
 }
 OURS = ("local", "systemd", "compose", "ray")  # whose metrics are llmctl's, with no operator to read rules from objects
+MONITORED = ("kubernetes", "kuberay")  # by Prometheus' operator
 BOARDS: dict[str, Names] = {
-    **dict[str, Names].fromkeys([*OURS, "kubernetes", "kuberay"], "llmctl"),
+    **dict[str, Names].fromkeys([*OURS, *MONITORED], "llmctl"),
     "vllm": "vllm",  # its own metrics
 }
 FLAGS = ("vllm", "sglang")  # whose flags may come from a server that was measured from outside
@@ -70,11 +72,24 @@ def render_target(target: str, order: Order) -> dict[str, str]:
     files = dict(sorted(rendered.files.items()))
     plan_file = next((name for name in files if name.endswith("plan.json")), "plan.json")
     files[plan_file] = order.text
-    if target in OURS:
-        alerts = rules(order, "", waiting_threshold(order.plan, order.trace))
+    names: Names | None = "vllm" if order.plan.recipe.engine.name == "vllm" else BOARDS.get(target)
+    if target in OURS and names == "llmctl":
+        threshold = waiting_threshold(order.plan, order.trace)
+        alerts = rules(order, series(order, monitored=False), threshold)
         files["alerts.yaml"] = dump_yaml([alerts], order.comment())
-    if target in BOARDS:
-        board = dashboard(order.plan.recipe.sla, BOARDS[target], order.name, order.comment())
+        rendered = replace(rendered, told=[*rendered.told, *_alerts_told(order, threshold)])
+    if names is not None:
+        label = job(order, monitored=target in MONITORED) if names == "llmctl" else ""
+        board = dashboard(order.plan.recipe.sla, names, order.name, order.comment(), label)
         files[DASHBOARD] = json.dumps(board, indent=1) + "\n"
     files["bench.sh"] = bench_script(order, plan_file, rendered.url)
     return {"EXPLAIN.md": explanation(target, order, rendered)} | files
+
+
+def _alerts_told(order: Order, threshold: Reckoned[int | None]) -> list[Told]:
+    """What is to be known of alerts.yaml."""
+    name = job(order, monitored=False)
+    return [
+        Told("alerts.yaml: job", name, "the job_name that Prometheus' scrape configuration gives this server"),
+        told("alerts.yaml: LlmctlQueue", threshold, "none" if threshold.value is None else None),
+    ]

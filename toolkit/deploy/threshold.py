@@ -2,7 +2,8 @@
 
 A backlog of n requests comes to an idle replica all at once, and the simulator says when each gets its first token,
 with the plan's policy and the fit's laws. The threshold is the largest n that keeps the recipe's TTFT targets, less
-those that start at once: what /metrics then calls waiting. How long a new replica takes to load is not in it.
+those that start at once: what /metrics then calls waiting. How long a new replica takes to load is not in it. Where
+no number of waiting requests tells whether the target holds, there is no threshold, and the reason is said instead.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Mapping
 
 import numpy as np
+from numpy.typing import NDArray
 
 from toolkit.deploy.order import Reckoned
 from toolkit.files.plan import Plan
@@ -22,9 +24,12 @@ from toolkit.sched.scheduler import Scheduler
 from toolkit.sim.api import requests_of, simulate
 from toolkit.sim.world import World, fleet, world_from_fit
 from toolkit.traces.prepare import prepare
+from toolkit.traces.read import read_trace
+from toolkit.traces.shipped import trace_path
 from toolkit.traces.types import Trace
 
 MOST = 4096  # nobody needs to wait in a longer queue than that
+DEFAULT_TRACE = "chat-small"  # which ships; what `tune` takes as well
 
 
 def ttft_targets(recipe: Recipe) -> dict[str, float]:
@@ -32,28 +37,36 @@ def ttft_targets(recipe: Recipe) -> dict[str, float]:
     return {key: limit for key, limit in recipe.sla.items() if key.startswith("ttft_")}
 
 
-def waiting_threshold(plan: Plan, trace: Trace | None) -> Reckoned[int] | None:
-    """Requests that may wait for one replica; None where the recipe has no TTFT target.
+def waiting_threshold(plan: Plan, trace: Trace | None) -> Reckoned[int | None]:
+    """Requests that may wait for one replica, 1 at least; None, and why, where no such number tells of the target.
 
-    Lengths are the trace's, in its order and from its start again when it is over; without a trace, the longest that
-    the recipe allows, which errs to the early side.
+    Lengths are the trace's, made ready for the recipe, in its order and from its start again when it is over; without
+    a trace, those of one that ships. The longest that the recipe allows say nothing: a batch of them alone takes the
+    whole target, so that none could wait.
     """
     targets = ttft_targets(plan.recipe)
     if not targets:
-        return None
+        return Reckoned(None, "the recipe has no TTFT target that would say how many may wait")
+    whose = f"the lengths of {trace.source}" if trace else f"no trace was given, so with the lengths of {DEFAULT_TRACE}"
+    trace = trace or read_trace(trace_path(DEFAULT_TRACE))[0]
     policy = make_any(plan.policy.name, plan.policy.parameters)
     limit, seed = plan.recipe.serve.max_new_tokens, plan.recipe.tune.seed
     kinds = plan.kinds
     world = fleet([world_from_fit(one.fit, workers=one.workers, max_new_tokens=limit, seed=seed) for one in kinds])
-    lengths = _longest(plan.recipe) if trace is None else prepare(trace, plan.recipe)
+    lengths = prepare(trace, plan.recipe)
     served = most(lambda count: _keeps(backlog(lengths, count), policy, world, targets))
-    waiting = max(served - _start_at_once(backlog(lengths, max(served, 1)), policy, world), 1)
     kept = ", ".join(f"{key} {value:g}" for key, value in targets.items())
-    whose = "the longest requests that the recipe allows" if trace is None else f"the lengths of {trace.source}"
-    beyond = f"{served} at once keep {kept}" if served else f"not even one at once keeps {kept}"
-    if served >= MOST:
-        beyond = f"even {MOST} at once keep {kept}, and nobody looked further"
-    return Reckoned(waiting, f"simulated with the fit, {whose}: {beyond}; those that start at once do not wait")
+    simulated = f"simulated with the fit, {whose}"
+    if not served:
+        return Reckoned(None, f"{simulated}: not even one request alone keeps {kept}")
+    waiting = served - _start_at_once(backlog(lengths, served), policy, world)
+    if waiting < 1:
+        return Reckoned(
+            None, f"{simulated}: {served} at once keep {kept}, and all of them start at once: none can wait"
+        )
+    beyond = f"even {MOST} at once keep {kept}, and more were not tried"
+    beyond = beyond if served >= MOST else f"{served} at once keep {kept}"
+    return Reckoned(waiting, f"{simulated}: {beyond}; {served - waiting} of them start at once and do not wait")
 
 
 def most(keeps: Callable[[int], bool]) -> int:
@@ -75,8 +88,8 @@ def _keeps(trace: Trace, policy: AnyPolicy, world: World, targets: Mapping[str, 
 
 
 def _start_at_once(trace: Trace, policy: AnyPolicy, world: World) -> int:
-    if isinstance(policy, VllmPolicy):  # it fills its rows in the first passes
-        return min(policy.max_num_seqs * world.workers, len(trace))
+    if isinstance(policy, VllmPolicy):
+        return sum(_first_pass(trace.prompt_tokens[k :: world.workers], policy) for k in range(world.workers))
     assert not isinstance(policy, BuiltIn)
     world = world.under(policy)
     scheduler = Scheduler(policy, world.scheduled(), seed=world.seed)
@@ -85,7 +98,12 @@ def _start_at_once(trace: Trace, policy: AnyPolicy, world: World) -> int:
     return sum(batch.size for batch in scheduler.tick(0.0))
 
 
-def _longest(recipe: Recipe) -> Trace:
-    output = recipe.serve.max_new_tokens
-    one = np.ones(1, dtype=np.int64)
-    return Trace(np.zeros(1), one * max(recipe.model.max_model_len - output, 1), one * output, one * output)
+def _first_pass(prompts: NDArray[np.int64], policy: VllmPolicy) -> int:
+    """How many vLLM admits in its first pass: as many as have tokens of it, the last perhaps a part of its prompt."""
+    ends = np.cumsum(prompts)
+    begun = (
+        ends - prompts < policy.max_num_batched_tokens
+        if policy.chunked_prefill
+        else (ends <= policy.max_num_batched_tokens)
+    )
+    return min(int(begun.sum()), policy.max_num_seqs)

@@ -19,7 +19,7 @@ from toolkit.serve.driver import Driver
 from toolkit.serve.errors import ApiError, on_api_error, on_bug, on_http_exception
 from toolkit.serve.gate import Gate
 from toolkit.serve.generation import Generation, unknown_model
-from toolkit.serve.health import gauges, is_ready, problem
+from toolkit.serve.health import failure, gauges, state
 from toolkit.serve.keys import Keyring, Visit
 from toolkit.serve.metrics import Exposition
 from toolkit.serve.openapi import document
@@ -130,15 +130,14 @@ class Routes:
         return _json({"prompt": self._tokenizer.decode(form.tokens)})
 
     async def health(self) -> Response:
-        """200 while the workers make progress."""
-        found = problem(self._driver)
+        """200 as long as the front can serve: that it answers is the news. Workers are /ready's affair."""
+        found = failure(self._driver)
         return _json({"status": found or "ok"}, 503 if found else 200)
 
     async def ready(self) -> Response:
-        """200 from when all workers are loaded until the end is announced."""
-        ready = is_ready(self._driver)
-        state = "leaving" if self._driver.leaving else self._driver.state
-        return _json({"status": state}, 200 if ready else 503)
+        """200 from when all workers are loaded until the end is announced, while one of them is alive."""
+        found = state(self._driver)
+        return _json({"status": found}, 200 if found == "ready" else 503)
 
     async def metrics(self) -> Response:
         return Response(generate_latest(self._registry), media_type=CONTENT_TYPE_LATEST)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Literal
 
+from toolkit.errors import EngineError
 from toolkit.files.profile import EngineFacts
 from toolkit.sched.scheduler import Scheduler
 from toolkit.sched.types import Batch, BatchResult, Request, RoundResult
@@ -33,6 +34,7 @@ from toolkit.workers.protocol import (
     WorkerLost,
     WorkerReady,
     Workers,
+    WorkersFailed,
 )
 
 SHUTTING_DOWN = "the server is shutting down"
@@ -80,6 +82,7 @@ class Driver:
         self.leaving = False  # the end was announced: balancers should look elsewhere, though requests are still taken
         self.facts: dict[int, EngineFacts] = {}
         self.bug: Exception | None = None  # what ended the driver, which whoever started it must then stop
+        self.failed: EngineError | None = None  # the same of workers that cannot be loaded any more
         self.broke = asyncio.Event()
         self._workers = workers
         self._on_end = on_end
@@ -240,6 +243,9 @@ class Driver:
                     self.stats.restarts[event.worker] += 1
                     self.scheduler.worker_lost(event.worker, self.now_s)
                     self._tick_later()
+                case WorkersFailed():
+                    self.failed = event.error
+                    self.broke.set()
 
     def _progress(self, event: BatchProgress) -> None:
         now_s = self.now_s

@@ -1,4 +1,9 @@
-"""What the server says of its own state: alive means progress, not that the process exists."""
+"""What the server says of its own state.
+
+`/health` is about the front alone: the loop that answers it turns, and nothing has ended the front. `/ready` says
+whether requests should come here. A worker that dies or hangs is the server's own to replace, and its requests go on;
+a manager that restarted the server for it would lose them.
+"""
 
 from __future__ import annotations
 
@@ -9,23 +14,34 @@ from toolkit.serve.driver import Driver
 from toolkit.serve.live import Flight
 from toolkit.serve.metrics import Gauges, WorkerGauges
 
+NO_WORKER = "no worker is alive"
 
-def problem(driver: Driver) -> str:
-    """Why the server is not healthy, or ''. Loading and draining are healthy, and so is one of whom some work."""
+
+def failure(driver: Driver) -> str:
+    """Why the front cannot go on and has to be started anew, or ''."""
     if driver.bug:
         return "the scheduler stopped at a bug"
-    if driver.state in ("loading", "stopped"):
-        return ""
+    return "no worker can be loaded" if driver.failed else ""
+
+
+def state(driver: Driver) -> str:
+    """In a word or a few: "ready" where requests are welcome and some worker is loaded and alive."""
+    if driver.leaving:
+        return "leaving"
+    if driver.state != "ready":
+        return driver.state
+    return "ready" if any(worker.alive for worker in driver.scheduler.workers) else NO_WORKER
+
+
+def problem(driver: Driver) -> str:
+    """What a person should know of: why nothing moves, or ''. While it loads or drains, nothing is wrong."""
+    if failure(driver) or driver.state in ("loading", "stopped"):
+        return failure(driver)
     alive = [worker.index for worker in driver.scheduler.workers if worker.alive]
     if not alive:
-        return "no worker is alive"
+        return NO_WORKER
     hung = {one.worker: one for one in driver.watch.silent()}
     return str(hung[alive[0]]) if hung.keys() >= set(alive) else ""
-
-
-def is_ready(driver: Driver) -> bool:
-    """All workers were loaded, and new requests are welcome."""
-    return driver.state == "ready" and not driver.leaving
 
 
 def gauges(driver: Driver) -> Gauges:
@@ -48,7 +64,7 @@ def worker_gauges(driver: Driver) -> list[WorkerGauges]:
     """Each worker, as metrics and the status page show it."""
     return [
         WorkerGauges(
-            worker.alive,
+            worker.alive and worker.index in driver.facts,  # to the scheduler one that loads first is alive
             worker.load_s,
             _rows(worker, driver.flights.get(worker.index)),
             footprint(worker).taken + worker.held.tokens + _padded_tokens(driver.flights.get(worker.index)),

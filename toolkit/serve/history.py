@@ -19,7 +19,8 @@ SAMPLE_S = 2.0
 KEPT = 300  # points: ten minutes
 TRAILING = 30  # points that rates and percentiles are of: one minute
 EVENTS = 20
-LATENCIES = ("ttft", "tpot", "itl", "e2e")
+LATENCIES = ("ttft", "tpot", "itl", "e2e")  # charts
+MEASURED = (*LATENCIES, "mtpot")
 PERCENTILES = {"p50": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99, "max": 1.0}
 SHOWN = ("p50", "p95", "p99")
 
@@ -78,11 +79,9 @@ class History:
         self.taken += 1
 
     def recent(self, key: str) -> float | None:
-        """A target's statistic over the last minute, `ttft_p99_s`; None where nothing ended, or nobody measures it."""
+        """A target's statistic over the last minute, `ttft_p99_s`; None where nothing ended."""
         metric, statistic, _ = key.split("_")
-        if metric not in LATENCIES:
-            return None
-        old, now, index = self._trail[0], self._trail[-1], LATENCIES.index(metric)
+        old, now, index = self._trail[0], self._trail[-1], MEASURED.index(metric)
         counts = [b - a for a, b in zip(old.buckets[index], now.buckets[index], strict=True)]
         if statistic == "mean":
             count = sum(counts)
@@ -133,7 +132,7 @@ class History:
 
     def _count(self) -> Counts:
         stats = self._stats
-        histograms = [self._histogram(name) for name in LATENCIES]
+        histograms = [self._histogram(name) for name in MEASURED]
         return Counts(
             self._now_s(),
             stats.ended["stop"] + stats.ended["length"],

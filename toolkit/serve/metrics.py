@@ -173,6 +173,7 @@ _OWN_HISTOGRAMS = {
     "llmctl_ttft_seconds": ("ttft", "Arrival to first token."),
     "llmctl_itl_seconds": ("itl", "Between tokens; tokens that come together share their gap."),
     "llmctl_tpot_seconds": ("tpot", "First to last token, per token after the first."),
+    "llmctl_mtpot_seconds": ("mtpot", "The longest time between two tokens of a request."),
     "llmctl_e2e_seconds": ("e2e", "Arrival to last token."),
     "llmctl_queue_seconds": ("queue", "Arrival to the start of the first batch."),
     "llmctl_deciding_seconds": ("deciding", "One call of the scheduler: what to start, or what has ended."),

@@ -109,7 +109,11 @@ async def serve(
     on_ready: Callable[[], None],
     tls: ssl.SSLContext | None = None,
 ) -> None:
-    """Serve until a signal ends it. `EngineError` where a worker cannot load; a bug of the scheduler is raised."""
+    """Serve until a signal ends it.
+
+    `EngineError` where a worker cannot load, or where none is left and none can be loaded again; a bug of the
+    scheduler is raised.
+    """
     signals = Signals()
     config = uvicorn.Config(
         app,
@@ -134,8 +138,9 @@ async def serve(
             loading.result()
             on_ready()
             await first_of(signals.first.wait(), driver.broke.wait(), listening)
-            if driver.bug:
-                raise driver.bug
+            for ended_by in (driver.bug, driver.failed):
+                if ended_by:
+                    raise ended_by
             await leave(driver, server, ending, signals)
     finally:
         loading.cancel()

@@ -56,6 +56,12 @@ class Histogram:
         self.total = 0.0
         self._shown = frozenset((*shown, math.inf))
 
+    def show(self, bound: float) -> None:
+        """Count up to this bound as well, and show it to Prometheus. Only before anything was counted."""
+        self.bounds = tuple(sorted({*self.bounds, bound}))
+        self.counts = [0] * (len(self.bounds) + 1)
+        self._shown |= {bound}
+
     def observe(self, value: float, times: int = 1) -> None:
         self.counts[bisect_left(self.bounds, value)] += times
         self.total += value * times
@@ -101,6 +107,7 @@ class Stats:
     """All counters of one server. Times in seconds.
 
     `max_batch_size` and `max_length` say how far the latency laws were measured, `sla` what each request should keep.
+    Each target's limit is a bound of its histogram, so that whoever reads the buckets knows exactly how many kept it.
     """
 
     max_batch_size: int = 1 << 62
@@ -109,6 +116,7 @@ class Stats:
     ttft: Histogram = field(default_factory=lambda: Histogram(TTFT_BUCKETS, finer(TTFT_BUCKETS)))
     itl: Histogram = field(default_factory=lambda: Histogram(TOKEN_BUCKETS, finer(TOKEN_BUCKETS)))
     tpot: Histogram = field(default_factory=lambda: Histogram(TOKEN_BUCKETS, finer(TOKEN_BUCKETS)))
+    mtpot: Histogram = field(default_factory=lambda: Histogram(TOKEN_BUCKETS, finer(TOKEN_BUCKETS)))
     e2e: Histogram = field(default_factory=lambda: Histogram(E2E_BUCKETS, finer(E2E_BUCKETS)))
     queue: Histogram = field(default_factory=lambda: Histogram(E2E_BUCKETS, finer(E2E_BUCKETS)))
     batch_ratio: Histogram = field(default_factory=lambda: Histogram(RATIO_BUCKETS))
@@ -128,6 +136,11 @@ class Stats:
     engine_s: float = 0.0
     engine_steps: int = 0
     reporting_s: float = 0.0  # of `engine_s`
+
+    def __post_init__(self) -> None:
+        for key, limit in self.sla.items():
+            histogram: Histogram = getattr(self, key.partition("_")[0])
+            histogram.show(limit)
 
     @property
     def worker_restarts(self) -> int:
@@ -165,6 +178,7 @@ class Stats:
         ttft, e2e = first_token_s - arrival_s, last_token_s - arrival_s
         tpot = (e2e - ttft) / (tokens - 1) if tokens > 1 else 0.0
         self.e2e.observe(e2e)
+        self.mtpot.observe(max_gap_s)
         if tokens > 1:
             self.tpot.observe(tpot)
         found = {"ttft": ttft, "e2e": e2e, "tpot": tpot, "mtpot": max_gap_s, "itl": max_gap_s}

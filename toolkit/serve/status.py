@@ -29,7 +29,7 @@ from toolkit.files.shipped import shipped_templates
 from toolkit.files.tuning import Value
 from toolkit.serve.driver import Driver
 from toolkit.serve.errors import ApiError
-from toolkit.serve.health import gauges, is_ready, problem, worker_gauges
+from toolkit.serve.health import gauges, problem, state, worker_gauges
 from toolkit.serve.history import COLUMNS, KEPT, SAMPLE_S, History
 
 PAGE, DATA = "/", "/status.json"
@@ -110,7 +110,7 @@ class Status:
         return {
             "instance": self._instance,
             "version": toolkit.__version__,
-            "state": "ready" if is_ready(driver) else "leaving" if driver.leaving else driver.state,
+            "state": state(driver),
             "problem": problem(driver),
             "uptime_s": round(driver.now_s, 1) if driver.state != "loading" else 0.0,
             "model": facts.model,

@@ -38,10 +38,18 @@ from toolkit.workers.protocol import (
     WorkerEvent,
     WorkerLost,
     WorkerReady,
+    WorkersFailed,
 )
 from toolkit.workers.record import BatchRecord
 
 MAX_BACKOFF_S = 30.0
+# Loading again is given up, for this try, after so many times the longest load so far and a grace.
+# The grace is long: the first load may have read the weights from the page cache, this one from a
+# cold disk.
+LOAD_TIMES, LOAD_GRACE_S = 3.0, 300.0
+# So many failed loads in a row of every worker end the pool: a process manager starts it anew,
+# perhaps elsewhere, and says so where operators look.
+MAX_FAILED_LOADS = 5
 
 OnFrame = Callable[[FromWorker], None]
 
@@ -78,8 +86,11 @@ class _Slot:
     facts: EngineFacts | None = None  # None: not ready
     refusal: Refused | None = None
     batch: BatchRecord | int | None = None  # of a round its number alone: it keeps no tokens here
+    load_began_s: float = 0.0  # of the body that it has now, on the loop's clock
     started: bool = False  # it was ready once
     deaths: int = 0  # in a row, without a batch served between them
+    failed_loads: int = 0  # in a row
+    overdue: str = ""  # why its load was ended
     first_ready: asyncio.Future[None] = field(default_factory=_future)
     keeper: asyncio.Task[None] | None = None
 
@@ -92,10 +103,22 @@ class Pool:
         spawn: starts a worker's body. `OSError` where there can be none now.
         backoff_s: the wait before a worker that died twice in a row is started again; it doubles each time.
         stop_timeout_s: how long `stop` waits for a step to end before it kills.
+        load_grace_s: seconds that loading again may take beyond `LOAD_TIMES` the longest load so far. The first
+            load has no bound here: it may download the model, and whatever started the server has one.
     """
 
-    def __init__(self, size: int, spawn: Spawn, *, backoff_s: float = 0.5, stop_timeout_s: float = 10.0) -> None:
+    def __init__(
+        self,
+        size: int,
+        spawn: Spawn,
+        *,
+        backoff_s: float = 0.5,
+        stop_timeout_s: float = 10.0,
+        load_grace_s: float = LOAD_GRACE_S,
+    ) -> None:
         self.size = size
+        self._load_grace_s = load_grace_s
+        self._longest_load_s = 0.0
         self._spawn = spawn
         self._backoff_s = backoff_s
         self._stop_timeout_s = stop_timeout_s
@@ -169,30 +192,50 @@ class Pool:
             body.kill()
 
     async def _keep(self, slot: _Slot) -> None:
-        """Keep one worker alive until the end, or until its first engine cannot be loaded."""
+        """Keep one worker alive until the end, or until its first engine, or none, can be loaded."""
         while not self._stopping.is_set():
-            slot.refusal = None
+            slot.refusal, slot.overdue = None, ""
             reason = await self._live(slot)
             slot.body = None
-            self._lost(slot, reason)
+            self._lost(slot, slot.overdue or reason)
             if not slot.started:
+                return
+            if all(one.failed_loads >= MAX_FAILED_LOADS for one in self._slots):
+                self._tell(WorkersFailed(_cannot_load(slot, slot.overdue or reason)))
                 return
             await self._back_off(slot)
 
     async def _live(self, slot: _Slot) -> str:
         """One body of a worker, from its start to its end; why it ended."""
+        loop = asyncio.get_running_loop()
+        slot.load_began_s = loop.time()
         try:
             slot.body = await self._spawn(slot.index, lambda frame: self._hear(slot, frame))
         except OSError as error:
             return f"exit code 1: no process could be started: {error.strerror}"
         if self._stopping.is_set():
             slot.body.kill()
-        return await slot.body.gone()
+        if not slot.started:
+            return await slot.body.gone()
+        bound_s = LOAD_TIMES * self._longest_load_s + self._load_grace_s
+        overdue = loop.call_later(bound_s, self._end_load, slot, bound_s)
+        try:
+            return await slot.body.gone()
+        finally:
+            overdue.cancel()
+
+    def _end_load(self, slot: _Slot, bound_s: float) -> None:
+        """A load that hangs looks like any other from outside: only time tells."""
+        if slot.facts is None and slot.body is not None:
+            slot.overdue = f"killed: it had not loaded after {bound_s:.0f} s"
+            slot.body.kill()
 
     def _hear(self, slot: _Slot, frame: FromWorker) -> None:
         if isinstance(frame, Ready):
             slot.facts = EngineFacts.model_validate_json(frame.facts)
-            slot.started = True
+            slot.started, slot.failed_loads = True, 0
+            load_s = asyncio.get_running_loop().time() - slot.load_began_s
+            self._longest_load_s = max(self._longest_load_s, load_s)
             if not slot.first_ready.done():
                 slot.first_ready.set_result(None)
             self._tell(WorkerReady(slot.index, slot.facts))
@@ -228,6 +271,7 @@ class Pool:
     def _lost(self, slot: _Slot, reason: str) -> None:
         was_ready, slot.facts = slot.facts is not None, None
         slot.deaths += 1
+        slot.failed_loads += not was_ready
         self._end_batch(slot, Times(), "crashed")
         if was_ready:
             self._tell(WorkerLost(slot.index, reason))
@@ -255,3 +299,13 @@ def _cannot_start(slot: _Slot, reason: str) -> EngineError:
     if slot.refusal is not None:
         return EngineError(slot.refusal.message, slot.refusal.hint)
     return EngineError(f"worker {slot.index} ended while it loaded its engine: {reason}")
+
+
+def _cannot_load(slot: _Slot, reason: str) -> EngineError:
+    said = slot.refusal.message if slot.refusal is not None else reason
+    return EngineError(
+        f"no worker is left, and none could be loaded again in {MAX_FAILED_LOADS} tries; worker {slot.index}: {said}",
+        slot.refusal.hint
+        if slot.refusal is not None and slot.refusal.hint
+        else "see whether the device, its memory and the model's files are still there, and start the server again",
+    )

@@ -9,6 +9,7 @@ from typing import Protocol
 import msgspec
 
 from toolkit.engines.protocol import Round, RoundOutput, Row, SliceOutput, StepOutput
+from toolkit.errors import EngineError
 from toolkit.files.profile import EngineFacts
 from toolkit.sched.types import Failure
 
@@ -27,6 +28,13 @@ class WorkerLost:
 
     worker: int
     reason: str
+
+
+@dataclass(slots=True, frozen=True)
+class WorkersFailed:
+    """No worker runs, and none can be loaded again; what `error` says ends the server. Nothing follows."""
+
+    error: EngineError
 
 
 class Times(msgspec.Struct, frozen=True):
@@ -81,7 +89,7 @@ class RoundDone:
         return self.output.steps if self.output else 0
 
 
-WorkerEvent = WorkerReady | WorkerLost | BatchProgress | BatchDone | RoundDone
+WorkerEvent = WorkerReady | WorkerLost | WorkersFailed | BatchProgress | BatchDone | RoundDone
 OnEvent = Callable[[WorkerEvent], None]
 
 

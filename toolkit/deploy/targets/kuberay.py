@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pydantic import BaseModel
 
-from toolkit.deploy.alerts import drift_percent, rules
+from toolkit.deploy.alerts import drift_percent, rules, series
 from toolkit.deploy.images import llmctl_image
 from toolkit.deploy.kinds.base import Selector
 from toolkit.deploy.kinds.kubernetes import DisruptionSpec, Kustomization, PodDisruptionBudget
@@ -51,7 +51,7 @@ def render(order: Order) -> Rendered:
     watched: dict[str, BaseModel] = {
         "podmonitor.yaml": pod_monitor(order),
         "prometheusrule.yaml": PrometheusRule(
-            metadata=metadata(order), spec=rules(order, f'namespace="{order.options.namespace}"', threshold)
+            metadata=metadata(order), spec=rules(order, series(order, monitored=True), threshold)
         ),
     }
     objects = {f"core/{name}": one for name, one in core.items()} | watched

@@ -9,7 +9,7 @@ import json
 
 from pydantic import BaseModel
 
-from toolkit.deploy.alerts import drift_percent, rules
+from toolkit.deploy.alerts import drift_percent, rules, series
 from toolkit.deploy.images import llmctl_image
 from toolkit.deploy.kinds.kubernetes import (
     Deployment,
@@ -57,14 +57,14 @@ def render(order: Order) -> Rendered:
     watched: dict[str, BaseModel] = {
         "podmonitor.yaml": pod_monitor(order),
         "prometheusrule.yaml": PrometheusRule(
-            metadata=metadata(order), spec=rules(order, f'namespace="{order.options.namespace}"', threshold)
+            metadata=metadata(order), spec=rules(order, series(order, monitored=True), threshold)
         ),
     }
-    if threshold is not None:
+    if threshold.value is not None:
         watched["scaledobject.yaml"] = scaled_object(order, threshold.value)
     objects = {f"core/{name}": one for name, one in core.items()} | watched
     objects["core/kustomization.yaml"] = _core(order, sorted(core))
-    objects["kustomization.yaml"] = _all(order, sorted(watched), scaled=threshold is not None)
+    objects["kustomization.yaml"] = _all(order, sorted(watched), scaled=threshold.value is not None)
     files = {name: dump_yaml([one], order.comment()) for name, one in objects.items()}
     return Rendered(files | {"core/plan.json": order.text}, _told(order, threshold), _start(order), FORWARDED)
 
@@ -112,7 +112,7 @@ def _all(order: Order, names: list[str], *, scaled: bool) -> Kustomization:
     )
 
 
-def _told(order: Order, threshold: Reckoned[int] | None) -> list[Told]:
+def _told(order: Order, threshold: Reckoned[int | None]) -> list[Told]:
     drain, startup, recipe = drain_s(order), startup_s(), order.plan.recipe
     grace = grace_s(drain, PROPAGATION_S)
     memory = memory_mib(order)
@@ -130,8 +130,8 @@ def _told(order: Order, threshold: Reckoned[int] | None) -> list[Told]:
         told("memory", memory, f"{memory.value:,} MiB"),
         told("drift alert", drift_percent(order), f"{drift_percent(order).value:g} %"),
     ]
-    if threshold is None:
-        return [*lines, Told("ScaledObject", "none", "the recipe has no TTFT target that would say how many may wait")]
+    if threshold.value is None:
+        return [*lines, told("ScaledObject", threshold, "none")]
     most = max_replicas(order)
     return [*lines, told("ScaledObject threshold", threshold), told("ScaledObject maxReplicaCount", most)]
 

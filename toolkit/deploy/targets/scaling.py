@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from toolkit.deploy.alerts import series
 from toolkit.deploy.kinds.base import SecretKey, TypedSecretKey
 from toolkit.deploy.kinds.operators import (
     MetricsEndpoint,
@@ -35,7 +36,6 @@ def pod_monitor(order: Order) -> PodMonitor:
 
 def scaled_object(order: Order, threshold: int) -> ScaledObject:
     """As many replicas as keep the mean of those who wait at each below `threshold`."""
-    pods = f'namespace="{order.options.namespace}",pod=~"{order.name}-.*"'
     return ScaledObject(
         metadata=metadata(order),
         spec=ScaledObjectSpec(
@@ -48,7 +48,7 @@ def scaled_object(order: Order, threshold: int) -> ScaledObject:
                 Trigger(
                     metadata=PrometheusQuery(
                         server_address=order.options.prometheus,
-                        query=f"sum(llmctl_requests_waiting{{{pods}}})",
+                        query=f"sum(llmctl_requests_waiting{{{series(order, monitored=True)}}})",
                         threshold=str(threshold),
                     )
                 )

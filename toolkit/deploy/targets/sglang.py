@@ -49,7 +49,9 @@ def _fitted(order: Order) -> list[Told]:
         lines.append(told("--chunked-prefill-size", prompt))
     else:
         lines.append(Told("chunked-prefill-size", "SGLang's own", "no target on gaps between tokens bounds a pass"))
-    if waiting is not None:
+    if waiting.value is None:
+        lines.append(told("max-queued-requests", waiting, "SGLang's own: no limit"))
+    else:
         lines.append(told("--max-queued-requests", waiting))
     lines.append(told("--schedule-conservativeness", conservativeness(order)))
     if plan.recipe.engine.tensor_parallel_size > 1:

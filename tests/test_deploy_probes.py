@@ -1,0 +1,81 @@
+"""The rendered probes, played as a kubelet plays them, against a live server whose one worker is killed."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import orders
+import pytest
+import yaml
+from serving import Server, fake_plan
+
+from toolkit.deploy.render import render_target
+
+GREEDY = {"model": "toy", "temperature": 0, "max_tokens": 200}
+
+
+@dataclass
+class Probe:
+    """A probe as a kubelet counts it. Each `ask` is one period: asked faster than that, it is only stricter."""
+
+    data: dict[str, Any]
+    failures: int = 0  # in a row
+    most: int = field(default=0)
+
+    def ask(self, url: str) -> bool:
+        """Whether the kubelet would still call it good: fewer failures in a row than its threshold."""
+        answer = httpx.get(url + self.data["httpGet"]["path"], timeout=self.data["timeoutSeconds"])
+        self.failures = 0 if 200 <= answer.status_code < 400 else self.failures + 1
+        self.most = max(self.most, self.failures)
+        return self.failures < self.data["failureThreshold"]
+
+
+def probes(target: str, folder: Path) -> dict[str, Probe]:
+    """Of the container that serves."""
+    files = render_target(target, orders.order(orders.plan(folder)))
+    pod = yaml.safe_load(files["core/deployment.yaml"])["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    return {name: Probe(data) for name, data in container.items() if name.endswith("Probe")}
+
+
+@pytest.mark.parametrize("target", ["kubernetes", "kuberay"])
+def test_a_killed_worker_costs_the_pod_its_traffic_and_not_its_life(target: str, tmp_path: Path) -> None:
+    """While its one worker is loaded again no new requests come, and those that it has are answered."""
+    found = probes(target, tmp_path)
+    assert found.keys() == {"startupProbe", "readinessProbe", "livenessProbe"}
+    ready, alive = found["readinessProbe"], found["livenessProbe"]
+    fake_plan(tmp_path, eos_one_in=0, decode_s=0.004)
+    options = ("--served-model-name", "toy", "--workers", "1", "--policy", "slice", "--set", "slice_tokens=16")
+    with Server(tmp_path / "plan.json", *options) as server:
+        assert found["startupProbe"].ask(server.url)
+        assert found["startupProbe"].failures == 0
+        with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+            expected = client.completions.create(prompt="hello", **GREEDY).choices[0].text
+            stream = client.completions.create(prompt="hello", stream=True, **GREEDY)
+            text = next(iter(stream)).choices[0].text
+            (victim,) = server.workers()
+            victim.kill()
+            while ready.ask(server.url) or not ready.failures:  # until the Service would leave it out
+                assert alive.ask(server.url)
+            while ready.failures:
+                ready.ask(server.url)
+                assert alive.ask(server.url)
+            assert ready.most >= ready.data["failureThreshold"]
+            assert alive.most == 0
+            assert text + "".join(piece.choices[0].text for piece in stream) == expected
+        assert server.end() == 0
+
+
+@pytest.mark.parametrize("target", ["kubernetes", "kuberay"])
+def test_no_probe_gives_up_before_what_it_waits_for_may_take(target: str, tmp_path: Path) -> None:
+    def gives_up_s(probe: Probe) -> int:
+        return probe.data["periodSeconds"] * probe.data["failureThreshold"]
+
+    found = probes(target, tmp_path)
+    assert gives_up_s(found["startupProbe"]) >= 1800, "a model loads in minutes"
+    assert found["startupProbe"].data["httpGet"]["path"] == "/ready"
+    assert found["livenessProbe"].data["httpGet"]["path"] == "/health"
+    assert gives_up_s(found["livenessProbe"]) >= 30, "a front that is slow for a moment is not dead"
+    assert gives_up_s(found["readinessProbe"]) <= 15, "a pod without a worker is soon left out"
