@@ -128,7 +128,7 @@ def test_windows_fit_themselves_to_the_trace_and_lengths_are_told_first(
         assert validate(plan, server.url, "--warmup", "0", "--trace", str(tmp_path / "t.jsonl")) == 0
     lines = capsys.readouterr().err.splitlines()
     assert lines[0] == "trace: prompts unchanged: all within 384 tokens; outputs unchanged: all within 128 tokens"
-    note = "windows of 0.58 s instead of 1 s: t.jsonl lasts 1.45 s, for 2 windows"
+    note = "windows of 0.58 s instead of 1 s: t.jsonl lasts 1.45 s at 20 requests/s, for 2 windows"
     assert f"trace: {note}" in lines
     found = read_file(Validation, plan.with_name("validation.json"))
     assert note in found.notes

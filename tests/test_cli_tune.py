@@ -140,8 +140,14 @@ def test_what_cannot_be_searched_is_refused_before_anything_runs(
     ("words", "note"),
     [
         (("--window", "3"), None),
-        (("--window", "9"), "windows of 4.5 s instead of 9 s: trace.jsonl lasts 22.48 s, for 4 windows"),
-        (("--rate", "200"), "windows of 0.899 s instead of 2 s: trace.jsonl lasts 4.495 s, for 4 windows"),
+        (
+            ("--window", "9"),
+            "windows of 4.5 s instead of 9 s: trace.jsonl lasts 22.48 s at 40 requests/s, for 4 windows",
+        ),
+        (
+            ("--rate", "200"),
+            "windows of 0.899 s instead of 2 s: trace.jsonl lasts 4.495 s at 200 requests/s, for 4 windows",
+        ),
     ],
 )
 def test_windows_fit_themselves_to_the_trace_and_say_so(

@@ -93,7 +93,9 @@ def test_windows_are_as_long_as_wished_where_the_trace_allows_it(wish):
     assert all(before.end_s <= after.start_s for before, after in itertools.pairwise(windows))
     notes = found.trace.notes
     assert notes == (
-        () if kept or wish is None else (f"windows of 20 s instead of {wish:,g} s: t.csv lasts 100 s, for 4 windows",)
+        ()
+        if kept or wish is None
+        else (f"windows of 20 s instead of {wish:,g} s: t.csv lasts 100 s at 2 requests/s, for 4 windows",)
     )
 
 
@@ -102,7 +104,7 @@ def test_windows_that_would_be_empty_are_made_longer():
     found = fit_windows(sparse, 2, 2, 2)
     assert found.seconds == found.longest_s == 200
     assert found.trace.notes == (
-        "windows of 200 s instead of 2 s: t.csv would have no request in one of these (0.1/s)",
+        "windows of 200 s instead of 2 s: t.csv has no request in one of these at 0.1 requests/s",
     )
     with pytest.raises(InputError, match="no request arrives in"):
         fit_windows(trace_of([0, 1, 100]), 10, 2, 2)

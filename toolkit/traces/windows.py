@@ -97,11 +97,12 @@ def fit_windows(trace: Trace, wished_s: float | None, search: int, held_out: int
     if wished_s is None:
         return made(longest_s)
     if wished_s > part_s:
-        return made(longest_s, f"lasts {duration_s:,.4g} s, for {search + held_out} windows")
+        lasts = f"lasts {duration_s:,.4g} s at {mean_rate(trace):.3g} requests/s"
+        return made(longest_s, f"{lasts}, for {search + held_out} windows")
     try:
         return made(wished_s)
     except EmptyWindowError:
-        return made(longest_s, f"would have no request in one of these ({mean_rate(trace):.3g}/s)")
+        return made(longest_s, f"has no request in one of these at {mean_rate(trace):.3g} requests/s")
 
 
 def split_windows(
