@@ -119,6 +119,22 @@ def test_a_validation_is_written_beside_the_plan_and_shown_by_those_who_predict(
     assert "validated on 2 windows, the prediction's errors: throughput_rps" in capsys.readouterr().err
 
 
+def test_windows_fit_themselves_to_the_trace_and_lengths_are_told_first(
+    plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    rows = [{"timestamp": 50 * k, "input_length": 9, "output_length": 4} for k in range(30)]
+    (tmp_path / "t.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with sse_server() as server:
+        assert validate(plan, server.url, "--warmup", "0", "--trace", str(tmp_path / "t.jsonl")) == 0
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "trace: prompts unchanged: all within 384 tokens; outputs unchanged: all within 128 tokens"
+    note = "windows of 0.58 s instead of 1 s: t.jsonl lasts 1.45 s at 20 requests/s, for 2 windows"
+    assert f"trace: {note}" in lines
+    found = read_file(Validation, plan.with_name("validation.json"))
+    assert note in found.notes
+    assert [window.end_s - window.start_s for window in found.windows] == pytest.approx([0.58] * 2)
+
+
 def test_a_validation_of_another_fit_is_not_shown(plan: Path, capsys: pytest.CaptureFixture[str]):
     with sse_server() as server:
         assert validate(plan, server.url, "--warmup", "0") == 0

@@ -96,6 +96,15 @@ def test_the_best_of_the_tuning_is_planned_and_explained(files: Path) -> None:
     assert plan.explained["capacity_tokens"].value == "8192"
 
 
+@pytest.mark.parametrize("gain_percent", [0.04, -0.04, 0.0])
+def test_no_gain_is_not_praised(files: Path, gain_percent: float) -> None:
+    made_from = {"recipe": Path("recipe.yaml"), "fit": Path("fit.json")}
+    write_file(tuning(made_from, gain_percent=gain_percent), "tuning.json")
+    assert render() == 0
+    source = read_file(Plan, "plan.json").explained["slice_tokens"].source
+    assert source == "trial 2 of 3: the same goodput, other latencies, held out"
+
+
 def test_every_planned_value_is_explained(files: Path) -> None:
     render()
     plan = read_file(Plan, "plan.json")

@@ -180,3 +180,58 @@ def test_what_cannot_be_searched_is_refused_before_anything_runs(
     lines = capsys.readouterr().err.splitlines()
     assert lines == [f"error: {message}", *([f"hint: {hint}"] if hint else [])]
     assert not Path("tuning.json.partial").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "note"),
+    [
+        (("--window", "3"), None),
+        (
+            ("--window", "9"),
+            "windows of 4.5 s instead of 9 s: trace.jsonl lasts 22.48 s at 40 requests/s, for 4 windows",
+        ),
+        (
+            ("--rate", "200"),
+            "windows of 0.899 s instead of 2 s: trace.jsonl lasts 4.495 s at 200 requests/s, for 4 windows",
+        ),
+    ],
+)
+def test_windows_fit_themselves_to_the_trace_and_say_so(
+    files: Path, words: tuple[str, ...], note: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert tune("--draws", "0", "--trials", "2", *words) == 0
+    result = read_file(Tuning, "tuning.json")
+    assert result.window_length is not None
+    if note is None:
+        assert result.window_length.seconds == result.window_length.wished_s == 3
+    else:
+        assert result.window_length.seconds == result.window_length.longest_s
+        assert f"trace: {note}" in capsys.readouterr().err.splitlines()
+        assert note in result.trace_notes
+    assert all(
+        window.end_s - window.start_s == pytest.approx(result.window_length.seconds)
+        for window in (*result.search_windows, *result.held_out_windows)
+    )
+
+
+def test_few_requests_are_counted_and_longer_windows_proposed(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert tune("--draws", "0", "--trials", "1", "--window", "0.5") == 0
+    said = " ".join(capsys.readouterr().out.split())
+    count = sum(window.requests for window in read_file(Tuning, "tuning.json").held_out_windows)
+    assert 30 < count < 50
+    assert (
+        f"warning: only {count} requests in 2 held-out windows stand behind this; a 99th percentile needs 100" in said
+    )
+    assert "or more: --window 2 would hold as many" in said
+    assert tune("--draws", "0", "--trials", "1", "--window", "2") == 0
+    assert "stand behind this" not in capsys.readouterr().out
+
+
+def test_nothing_to_gain_is_said_in_place_of_a_gain_of_nothing(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("recipe.yaml").write_text(RECIPE.replace("batch_size: 1}", "batch_size: 8}"))
+    assert tune("--rate", "0.5", "--window", "400") == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "nothing to gain: at 0.5 requests/s the defaults, too, serve every request within all targets" in said
+    assert "the difference is less than 0.1 %: no gain in goodput" in said
+    assert "beats the defaults" not in said
+    assert "gain over the defaults" not in said

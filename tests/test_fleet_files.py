@@ -114,8 +114,10 @@ def test_commands_take_a_fleet_where_they_take_a_recipe(unequal, monkeypatch, ca
     assert run("simulate", "--fleet", "fleet.yaml", "--trace", "chat-small", "--json") == 0
     metrics = json.loads(capsys.readouterr().out)
     assert sum(key.startswith("utilisation_worker_") for key in metrics) == 3
+    scaling = metrics["trace"]["scaling"]
     options = ["--trials", "1", "--draws", "1", "--jobs", "1", "--trace", "chat-small", "--rate", "10"]
     assert run("tune", "fleet.yaml", *options) == 0
+    assert json.loads(Path("tuning.json").read_text())["scaling"] == scaling
     assert run("render", "fleet.yaml", "--tuning", "tuning.json") == 0
     assert read_file(Plan, "plan.json").workers == 3
     assert run("render", "fleet.yaml", "--tuning", "tuning.json", "--check") == 0

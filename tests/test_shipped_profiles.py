@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from commands import llmctl
 
+from toolkit.cli.stage import open_stage
 from toolkit.errors import InputError
 from toolkit.files.fit import Fit
 from toolkit.files.fits import fit_path, shipped_fit
@@ -13,6 +14,13 @@ from toolkit.files.io import head, load_recipe, read_file, recipe_path
 from toolkit.files.profile import Profile
 from toolkit.files.shipped import shipped_profiles, shipped_recipes
 from toolkit.profiling.analytic import analytic_profile
+from toolkit.report.verdict import FEW_REQUESTS
+from toolkit.traces.prepare import prepare
+from toolkit.traces.read import read_trace
+from toolkit.traces.scale import scale_rate
+from toolkit.traces.shipped import trace_path
+from toolkit.traces.windows import fit_windows
+from toolkit.tuning.workload import make_workload
 
 NAMES = sorted(path.parent.name for path in shipped_profiles().glob("*/fit.json"))
 GPU_RECIPES = [
@@ -39,6 +47,38 @@ def test_who_has_no_gpu_can_tune_for_one(name: str) -> None:
     own = {"tool_version", "environment", "inputs"}
     assert shipped.model_dump(exclude=own) == made.model_dump(exclude=own), "see profiles/README.md"
     assert read_file(Fit, shipped_profiles() / name / "fit.json").engine.analytic
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_default_trace_has_windows_for_every_recipe(name: str) -> None:
+    recipe = load_recipe(recipe_path(name))
+    fit = read_file(Fit, shipped_profiles() / name / "fit.json")
+    workload = make_workload(recipe, fit, read_trace(trace_path("chat-small"))[0])
+    assert (len(workload.search), len(workload.held_out)) == (recipe.tune.windows, recipe.tune.held_out_windows)
+    assert sum(len(window.trace) for window in workload.held_out) >= FEW_REQUESTS
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in shipped_recipes().glob("*.yaml")))
+@pytest.mark.parametrize("trace", ["chat-small", "bursty-small"])
+def test_shipped_traces_have_windows_for_every_recipe_at_any_rate(name: str, trace: str) -> None:
+    spec, whole = load_recipe(recipe_path(name)).tune, read_trace(trace_path(trace))[0]
+    for rate in (0.5, 5.0, 50.0, 500.0):
+        found = fit_windows(scale_rate(whole, rate), spec.window_s, spec.windows, spec.held_out_windows)
+        assert len(found.search) == spec.windows
+        assert len(found.held_out) == spec.held_out_windows
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_simulate_and_compare_have_the_requests_that_tune_has(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = load_recipe(recipe_path(name))
+    stage = open_stage("bursty-small", name, None, fit_lengths=True)
+    tuned = prepare(read_trace(trace_path("bursty-small"))[0], recipe)
+    assert list(stage.trace.rows()) == list(tuned.rows())
+    assert stage.trace.scaling == tuned.scaling
+    assert tuned.scaling is not None
+    assert stage.world({}, None, 0).max_new_tokens == recipe.serve.max_new_tokens
+    first = capsys.readouterr().err.splitlines()[0]
+    assert first.removeprefix("warning: ") == f"trace: {tuned.scaling.summary()}"
 
 
 def test_a_fit_is_a_path_or_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -93,8 +93,21 @@ def test_windows_are_as_long_as_wished_where_the_trace_allows_it(wish):
     assert all(before.end_s <= after.start_s for before, after in itertools.pairwise(windows))
     notes = found.trace.notes
     assert notes == (
-        () if kept or wish is None else (f"windows of 20 s instead of {wish:,g} s: t.csv lasts 100 s, for 4 windows",)
+        ()
+        if kept or wish is None
+        else (f"windows of 20 s instead of {wish:,g} s: t.csv lasts 100 s at 2 requests/s, for 4 windows",)
     )
+
+
+def test_windows_that_would_be_empty_are_made_longer():
+    sparse = trace_of(np.arange(0, 1000.1, 10))
+    found = fit_windows(sparse, 2, 2, 2)
+    assert found.seconds == found.longest_s == 200
+    assert found.trace.notes == (
+        "windows of 200 s instead of 2 s: t.csv has no request in one of these at 0.1 requests/s",
+    )
+    with pytest.raises(InputError, match="no request arrives in"):
+        fit_windows(trace_of([0, 1, 100]), 10, 2, 2)
 
 
 def test_requests_that_arrive_at_once_have_no_windows():
@@ -103,15 +116,10 @@ def test_requests_that_arrive_at_once_have_no_windows():
     assert "--draw-rate" in caught.value.hint
 
 
-@given(wish=st.floats(0.1, 1e6), rate=st.floats(0.01, 1e4), search=st.integers(1, 5), held_out=st.integers(1, 4))
-def test_no_wish_is_too_long_at_any_rate(wish, rate, search, held_out):
-    fitted = scale_rate(STEADY, rate)
-    try:
-        found = fit_windows(fitted, wish, search, held_out)
-    except InputError as error:
-        assert "no request arrives in" in error.message  # the wish was too short
-        assert wish * rate < 2
-        return
+@given(gaps=st.floats(2, 1e6), rate=st.floats(0.01, 1e4), search=st.integers(1, 5), held_out=st.integers(1, 4))
+def test_no_wish_is_too_long_at_any_rate(gaps, rate, search, held_out):
+    fitted, wish = scale_rate(STEADY, rate), gaps / rate
+    found = fit_windows(fitted, wish, search, held_out)
     assert found.seconds <= min(wish, fitted.arrival_s[-1] / (search + held_out))
     assert (len(found.search), len(found.held_out)) == (search, held_out)
 

@@ -61,5 +61,5 @@ def command(
     metrics = result.metrics(targets)
     for line in [*refusal_notes(result.refusals), *world_notes(world, policy, metrics)]:
         note(line)
-    result = {**metrics, "trace": plain(requests)}
-    emit(as_json, result, lambda: table(["metric", "value"], list(metrics.items()), title=f"policy '{policy}'"))
+    shown = {**metrics, "trace": plain(requests)}
+    emit(as_json, shown, lambda: table(["metric", "value"], list(metrics.items()), title=f"policy '{policy}'"))

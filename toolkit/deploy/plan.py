@@ -209,6 +209,8 @@ def _from_tuning(tuning: Tuning, recipe: Recipe, origin: str) -> Choice:
         source = f"{_trial(tuning, outcome)} of {trials}; it breaks limits, held out"
     else:
         gain = "goodput from none" if tuning.gain_percent is None else f"{tuning.gain_percent:+.1f} % goodput"
+        if gain in ("+0.0 % goodput", "-0.0 % goodput"):
+            gain = "the same goodput, other latencies"
         source = f"{_trial(tuning, outcome)} of {trials}: {gain}, held out"
     scaled = "scaled " if tuning.scaling and tuning.scaling.notable else ""
     windows = f"simulated with the fit on {len(tuning.held_out_windows)} held-out windows of the {scaled}trace"

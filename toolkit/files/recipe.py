@@ -183,7 +183,8 @@ class TuneSpec(Strict):
     windows: Positive = Field(default=2, description="trace windows used for the search")
     held_out_windows: Positive = Field(default=2, description="other windows, used for the verdict alone")
     window_s: Annotated[float, Field(gt=0)] | None = Field(
-        default=None, description="length of a window in the scaled trace; None: as long as all of them fit with gaps"
+        default=None,
+        description="length of a window in the scaled trace where it allows it; None: as long as all fit with gaps",
     )
     request_rate_rps: Annotated[float, Field(gt=0)] | None = Field(
         default=None, description="scale arrivals to this mean rate; None: the trace's own"

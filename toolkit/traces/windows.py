@@ -7,9 +7,14 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from toolkit.errors import InputError
+from toolkit.traces.scale import mean_rate
 from toolkit.traces.types import Trace
 
 COVERED = 0.8  # share of the trace that its windows take where their length is not given or does not fit
+
+
+class EmptyWindowError(InputError):
+    """No request arrives in a window."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -67,9 +72,10 @@ class Windows:
 def fit_windows(trace: Trace, wished_s: float | None, search: int, held_out: int, seed: int = 0) -> Windows:
     """Windows as long as wished where the trace allows it, else as long as fits with gaps.
 
-    Without a wish they are as long as fits with gaps, too. Raises `InputError` for a wish that is
-    not positive, a trace whose requests all arrive at once, and one with so few requests that a
-    window would hold none.
+    A trace does not allow windows that it is too short for, nor windows without requests. Without
+    a wish they are as long as fits with gaps, too. Raises `InputError` for a wish that is not
+    positive, a trace whose requests all arrive at once, and `EmptyWindowError` for one with so few
+    requests that even such windows hold none.
     """
     duration_s = float(trace.arrival_s[-1])
     if duration_s == 0:
@@ -79,15 +85,24 @@ def fit_windows(trace: Trace, wished_s: float | None, search: int, held_out: int
         )
     part_s = duration_s / max(search + held_out, 1)
     longest_s = COVERED * part_s
-    seconds = longest_s if wished_s is None or wished_s > part_s else wished_s
-    if wished_s is not None and seconds != wished_s:
-        note = (
-            f"windows of {seconds:,.3g} s instead of {wished_s:,g} s:"
-            f" {trace.source} lasts {duration_s:,.4g} s, for {search + held_out} windows"
-        )
-        trace = replace(trace, notes=(*trace.notes, note))
-    first, second = split_windows(trace, seconds, search, held_out, seed)
-    return Windows(trace, first, second, seconds, wished_s, longest_s)
+
+    def made(seconds: float, why: str = "") -> Windows:
+        whole = trace
+        if why and wished_s is not None:
+            note = f"windows of {seconds:,.3g} s instead of {wished_s:,g} s: {trace.source} {why}"
+            whole = replace(trace, notes=(*trace.notes, note))
+        windows = split_windows(whole, seconds, search, held_out, seed)
+        return Windows(whole, *windows, seconds, wished_s, longest_s)
+
+    if wished_s is None:
+        return made(longest_s)
+    if wished_s > part_s:
+        lasts = f"lasts {duration_s:,.4g} s at {mean_rate(trace):.3g} requests/s"
+        return made(longest_s, f"{lasts}, for {search + held_out} windows")
+    try:
+        return made(wished_s)
+    except EmptyWindowError:
+        return made(longest_s, f"has no request in one of these at {mean_rate(trace):.3g} requests/s")
 
 
 def split_windows(
@@ -97,7 +112,7 @@ def split_windows(
 
     The trace is divided into as many equal parts as there are windows; each part holds one, at a place drawn with
     `seed`, and the two kinds take turns as evenly as their numbers allow. Both lists are in order of time.
-    Raises `InputError` where the windows are longer than these parts, or one would hold no request.
+    Raises `InputError` where the windows are longer than these parts, `EmptyWindowError` where one holds no request.
     """
     count = search + held_out
     duration_s = float(trace.arrival_s[-1])
@@ -116,7 +131,7 @@ def split_windows(
     held = np.searchsorted(trace.arrival_s, ends) - np.searchsorted(trace.arrival_s, starts)
     if not held.all():
         empty = int(np.flatnonzero(held == 0)[0])
-        raise InputError(
+        raise EmptyWindowError(
             f"{trace.source}: no request arrives in {_span(starts[empty], ends[empty])}, one of "
             f"{search} + {held_out} windows of {window_s:.3g} s ({len(trace):,} requests in {duration_s:,.6g} s)",
             "give a longer trace, longer windows (--window), or fewer windows",
