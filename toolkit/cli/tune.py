@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from toolkit.cli import completion
 from toolkit.cli.arguments import FIT_HELP, JsonOption, RecipeArgument, limit_workers, open_recipe, resolve_fit
 
 if TYPE_CHECKING:
@@ -27,7 +28,10 @@ WORTH_SAYING_S = 10.0
 PoliciesOption = Annotated[
     str | None,
     typer.Option(
-        "--policies", metavar="NAME,...", help="Search these besides the recipe's own; 'all' but the oracles."
+        "--policies",
+        metavar="NAME,...",
+        autocompletion=completion.policies,
+        help="Search these besides the recipe's own; 'all' but the oracles.",
     ),
 ]
 JobsOption = Annotated[int | None, typer.Option("--jobs", min=1, help="Processes that simulate; default: all cores.")]
@@ -65,8 +69,12 @@ ForceOption = Annotated[bool, typer.Option("--force", help="Tune with a fit that
 
 def command(
     recipe: RecipeArgument,
-    fit: Annotated[Path, typer.Option(callback=resolve_fit, help=FIT_HELP)] = Path("fit.json"),
-    trace: Annotated[str, typer.Option(help="A trace file, or the name of a shipped trace.")] = "chat-small",
+    fit: Annotated[Path, typer.Option(callback=resolve_fit, autocompletion=completion.fits, help=FIT_HELP)] = Path(
+        "fit.json"
+    ),
+    trace: Annotated[
+        str, typer.Option(autocompletion=completion.traces, help="A trace file, or the name of a shipped trace.")
+    ] = "chat-small",
     out: Annotated[Path, typer.Option(help="Where to write the result.")] = Path("tuning.json"),
     policies: PoliciesOption = None,
     trials: Annotated[int | None, typer.Option(min=1, help="Trials; default: the recipe's.")] = None,
