@@ -25,6 +25,19 @@ AUTO = "auto"
 LONGEST_COUNT = 18  # digits; Python refuses to read thousands of them
 ESTIMATE_AFTER = 10  # evaluations that are timed for the estimate
 WORTH_SAYING_S = 10.0
+MAX_JOBS = 1024
+
+
+def _limit_jobs(jobs: int | None) -> int | None:
+    """What --jobs was given. `InputError` for more processes than any machine has cores."""
+    from toolkit.errors import InputError
+
+    if jobs is not None and jobs > MAX_JOBS:
+        hint = "leave it out for as many as there are cores"
+        raise InputError(f"--jobs {jobs}: the limit is {MAX_JOBS:,}, since each is a process", hint)
+    return jobs
+
+
 PoliciesOption = Annotated[
     str | None,
     typer.Option(
@@ -34,7 +47,10 @@ PoliciesOption = Annotated[
         help="Search these besides the recipe's own; 'all' but the oracles.",
     ),
 ]
-JobsOption = Annotated[int | None, typer.Option("--jobs", min=1, help="Processes that simulate; default: all cores.")]
+JobsOption = Annotated[
+    int | None,
+    typer.Option("--jobs", min=1, callback=_limit_jobs, help="Processes that simulate; default: all cores."),
+]
 WorkersOption = Annotated[
     str | None,
     typer.Option("--workers", metavar="N|auto", help="Workers; 'auto': the fewest that keep all limits."),
