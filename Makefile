@@ -1,5 +1,9 @@
 # On a fresh machine: `make demo`, `make demo-ray` and `make test`. Each sets up .venv first; each may be repeated.
-PYTHON ?= python3.11
+# The first of these that is Python 3.11, 3.12 or 3.13 and has venv; `make PYTHON=...` names another.
+PYTHONS := python3 python3.13 python3.12 python3.11
+PYTHON ?= $(shell for each in $(PYTHONS); do \
+	$$each -c 'import ensurepip, sys, venv; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null && \
+	echo $$each && break; done)
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
@@ -12,8 +16,10 @@ help:  ## this list
 setup: $(STAMP)  ## the virtual environment, pinned by constraints.txt
 
 $(STAMP): pyproject.toml constraints.txt
-	@command -v $(PYTHON) >/dev/null || { echo "make: $(PYTHON) is not installed; try: make PYTHON=python3" >&2; exit 2; }
-	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@test -x $(BIN)/python || { python="$(PYTHON)"; \
+	test "$$python" || { echo "make: found no Python 3.11, 3.12 or 3.13 with venv (tried $(PYTHONS)); install one, or name it: make PYTHON=..." >&2; exit 2; }; \
+	command -v "$$python" >/dev/null || { echo "make: $$python is not installed; leave PYTHON= out for the first that fits" >&2; exit 2; }; \
+	echo "setting up $(VENV) with $$("$$python" --version)"; "$$python" -m venv $(VENV); }
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $(STAMP)
 

@@ -109,3 +109,33 @@ def test_a_report_needs_its_folder(kind: str, tmp_path: Path, capsys: pytest.Cap
     what = "no such folder" if kind == "folder" else "a file, not a folder"
     assert lines_of(capsys)[0] == f"error: --folder {folder}: {what}"
     assert not page.exists()
+
+
+def test_processes_that_simulate_have_a_limit(stage: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert llmctl("tune", "recipe.yaml", "--jobs", 1_000_000) == 2
+    assert lines_of(capsys) == [
+        "error: --jobs 1000000: the limit is 1,024, since each is a process",
+        "hint: leave it out for as many as there are cores",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("policy", "setting"), [("sequence", "batch_size"), ("slice", "slice_tokens"), ("fcfs", "capacity_tokens")]
+)
+def test_a_whole_number_that_no_machine_counts_to_is_refused(
+    policy: str, setting: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--fit", "unit-step", "--trace", "bursty-small", "--set", f"{setting}={10**21}"]
+    assert llmctl("simulate", "--policy", policy, *words) == 2
+    assert f"{setting} is {10**21}; the limit is from " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("content", "why"), [(b"", "empty"), (b" \n", "empty"), (b'{"a": \xff', "not text: byte 7 is not UTF-8")]
+)
+def test_a_file_that_is_no_json_says_why(
+    content: bytes, why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "fit.json").write_bytes(content)
+    assert llmctl("simulate", "--fit", tmp_path / "fit.json") == 2
+    assert lines_of(capsys)[0] == f"error: fit.json: {why}"

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from toolkit.cli import completion
+
 if TYPE_CHECKING:
     from toolkit.files.recipe import Recipe
 
@@ -40,7 +42,12 @@ def limit_workers(workers: int | None) -> int | None:
 
 RecipeArgument = Annotated[
     Path,
-    typer.Argument(metavar="RECIPE", callback=resolve_recipe, help="A recipe's file, or the name of a shipped one."),
+    typer.Argument(
+        metavar="RECIPE",
+        callback=resolve_recipe,
+        autocompletion=completion.recipes,
+        help="A recipe's file, or the name of a shipped one.",
+    ),
 ]
 FIT_HELP = "fit.json, from `llmctl fit`, or the name of a recipe whose fit ships."
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object to stdout; notes go to stderr.")]

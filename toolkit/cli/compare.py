@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from toolkit.cli import completion
 from toolkit.cli.arguments import JsonOption, SetOption, SlaOption, parse_settings, parse_sla
 from toolkit.cli.fleet import FleetOption
 from toolkit.cli.stage import (
@@ -26,6 +26,7 @@ from toolkit.cli.stage import (
 
 if TYPE_CHECKING:
     from toolkit.cli.figure import Panel
+    from toolkit.cli.results import ComparedRun
     from toolkit.sim.comparison import Run
     from toolkit.sim.world import World
 
@@ -41,7 +42,10 @@ def command(
     fleet: FleetOption = None,
     policies: Annotated[
         str | None,
-        typer.Option(help="Names with commas between; default: all but the oracles, which need the future."),
+        typer.Option(
+            autocompletion=completion.policies,
+            help="Names with commas between; default: all but the oracles, which need the future.",
+        ),
     ] = None,
     settings: SetOption = None,
     sla: SlaOption = None,
@@ -63,6 +67,7 @@ def command(
     """
     from toolkit.cli.figure import draw, require_matplotlib
     from toolkit.cli.output import emit, note, progress
+    from toolkit.cli.results import Comparison
     from toolkit.cli.trace_notes import note_rest, plain
     from toolkit.files.io import check_writable
     from toolkit.sched.policies import KNOWN
@@ -97,9 +102,15 @@ def command(
     runs.sort(key=lambda run: (run.rate_rps, -run.metrics.get("goodput_rps", -1.0)))
     shown = _columns(columns, runs)
     _remark(runs, world, targets)
-    result = {"sla": targets, "workers": world.size, "seed": seed, "interrupted": interrupted}
-    result["trace"] = plain(stage.trace)
-    emit(as_json, {**result, "runs": [_plain(run) for run in runs]}, lambda: _show(runs, shown))
+    result = Comparison(
+        sla=targets,
+        workers=world.size,
+        seed=seed,
+        interrupted=interrupted,
+        trace=plain(stage.trace),
+        runs=[_of_run(run) for run in runs],
+    )
+    emit(as_json, result, lambda: _show(runs, shown))
     if png:
         draw(_panels(runs), png)
         note(f"wrote {png}")
@@ -144,10 +155,17 @@ def _columns(text: str | None, runs: Sequence[Run]) -> Sequence[str]:
     return wanted
 
 
-def _plain(run: Run) -> dict[str, Any]:
-    found = asdict(run) | {"servable": run.servable}
-    del found["e2e_s"], found["refusals"]
-    return found
+def _of_run(run: Run) -> ComparedRun:
+    from toolkit.cli.results import ComparedRun
+
+    return ComparedRun(
+        policy=run.policy,
+        parameters=dict(run.parameters),
+        rate_rps=run.rate_rps,
+        servable=run.servable,
+        problem=run.problem,
+        metrics=dict(run.metrics),
+    )
 
 
 def _remark(runs: Sequence[Run], world: World, sla: Mapping[str, float]) -> None:

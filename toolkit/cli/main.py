@@ -58,6 +58,8 @@ COMMANDS = {
         "The whole way on this machine: profile, fit, tune, serve, bench.",
         "finished stages are kept in the output folder; the same command goes on from there",
     ),
+    "recipes": Entry("List the recipes that ship, a line each."),
+    "policies": Entry("List the policies: what each does, and which engines run it."),
     "schema": Entry("Print the JSON Schema of recipes."),
 }
 

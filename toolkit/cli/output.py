@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 __all__ = [
     "JUSTIFY",
     "WIDTH",
+    "aligned",
     "emit",
     "note",
     "number",
@@ -167,6 +168,16 @@ def _view(
 
 def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> Callable[[Sequence[str]], None]:
+    """A function that prints one of `rows`, a line each, its cells below those of the others."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+
+    def show(row: Sequence[str]) -> None:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+
+    return show
 
 
 def _cell(value: object) -> str:

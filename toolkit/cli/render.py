@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from toolkit.cli import completion
 from toolkit.cli.arguments import FIT_HELP, BrokenOption, JsonOption, SetOption, parse_settings, resolve_fit
 from toolkit.cli.output import emit, note, table
 
@@ -20,18 +21,31 @@ HEADLINES = {PREDICTED + name for name in ("goodput_rps", "throughput_rps", "ttf
 PLAN = Path("plan.json")
 Source = Annotated[
     Path,
-    typer.Argument(metavar="RECIPE|FLEET|PLAN.json", help="A recipe, with --fit; a fleet; or a plan, with --target."),
+    typer.Argument(
+        metavar="RECIPE|FLEET|PLAN.json",
+        autocompletion=completion.recipes_and_plans,
+        help="A recipe, with --fit; a fleet; or a plan, with --target.",
+    ),
 ]
-FitOption = Annotated[Path | None, typer.Option("--fit", callback=resolve_fit, help=f"With a recipe: {FIT_HELP}")]
+FitOption = Annotated[
+    Path | None,
+    typer.Option("--fit", callback=resolve_fit, autocompletion=completion.fits, help=f"With a recipe: {FIT_HELP}"),
+]
 TuningOption = Annotated[Path | None, typer.Option("--tuning", help="tuning.json; without it, the recipe's policy.")]
 PolicyOption = Annotated[
-    str | None, typer.Option("--policy", help="This policy, with --set's parameters, instead of the tuning's.")
+    str | None,
+    typer.Option(
+        "--policy",
+        autocompletion=completion.policy,
+        help="This policy, with --set's parameters, instead of the tuning's.",
+    ),
 ]
 TargetOption = Annotated[
     str | None,
     typer.Option(
         "--target",
         metavar="TARGET",
+        autocompletion=completion.rendered_targets,
         help="local, systemd, compose, kubernetes, kuberay, ray, vllm or sglang; see docs/deploying.md.",
     ),
 ]

@@ -7,12 +7,20 @@ from typing import Annotated
 
 import typer
 
+from toolkit.cli import completion
 from toolkit.cli.arguments import JsonOption
 from toolkit.cli.output import emit, note, size
 
 
 def command(
-    source: Annotated[str, typer.Argument(metavar="RECIPE|PLAN.json", help="A recipe, or a plan with its files.")],
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="RECIPE|PLAN.json",
+            autocompletion=completion.recipes_and_plans,
+            help="A recipe, or a plan with its files.",
+        ),
+    ],
     out: Annotated[Path, typer.Option(help="The page to write.")] = Path("report.html"),
     folder: Annotated[
         Path | None, typer.Option(help="Where profile.json and the others are; default: beside the plan, or here.")

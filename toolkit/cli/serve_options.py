@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from toolkit.cli import completion
 from toolkit.cli.arguments import limit_workers, resolve_fit
 
 # the headings under which `--help` lists them
@@ -15,7 +16,9 @@ WHAT, CALLERS, LOAD, WATCHING = "What runs", "Who may call", "Overload and the e
 Source = Annotated[
     str | None,
     typer.Argument(
-        metavar="PLAN.json|RECIPE|FLEET|FOLDER", help="A plan, a recipe with --fit, a fleet, or what was rendered."
+        metavar="PLAN.json|RECIPE|FLEET|FOLDER",
+        autocompletion=completion.recipes_and_plans,
+        help="A plan, a recipe with --fit, a fleet, or what was rendered.",
     ),
 ]
 TargetOption = Annotated[
@@ -23,6 +26,7 @@ TargetOption = Annotated[
     typer.Option(
         "--target",
         metavar="TARGET",
+        autocompletion=completion.served_targets,
         rich_help_panel=WHAT,
         help="local, or of a rendered folder what it is for: systemd, compose, ray.",
     ),
@@ -35,6 +39,7 @@ FitOption = Annotated[
     typer.Option(
         "--fit",
         callback=resolve_fit,
+        autocompletion=completion.fits,
         rich_help_panel=WHAT,
         help="With a recipe: its fit.json, or the name of a recipe whose fit ships; the plan is made here.",
     ),
@@ -91,7 +96,13 @@ NameOption = Annotated[
     str, typer.Option("--served-model-name", rich_help_panel=CALLERS, help="What clients call the model.")
 ]
 PolicyOption = Annotated[
-    str | None, typer.Option("--policy", rich_help_panel=WHAT, help="Another policy than the plan's, with --set.")
+    str | None,
+    typer.Option(
+        "--policy",
+        autocompletion=completion.policy,
+        rich_help_panel=WHAT,
+        help="Another policy than the plan's, with --set.",
+    ),
 ]
 WorkersOption = Annotated[
     int | None,

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from toolkit.cli import completion
 from toolkit.cli.arguments import JsonOption, SetOption, SlaOption, parse_settings, parse_sla
 from toolkit.cli.fleet import FleetOption
 from toolkit.cli.stage import (
@@ -27,7 +28,9 @@ def command(
     fit: FitOption = "fit.json",
     recipe: RecipeOption = None,
     fleet: FleetOption = None,
-    policy: Annotated[str, typer.Option(help="The policy; see docs/policies.md.")] = "slice",
+    policy: Annotated[
+        str, typer.Option(autocompletion=completion.policy, help="The policy; see docs/policies.md.")
+    ] = "slice",
     settings: SetOption = None,
     sla: SlaOption = None,
     workers: WorkersOption = None,
@@ -39,12 +42,14 @@ def command(
 ) -> None:
     """Run a trace through a policy by the fitted laws, and print what it would give.
 
-    The keys of --json are the metrics with their units: throughput_rps, ttft_p99_s, batch_size_mean, ...; `trace` says
-    which requests they are about. With --fit unit-step a second is a decode step, as in Past-Future's Table 1; see
-    docs/simulating.md.
+    --json has the metrics with their units in their names: throughput_rps, ttft_p99_s, batch_size_mean, ...; `trace`
+    says which requests they are about. With --fit unit-step a second is a decode step, as in Past-Future's Table 1;
+    see docs/simulating.md.
     """
     from toolkit.cli.output import emit, note, table
+    from toolkit.cli.results import Simulation
     from toolkit.cli.trace_notes import note_rest, plain
+    from toolkit.sched.policies.parameters import parameters
     from toolkit.sim.api import simulate
     from toolkit.sim.settings import assign_settings, check_capacity, policy_for
     from toolkit.traces.scale import scale_rate
@@ -61,5 +66,13 @@ def command(
     metrics = result.metrics(targets)
     for line in [*refusal_notes(result.refusals), *world_notes(world, policy, metrics)]:
         note(line)
-    shown = {**metrics, "trace": plain(requests)}
-    emit(as_json, shown, lambda: table(["metric", "value"], list(metrics.items()), title=f"policy '{policy}'"))
+    found = Simulation(
+        policy=chosen.name,
+        parameters=parameters(chosen),
+        workers=world.size,
+        seed=seed,
+        sla=targets,
+        trace=plain(requests),
+        **metrics,
+    )
+    emit(as_json, found, lambda: table(["metric", "value"], list(metrics.items()), title=f"policy '{policy}'"))

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from toolkit.cli import completion
 from toolkit.cli.arguments import limit_workers, resolve_recipe
 
 if TYPE_CHECKING:
@@ -21,9 +22,15 @@ if TYPE_CHECKING:
     from toolkit.sim.world import World
     from toolkit.traces.types import Trace
 
-TraceOption = Annotated[str, typer.Option(help="A trace file, or the name of a shipped trace.")]
+TraceOption = Annotated[
+    str, typer.Option(autocompletion=completion.traces, help="A trace file, or the name of a shipped trace.")
+]
 FitOption = Annotated[
-    str, typer.Option(help="fit.json, the name of a recipe whose fit ships, or 'unit-step': a clock that counts steps.")
+    str,
+    typer.Option(
+        autocompletion=completion.fits_and_clock,
+        help="fit.json, the name of a recipe whose fit ships, or 'unit-step': a clock that counts steps.",
+    ),
 ]
 WorkersOption = Annotated[
     int | None, typer.Option(min=1, callback=limit_workers, help="Workers; default: as profiled, or 1.")

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from toolkit.cli import completion
 from toolkit.cli.arguments import JsonOption
 from toolkit.cli.output import emit, note, number, seconds, table
 from toolkit.cli.trace_record import record
@@ -23,7 +24,12 @@ app = typer.Typer(help="Inspect, convert, generate and record traces.", no_args_
 app.command()(record)
 
 TraceArgument = Annotated[
-    str, typer.Argument(metavar="TRACE", help="A trace in any known format, or the name of a shipped one.")
+    str,
+    typer.Argument(
+        metavar="TRACE",
+        autocompletion=completion.traces,
+        help="A trace in any known format, or the name of a shipped one.",
+    ),
 ]
 SeedOption = Annotated[int, typer.Option(min=0, help="Same seed, same trace.")]
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from toolkit.cli.output import note
 
 if TYPE_CHECKING:
+    from toolkit.cli.results import Requests
     from toolkit.traces.types import Trace
 
 
@@ -31,11 +32,8 @@ def note_rest(trace: Trace) -> None:
             note(f"trace: {line}")
 
 
-def plain(trace: Trace) -> dict[str, Any]:
+def plain(trace: Trace) -> Requests:
     """The trace as `--json` shows it."""
-    return {
-        "source": trace.source,
-        "requests": len(trace),
-        "notes": list(trace.notes),
-        "scaling": trace.scaling,
-    }
+    from toolkit.cli.results import Requests
+
+    return Requests(source=trace.source, requests=len(trace), notes=list(trace.notes), scaling=trace.scaling)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from toolkit.cli import completion
 from toolkit.cli.arguments import FIT_HELP, JsonOption, RecipeArgument, limit_workers, open_recipe, resolve_fit
 
 if TYPE_CHECKING:
@@ -26,13 +27,32 @@ AUTO = "auto"
 LONGEST_COUNT = 18  # digits; Python refuses to read thousands of them
 ESTIMATE_AFTER = 10  # evaluations that are timed for the estimate
 WORTH_SAYING_S = 10.0
+MAX_JOBS = 1024
+
+
+def _limit_jobs(jobs: int | None) -> int | None:
+    """What --jobs was given. `InputError` for more processes than any machine has cores."""
+    from toolkit.errors import InputError
+
+    if jobs is not None and jobs > MAX_JOBS:
+        hint = "leave it out for as many as there are cores"
+        raise InputError(f"--jobs {jobs}: the limit is {MAX_JOBS:,}, since each is a process", hint)
+    return jobs
+
+
 PoliciesOption = Annotated[
     str | None,
     typer.Option(
-        "--policies", metavar="NAME,...", help="Search these besides the recipe's own; 'all' but the oracles."
+        "--policies",
+        metavar="NAME,...",
+        autocompletion=completion.policies,
+        help="Search these besides the recipe's own; 'all' but the oracles.",
     ),
 ]
-JobsOption = Annotated[int | None, typer.Option("--jobs", min=1, help="Processes that simulate; default: all cores.")]
+JobsOption = Annotated[
+    int | None,
+    typer.Option("--jobs", min=1, callback=_limit_jobs, help="Processes that simulate; default: all cores."),
+]
 WorkersOption = Annotated[
     str | None,
     typer.Option("--workers", metavar="N|auto", help="Workers; 'auto': the fewest that keep all limits."),
@@ -71,8 +91,12 @@ ForceOption = Annotated[bool, typer.Option("--force", help="Tune with a fit that
 
 def command(
     recipe: RecipeArgument,
-    fit: Annotated[Path, typer.Option(callback=resolve_fit, help=FIT_HELP)] = Path("fit.json"),
-    trace: Annotated[str, typer.Option(help="A trace file, or the name of a shipped trace.")] = "chat-small",
+    fit: Annotated[Path, typer.Option(callback=resolve_fit, autocompletion=completion.fits, help=FIT_HELP)] = Path(
+        "fit.json"
+    ),
+    trace: Annotated[
+        str, typer.Option(autocompletion=completion.traces, help="A trace file, or the name of a shipped trace.")
+    ] = "chat-small",
     out: Annotated[Path, typer.Option(help="Where to write the result.")] = Path("tuning.json"),
     policies: PoliciesOption = None,
     trials: Annotated[int | None, typer.Option(min=1, help="Trials; default: the recipe's.")] = None,

@@ -43,12 +43,21 @@ def validate(
         try:
             data = json.loads(text)
         except ValueError as reason:
-            raise InputError(f"{file.name}: not JSON: {reason}", hint) from None
+            raise InputError(f"{file.name}: {_no_json(text, reason)}", hint) from None
         kind = _other_kind(model, data, kinds)
         if kind:
             raise InputError(f"{file.name}: a {kind} file, not a {model.__name__.lower()} file", hint) from None
         lines = [f"{file.name}: {line}" for line in problems(error, model, data)]
         raise InputError("\n".join(lines), hint) from None
+
+
+def _no_json(text: str | bytes, reason: ValueError) -> str:
+    """Why a text is no JSON, in words for people."""
+    if not text.strip():
+        return "empty"
+    if isinstance(reason, UnicodeDecodeError):
+        return f"not text: byte {reason.start + 1} is not UTF-8"
+    return f"not JSON: {reason}"
 
 
 def _other_kind(model: type[BaseModel], data: object, kinds: Sequence[type[BaseModel]]) -> str:

@@ -11,6 +11,7 @@ from toolkit.errors import InputError, nearest
 from toolkit.sched.protocols import AnyPolicy
 
 Value = bool | int | float | str
+LARGEST_WHOLE = 2**53  # whole numbers above it are no floats, and array indices are not much larger
 
 
 @dataclass(slots=True, frozen=True)
@@ -123,6 +124,8 @@ def check(owner: str, name: str, kind: type, value: Value, limits: Knob) -> None
         raise InputError(f"{where}; it is a number", limits.doc)
     if kind is int and not isinstance(value, int):
         raise InputError(f"{where}; it is a whole number", limits.doc)
-    if not limits.low <= value <= limits.high:
-        limit = f"at least {limits.low:g}" if limits.high == math.inf else f"from {limits.low:g} to {limits.high:g}"
+    high = min(limits.high, LARGEST_WHOLE) if kind is int else limits.high
+    if not limits.low <= value <= high:
+        endless = limits.high == math.inf and value < limits.low
+        limit = f"at least {limits.low:g}" if endless else f"from {limits.low:g} to {high:g}"
         raise InputError(f"{where}; the limit is {limit}", limits.doc)

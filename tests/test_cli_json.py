@@ -1,0 +1,70 @@
+"""`simulate --json` and `compare --json`: the documented keys are those that are printed."""
+
+import json
+import re
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+import pytest
+from commands import llmctl
+from pydantic import BaseModel
+
+from toolkit.cli.results import ComparedRun, Comparison, Simulation
+
+PAGE = (Path(__file__).parent.parent / "docs" / "simulating.md").read_text(encoding="utf-8")
+STATISTICS = ("mean", "p50", "p95", "p99")
+
+
+def table_under(head: str) -> str:
+    """The first cells of the table whose first heading cell is `head`, and all that stands in them."""
+    start = PAGE.index(f"| {head} |")
+    return PAGE[start : PAGE.index("\n\n", start)]
+
+
+def keys_under(head: str) -> set[str]:
+    """What is in backticks in the first column of the rows below that heading."""
+    rows = table_under(head).splitlines()[2:]
+    return {key for row in rows for key in re.findall(r"`([^`]+)`", row.split("|")[1])}
+
+
+@pytest.mark.parametrize(
+    ("head", "model"),
+    [("`simulate --json`", Simulation), ("`compare --json`", Comparison), ("a run of `runs`", ComparedRun)],
+)
+def test_the_documented_keys_are_the_models(head: str, model: type[BaseModel]) -> None:
+    assert keys_under(head) == set(model.model_fields)
+
+
+WORDS = ["--trace", "bursty-small", "--sla", "ttft_p99_s=2", "--json"]
+
+
+@pytest.mark.parametrize("policy", ["slice", "past-future", "mlfq"])
+def test_every_metric_that_is_printed_is_documented(policy: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert llmctl("simulate", "--fit", "tiny-llama-cpu", "--policy", policy, *WORDS) == 0
+    text = capsys.readouterr().out
+    found = Simulation.model_validate_json(text)
+    assert found.model_dump(mode="json") == json.loads(text)
+    assert found.policy == policy
+    assert found.sla == {"ttft_p99_s": 2.0}
+    documented = {key.replace("worker_K", "worker_*") for key in keys_under("metric")}
+    extra = found.model_extra or {}
+    assert [key for key in extra if not any(fnmatchcase(key, name) for name in documented)] == []
+    assert all(isinstance(value, float) for value in extra.values())
+
+
+def test_every_documented_metric_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert llmctl("simulate", "--fit", "unit-step", "--policy", "past-future", *WORDS) == 0
+    names = json.loads(capsys.readouterr().out)
+    documented = {key.replace("worker_K", "worker_0") for key in keys_under("metric")}
+    expected = {key.replace("*", one) for key in documented for one in (STATISTICS if "*" in key else [""])}
+    assert expected - names.keys() == set()
+
+
+def test_compare_prints_its_model(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--fit", "tiny-llama-cpu", "--policies", "slice,past-future-oracle", *WORDS]
+    assert llmctl("compare", *words) == 0
+    text = capsys.readouterr().out
+    found = Comparison.model_validate_json(text)
+    assert found.model_dump(mode="json") == json.loads(text)
+    assert {run.policy: run.servable for run in found.runs} == {"slice": True, "past-future-oracle": False}
+    assert found.schema_version == 1

@@ -1,0 +1,108 @@
+"""`llmctl recipes`, `llmctl policies`, and what the shell completes."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from commands import llmctl
+from test_cli_main import HEAVY
+
+from toolkit.cli import completion
+from toolkit.cli.serve_target import HERE, MANAGED
+from toolkit.cli.stage import open_stage
+from toolkit.deploy.render import TARGETS
+from toolkit.files.fits import shipped_fits
+from toolkit.files.recipes import load_recipe, shipped_names
+from toolkit.sched.catalogue import ABOUT
+from toolkit.sched.policies import KNOWN, ORACLES
+from toolkit.sim.settings import UNIT_STEP
+from toolkit.traces.shipped import shipped_traces
+
+
+def test_every_recipe_has_its_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert llmctl("recipes") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    rows = {line.split()[0]: line.split()[1:] for line in lines if line.startswith("  ") and line.strip()}
+    assert sorted(rows) == shipped_names()
+    for name, (engine, policy, basis) in rows.items():
+        recipe = load_recipe(name)
+        assert (engine, policy) == (recipe.engine.name, recipe.policy.name)
+        assert (basis == "none") == (name not in shipped_fits())
+    assert {basis for _, _, basis in rows.values()} == {"analytic", "measured", "none"}
+
+
+def test_recipes_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert llmctl("recipes", "--json") == 0
+    found = json.loads(capsys.readouterr().out)["recipes"]
+    assert sorted(one["name"] for one in found) == shipped_names()
+    keys = {"name", "description", "model", "hardware", "engine", "policy", "fit"}
+    assert all(one.keys() == keys for one in found)
+
+
+def test_every_policy_says_what_it_does_and_which_engines_run_it(capsys: pytest.CaptureFixture[str]) -> None:
+    assert llmctl("policies", "--json") == 0
+    found = {one["name"]: one for one in json.loads(capsys.readouterr().out)["policies"]}
+    assert found.keys() == KNOWN.keys() == ABOUT.keys()
+    assert {name for name, one in found.items() if not one["live"]} == ORACLES
+    assert found["slice"]["engines"] == ["transformers", "deepspeed", "rebatch"]
+    assert found["vllm"]["engines"] == ["vllm"]
+    assert llmctl("policies") == 0
+    out = capsys.readouterr().out
+    assert max(map(len, out.splitlines())) <= 80
+    assert [name for name in KNOWN if f" {name} " not in out] == []
+
+
+def completed(*words: str, cwd: Path | None = None) -> list[str]:
+    """What the shell is offered for the last of `words`."""
+    line = {"COMP_WORDS": " ".join(["llmctl", *words]), "COMP_CWORD": str(len(words))}
+    environment = os.environ | line | {"_LLMCTL_COMPLETE": "complete_bash"}
+    script = (
+        "import sys\nfrom toolkit.cli.main import run\ntry:\n    run()\nexcept SystemExit:\n    pass\n"
+        "print('loaded', *{name.partition('.')[0] for name in sys.modules})"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True, cwd=cwd
+    )
+    *found, loaded = done.stdout.splitlines()
+    assert set(loaded.split()) & HEAVY == set()
+    return [word for word in found if word]
+
+
+def test_the_shell_is_offered_commands_and_options_at_no_cost() -> None:
+    assert completed("tu") == ["tune"]
+    assert "--trace" in completed("tune", "tiny-llama-cpu", "--t")
+    assert completed("trace", "insp") == ["inspect"]
+
+
+def test_the_shell_is_offered_what_ships_and_files_here(tmp_path: Path) -> None:
+    (tmp_path / "tiny-mine.yaml").touch()
+    here = [name for name in shipped_names() if name.startswith("tiny-")]
+    assert completed("tune", "tiny-", cwd=tmp_path) == sorted([*here, "tiny-mine.yaml"])
+    assert completed("simulate", "--fit", "unit") == [UNIT_STEP]
+    assert completed("compare", "--policies", "slice,past-future-s") == ["slice,past-future-sla"]
+
+
+@pytest.mark.parametrize(
+    ("complete", "known"),
+    [
+        (completion.recipes, shipped_names()),
+        (completion.fits, shipped_fits()),
+        (completion.traces, shipped_traces()),
+        (completion.policy, KNOWN),
+        (completion.rendered_targets, TARGETS),
+        (completion.served_targets, HERE + MANAGED),
+    ],
+)
+def test_what_is_offered_is_what_there_is(complete, known, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert complete("") == sorted(known)
+    assert complete("no-such") == []
+
+
+def test_the_clock_is_offered_that_simulations_take() -> None:
+    assert open_stage("bursty-small", completion.UNIT_STEP, None, fit_lengths=True).fit is None
+    assert completion.UNIT_STEP == UNIT_STEP

@@ -1,0 +1,75 @@
+"""What the shell completes: names that ship, and files here. Imports no more than the names need.
+
+Each function takes the beginning of a word and gives the words that start with it. Where there is none the shell
+completes files by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+UNIT_STEP = "unit-step"
+RENDERED = ("local", "systemd", "compose", "kubernetes", "kuberay", "ray", "vllm", "sglang")
+SERVED = ("local", "ray", "systemd", "compose")
+
+
+def recipes(incomplete: str) -> list[str]:
+    """Shipped recipes, and YAML files of this folder."""
+    from toolkit.files.shipped import shipped_recipes
+
+    return _words(incomplete, (path.stem for path in shipped_recipes().glob("*.yaml")), "*.yaml")
+
+
+def recipes_and_plans(incomplete: str) -> list[str]:
+    """The same with JSON files, such as plans."""
+    return sorted({*recipes(incomplete), *_words(incomplete, (), "*.json")})
+
+
+def fits(incomplete: str) -> list[str]:
+    """Recipes whose fits ship, and JSON files of this folder."""
+    from toolkit.files.shipped import shipped_profiles
+
+    return _words(incomplete, (path.parent.name for path in shipped_profiles().glob("*/fit.json")), "*.json")
+
+
+def fits_and_clock(incomplete: str) -> list[str]:
+    """The same with the clock that counts steps, for simulations."""
+    return [*fits(incomplete), *_words(incomplete, [UNIT_STEP])]
+
+
+def traces(incomplete: str) -> list[str]:
+    """Shipped traces, and the traces of this folder."""
+    import toolkit
+
+    shipped = (Path(toolkit.__file__).parent / "traces" / "data").glob("*.jsonl")
+    return _words(incomplete, (path.stem for path in shipped), "*.jsonl", "*.csv")
+
+
+def policy(incomplete: str) -> list[str]:
+    """The names of policies."""
+    from toolkit.sched.catalogue import ABOUT
+
+    return _words(incomplete, ABOUT)
+
+
+def policies(incomplete: str) -> list[str]:
+    """The same after a comma, for options that take several."""
+    before, comma, last = incomplete.rpartition(",")
+    named = before.split(",")
+    return [f"{before}{comma}{name}" for name in policy(last) if name not in named]
+
+
+def rendered_targets(incomplete: str) -> list[str]:
+    """What `render` writes files for."""
+    return _words(incomplete, RENDERED)
+
+
+def served_targets(incomplete: str) -> list[str]:
+    """What `serve` starts."""
+    return _words(incomplete, SERVED)
+
+
+def _words(incomplete: str, names: Iterable[str], *patterns: str) -> list[str]:
+    here = [path.name for pattern in patterns for path in Path().glob(pattern)]
+    return sorted({word for word in [*names, *here] if word.startswith(incomplete)})

@@ -1,0 +1,68 @@
+"""`llmctl policies`: the schedulers, a line each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from toolkit.cli.arguments import JsonOption
+from toolkit.cli.output import aligned, emit
+
+ENGINES = ("transformers", "deepspeed", "rebatch", "vllm")
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A policy. `engines` are those that can serve with it; none: it exists in simulations alone."""
+
+    name: str
+    does: str
+    source: str
+    engines: list[str]
+
+    @property
+    def live(self) -> bool:
+        """Whether a server can run it."""
+        return bool(self.engines)
+
+
+def command(as_json: JsonOption = False) -> None:
+    """List the policies: what each does, which paper or system describes it, and which engines run it.
+
+    A policy that needs the future runs in simulations only. docs/policies.md tells more, with the parameters.
+    """
+    from toolkit.sched.catalogue import ABOUT
+    from toolkit.sched.policies import KNOWN
+
+    lines = [Line(name, ABOUT[name].does, ABOUT[name].source, _engines(name)) for name in KNOWN]
+    found = [
+        {"name": one.name, "does": one.does, "source": one.source, "engines": one.engines, "live": one.live}
+        for one in lines
+    ]
+    emit(as_json, {"policies": found}, lambda: _show(lines))
+
+
+def _engines(name: str) -> list[str]:
+    from toolkit.errors import InputError
+    from toolkit.sched.policies import make_any, refuse_unservable
+
+    policy, able = make_any(name, {}), []
+    for engine in ENGINES:
+        try:
+            refuse_unservable(policy, engine)
+        except InputError:
+            continue
+        able.append(engine)
+    return able
+
+
+def _show(lines: list[Line]) -> None:
+    groups: dict[tuple[str, ...], list[tuple[str, ...]]] = {}
+    for one in sorted(lines, key=lambda line: not line.live):
+        groups.setdefault(tuple(one.engines), []).append((f"  {one.name}", one.does, one.source))
+    heads = ("policy", "what it does", "described by")
+    show = aligned([heads, *(row for rows in groups.values() for row in rows)])
+    show(heads)
+    for engines, rows in groups.items():
+        print("\n" + (f"live on {', '.join(engines)}" if engines else "in simulations only: they need the future"))
+        for row in rows:
+            show(row)

@@ -1,0 +1,68 @@
+"""What `simulate --json` and `compare --json` print, version 1.
+
+Keys are added within a version; one that is removed, renamed or given another meaning makes the next version.
+docs/simulating.md lists the keys, and a test holds that page to these models.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from toolkit.files.scaling import Scaling
+
+Value = bool | int | float | str
+
+
+class Requests(BaseModel):
+    """The requests that figures are about."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    source: str = Field(description="the trace's file")
+    requests: int = Field(description="how many")
+    notes: list[str] = Field(description="what was done to them since they were read")
+    scaling: Scaling | None = Field(description="how their lengths were scaled; null: they are the trace's own")
+
+
+class Simulation(BaseModel):
+    """`simulate --json`: these keys, and beside them every metric, a number with its unit in its name."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+    __pydantic_extra__: dict[str, float] = Field(init=False)
+
+    schema_version: Literal[1] = 1
+    policy: str = Field(description="its name")
+    parameters: dict[str, Value] = Field(description="all parameters of the policy, defaults included")
+    workers: int = Field(description="of all kinds")
+    seed: int = Field(description="of the draws")
+    sla: dict[str, float] = Field(description="the targets that were given with --sla, in seconds")
+    trace: Requests = Field(description="which requests were simulated")
+
+
+class ComparedRun(BaseModel):
+    """One policy at one rate."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    policy: str = Field(description="its name")
+    parameters: dict[str, Value] = Field(description="all parameters of the policy, defaults included")
+    rate_rps: float = Field(description="mean rate of arrivals, requests per second; 0: all come at once")
+    servable: bool = Field(description="false: the policy needs the future, so no server can run it")
+    problem: str = Field(description="why there are no metrics; empty where there are")
+    metrics: dict[str, float] = Field(description="every metric, with its unit in its name")
+
+
+class Comparison(BaseModel):
+    """`compare --json`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    schema_version: Literal[1] = 1
+    sla: dict[str, float] = Field(description="the targets that were given with --sla, in seconds")
+    trace: Requests = Field(description="which requests were simulated")
+    workers: int = Field(description="of all kinds")
+    seed: int = Field(description="of the draws")
+    interrupted: bool = Field(description="true: Ctrl-C ended it, and runs are missing")
+    runs: list[ComparedRun] = Field(description="by rate, then by goodput, the best first")
