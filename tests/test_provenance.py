@@ -1,0 +1,215 @@
+"""Where a plan says that a value comes from is where it comes from, for every policy and parameter."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import samples
+from commands import llmctl
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from test_cli_render import tuning
+
+from toolkit.cli.serve_plan import changed
+from toolkit.deploy.plan import make_plan
+from toolkit.errors import InputError
+from toolkit.files.envelope import Environment
+from toolkit.files.io import read_file
+from toolkit.files.plan import Kind, Plan, PlannedPolicy
+from toolkit.files.recipe import Recipe
+from toolkit.files.tuning import Outcome, Trial, Tuning
+from toolkit.sched.policies import KNOWN, ORACLES
+from toolkit.sched.policies.parameters import Knob, Value, defaults, knobs
+from toolkit.sched.policies.vllm import VllmPolicy
+
+SERVED = [name for name in KNOWN if name not in ORACLES]
+HEAD: dict[str, Any] = {
+    "tool_version": "0",
+    "environment": Environment(**samples.ENVIRONMENT.model_dump()),
+    "inputs": {},
+}
+
+
+def engine_of(policy: str) -> str:
+    """An engine that runs the policy."""
+    return "vllm" if policy == VllmPolicy.name else "fake"
+
+
+def values(knob: Knob, default: Value) -> st.SearchStrategy[Value]:
+    """Values of a parameter, its default among them."""
+    if knob.choices:
+        return st.sampled_from(list(knob.choices))
+    if isinstance(default, bool):
+        return st.booleans()
+    low, high = knob.low, min(knob.high, knob.low + 64)
+    drawn = st.integers(int(low), int(high)) if isinstance(default, int) else st.floats(low, high)
+    return st.just(default) | drawn
+
+
+def some(policy: str) -> st.SearchStrategy[dict[str, Value]]:
+    """Values for some of the parameters of `policy`."""
+    known, of_code = knobs(KNOWN[policy]), defaults(KNOWN[policy])
+    drawn = st.fixed_dictionaries({}, optional={name: values(knob, of_code[name]) for name, knob in known.items()})
+    return drawn.map(lambda given: within(policy, given))
+
+
+def within(policy: str, parameters: Mapping[str, Value]) -> dict[str, Value]:
+    """The nearest parameters that the policy takes: of vLLM's own scheduler two bound each other."""
+    return VllmPolicy.within(parameters) if policy == VllmPolicy.name else dict(parameters)
+
+
+def recipe_of(policy: str, own: Mapping[str, Value]) -> Recipe:
+    engine = engine_of(policy)
+    workers = 1 if engine == "vllm" else 2
+    return samples.recipe(policy={"name": policy, "parameters": dict(own)}, engine={"name": engine}, workers=workers)
+
+
+def plan_of(recipe: Recipe, tuned: Tuning | None = None, chosen: PlannedPolicy | None = None) -> Plan:
+    fit = samples.fit(engine=recipe.engine.name, workers=recipe.workers)
+    return make_plan(recipe, fit, tuned, {}, chosen)
+
+
+def tuned_to(recipe: Recipe, policy: str, trials: list[dict[str, Value]], *, keep: bool) -> Tuning:
+    """A tuning whose trials of `policy` have these parameters; the last is the best."""
+    start = defaults(KNOWN[recipe.policy.name]) | recipe.policy.parameters
+    outcomes = [Outcome(policy=recipe.policy.name, parameters=start, metrics={"goodput_rps": 1.0})]
+    outcomes += [Outcome(policy=policy, parameters=one, metrics={"goodput_rps": 2.0}) for one in trials]
+    found = [Trial(number=number, outcome=one, feasible=True) for number, one in enumerate(outcomes)]
+    made = tuning({}, trials=found, defaults_held_out=outcomes[0], best_held_out=outcomes[-1], keep_defaults=keep)
+    return made.model_copy(update={"workers": recipe.workers, **HEAD})
+
+
+EVERY = pytest.mark.parametrize("policy", SERVED)
+QUICK = settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+@EVERY
+@QUICK
+@given(data=st.data())
+def test_a_recipe_sets_what_it_names(policy: str, data: st.DataObject) -> None:
+    own = data.draw(some(policy))
+    plan = plan_of(recipe_of(policy, own))
+    assert plan.explained["policy"].source == "recipe, not tuned"
+    for name, value in plan.policy.parameters.items():
+        source = plan.explained[name].source
+        assert source == ("recipe" if name in own else f"default of policy '{policy}'")
+        assert value == own.get(name, defaults(KNOWN[policy])[name])
+
+
+@EVERY
+@QUICK
+@given(data=st.data())
+def test_a_person_sets_what_set_names_whatever_the_recipe_has(policy: str, data: st.DataObject) -> None:
+    own, by_hand = data.draw(some(policy)), data.draw(some(policy))
+    plan = plan_of(recipe_of(policy, own), chosen=PlannedPolicy(name=policy, parameters=by_hand))
+    assert plan.explained["policy"].source == "set by --policy"
+    for name, value in plan.policy.parameters.items():
+        source = plan.explained[name].source
+        assert source == ("set by --set" if name in by_hand else f"default of policy '{policy}'")
+        assert value == by_hand.get(name, defaults(KNOWN[policy])[name])
+
+
+@EVERY
+@QUICK
+@given(data=st.data())
+def test_a_tuning_sets_what_its_search_moved(policy: str, data: st.DataObject) -> None:
+    """The trials begin with the recipe's settings; the search moves some parameters, and may come back to a value."""
+    own, moved = data.draw(some(policy)), data.draw(some(policy))
+    recipe = recipe_of(policy, own)
+    start = defaults(KNOWN[policy]) | own
+    tried = within(policy, start | moved)
+    tuned = tuned_to(recipe, policy, [tried], keep=False)
+    explained = plan_of(recipe, tuned).explained
+    for name in start:
+        source = explained[name].source
+        if tried[name] != start[name]:
+            assert source == "trial 1 of 2: +12.5 % goodput, held out"
+        else:
+            assert source == ("recipe" if name in own else f"default of policy '{policy}'")
+    back = tuned_to(recipe, policy, [tried, dict(start)], keep=False)
+    explained = plan_of(recipe, back).explained
+    for name in start:
+        came_back = tried[name] != start[name]
+        origin = "recipe" if name in own else f"default of policy '{policy}'"
+        assert explained[name].source == ("trial 0 of 3: +12.5 % goodput, held out" if came_back else origin)
+    kept = plan_of(recipe, tuned_to(recipe, policy, [tried], keep=True)).explained
+    assert kept["policy"].source == "kept: no trial of 2 did better than the recipe's settings, held out"
+    for name in start:
+        assert kept[name].source == ("recipe" if name in own else f"default of policy '{policy}'")
+
+
+@pytest.mark.parametrize("policy", [name for name in SERVED if name not in ("slice", VllmPolicy.name)])
+def test_a_parameter_of_the_same_name_of_another_policy_is_not_the_tuned_one(policy: str) -> None:
+    """Only trials of the recommended policy say what its search moved."""
+    recipe = recipe_of("slice", {"slice_tokens": 128, "memory_reserve": 0.3})
+    plain = defaults(KNOWN[policy])
+    explained = plan_of(recipe, tuned_to(recipe, policy, [dict(plain)], keep=False)).explained
+    assert {explained[name].source for name in plain} <= {f"default of policy '{policy}'"}
+
+
+@pytest.mark.parametrize("policy", [name for name in SERVED if name != VllmPolicy.name])
+def test_a_fleet_names_the_recipe_that_sets(policy: str) -> None:
+    name, value = next(iter(defaults(KNOWN[policy]).items()))
+    recipe = recipe_of(policy, {name: value})
+    other = Kind(recipe=recipe.model_copy(update={"name": "small"}), fit=samples.fit(), workers=3)
+    small = other.model_copy(update={"fit": other.fit.model_copy(update={"recipe_name": "small"})})
+    explained = make_plan(recipe, samples.fit(), None, {}, None, [small], 1).explained
+    assert explained["policy"].source == "recipe 'test', not tuned"
+    assert explained[name].source == "recipe 'test'"
+    assert explained["workers"].source.startswith("fleet: 1 of test, 3 of small")
+
+
+def test_a_recipe_that_names_no_policy_is_not_said_to_have() -> None:
+    bare = samples.recipe().model_dump(exclude={"policy"}, exclude_unset=True)
+    plan = plan_of(Recipe.model_validate(bare))
+    assert plan.explained["policy"].source == "default of recipes that name no policy, not tuned"
+
+
+@EVERY
+@QUICK
+@given(data=st.data())
+def test_what_serve_is_told_is_said_to_be_told_and_has_no_prediction(policy: str, data: st.DataObject) -> None:
+    own, by_hand = data.draw(some(policy)), data.draw(some(policy))
+    recipe = recipe_of(policy, own)
+    start = defaults(KNOWN[policy]) | own
+    plan = plan_of(recipe, tuned_to(recipe, policy, [dict(start)], keep=True))
+    words = [f"{name}={str(value).lower() if isinstance(value, bool) else value}" for name, value in by_hand.items()]
+    try:
+        served = changed(plan, None, words, None)
+    except InputError:  # of vLLM's own scheduler two parameters bound each other
+        assert policy == VllmPolicy.name
+        return
+    for name in start:
+        source = served.explained[name].source
+        assert source == ("set by --set" if name in by_hand else plan.explained[name].source)
+    same = served.policy == plan.policy
+    assert (served.predicted == plan.predicted and served.limits == plan.limits) == same
+    assert same or {one.kept for one in served.limits} == {None}
+    assert any(key.startswith("predicted ") for key in served.explained) == same
+
+
+def test_another_policy_or_number_of_workers_has_no_prediction() -> None:
+    recipe = recipe_of("slice", {"slice_tokens": 64})
+    plan = plan_of(recipe, tuned_to(recipe, "slice", [defaults(KNOWN["slice"])], keep=True))
+    other = changed(plan, "sequence", ["batch_size=16"], None)
+    assert other.explained["policy"].source == "set by --policy"
+    assert other.explained["batch_size"].source == "set by --set"
+    assert (other.predicted, other.workload) == ({}, None)
+    more = changed(plan, None, None, 3)
+    assert more.explained["workers"].source == "set by --workers"
+    assert more.explained["slice_tokens"].source == "recipe"
+    assert {one.kept for one in more.limits} == {None}
+    assert changed(plan, None, None, None) == plan
+
+
+@pytest.mark.parametrize(("value", "policy"), [(12, "sequence"), (16, "sequence")])
+def test_the_command_says_that_it_was_set(
+    value: int, policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ["render", "tiny-llama-cpu", "--fit", "tiny-llama-cpu"]
+    assert llmctl(*words, "--policy", policy, "--set", f"batch_size={value}") == 0
+    explained = read_file(Plan, "plan.json").explained
+    assert (explained["batch_size"].value, explained["batch_size"].source) == (str(value), "set by --set")
+    assert explained["slice_tokens"].source == "default of policy 'sequence'"
