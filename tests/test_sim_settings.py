@@ -103,7 +103,7 @@ def test_simulate_alone_gives_a_row_of_table_1(tmp_path: Path, capsys: pytest.Ca
     in_python = backlog(300, Lengths("uniform", 2048, 4096), Lengths("uniform", 32, 4096), seed=0)
     policy = policy_for(None, "past-future", {"reserve": 0.1})
     expected = simulate(in_python, policy, make_world(None, {})).metrics({})
-    assert found == expected
+    assert {name: found[name] for name in expected} == expected
     assert 80 < found["consumed_memory_percent"] < found["future_required_memory_percent"] < 92
     assert found["unfinished"] == found["failed"] > 0
 
