@@ -24,6 +24,7 @@ policy: {name: sequence, parameters: {batch_size: 1}}
 tune: {trials: 6, window_s: 2, draws: 3}
 serve: {max_new_tokens: 128}
 """
+WRITTEN = (0, 5)  # with limits kept, and with limits broken
 
 
 @pytest.fixture
@@ -199,7 +200,7 @@ def test_what_cannot_be_searched_is_refused_before_anything_runs(
 def test_windows_fit_themselves_to_the_trace_and_say_so(
     files: Path, words: tuple[str, ...], note: str | None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert tune("--draws", "0", "--trials", "2", *words) == 0
+    assert tune("--draws", "0", "--trials", "2", *words) in WRITTEN
     result = read_file(Tuning, "tuning.json")
     assert result.window_length is not None
     if note is None:
@@ -215,7 +216,7 @@ def test_windows_fit_themselves_to_the_trace_and_say_so(
 
 
 def test_few_requests_are_counted_and_longer_windows_proposed(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert tune("--draws", "0", "--trials", "1", "--window", "0.5") == 0
+    assert tune("--draws", "0", "--trials", "1", "--window", "0.5") in WRITTEN
     said = " ".join(capsys.readouterr().out.split())
     count = sum(window.requests for window in read_file(Tuning, "tuning.json").held_out_windows)
     assert 30 < count < 50

@@ -318,7 +318,7 @@ def run(command: str, script: Script, folder: Folder) -> None:
         folder.run(command, of(command, script.codes) or 0)
 
 
-class Accepted(Exception):
+class AcceptedError(Exception):
     """The options of a benchmark were accepted."""
 
 
@@ -337,7 +337,7 @@ def test_every_benchmark_that_a_page_names_takes_the_options_shown(
 
     def stop(parser: argparse.ArgumentParser, words: list[str] | None = None) -> None:
         parse(parser, words)
-        raise Accepted
+        raise AcceptedError
 
     script, *options = shlex.split(command)
     if "ArgumentParser" not in (ROOT / script).read_text(encoding="utf-8"):
@@ -345,5 +345,5 @@ def test_every_benchmark_that_a_page_names_takes_the_options_shown(
         return
     monkeypatch.setattr(argparse.ArgumentParser, "parse_args", stop)
     monkeypatch.setattr(sys, "argv", [script, *options])
-    with pytest.raises(Accepted):
+    with pytest.raises(AcceptedError):
         runpy.run_path(str(ROOT / script), run_name="__main__")
