@@ -76,7 +76,15 @@ ReplicasOption = Annotated[int, typer.Option("--replicas", min=0, help="Pods; 0:
 MaxReplicasOption = Annotated[int, typer.Option("--max-replicas", min=0, help="Most pods; 0: twice the replicas.")]
 PrometheusOption = Annotated[str, typer.Option("--prometheus", help="Prometheus' address in the cluster, for KEDA.")]
 ClaimOption = Annotated[
-    str, typer.Option("--model-claim", help="Volume claim for the models' cache; '': empty at each start.")
+    str, typer.Option("--model-claim", help="Volume claim that keeps the models; '': each pod downloads anew.")
+]
+ProductOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--gpu-product",
+        metavar="NAME",
+        help="Nodes must have this nvidia.com/gpu.product; may be repeated. Default: prefer the fit's.",
+    ),
 ]
 ProgramOption = Annotated[str, typer.Option("--program", help="Path of llmctl on the machine that runs the unit.")]
 
@@ -99,6 +107,7 @@ def command(
     max_replicas: MaxReplicasOption = 0,
     prometheus: PrometheusOption = "http://prometheus-operated.monitoring.svc:9090",
     model_claim: ClaimOption = "",
+    gpu_product: ProductOption = None,
     program: ProgramOption = "/opt/llmctl/bin/llmctl",
     as_json: JsonOption = False,
 ) -> None:
@@ -117,7 +126,15 @@ def command(
 
         folder = out or Path(target)
         options = Options(
-            image, namespace, replicas, max_replicas, prometheus, model_claim, program, str(folder.absolute())
+            image,
+            namespace,
+            replicas,
+            max_replicas,
+            prometheus,
+            model_claim,
+            program,
+            str(folder.absolute()),
+            tuple(gpu_product or ()),
         )
         render_to(Request(made.plan, made.file, made.near, target, folder, options, trace, check, force, as_json))
         return

@@ -8,6 +8,7 @@ from typing import Generic, TypeVar
 
 from toolkit.deploy.names import object_name
 from toolkit.errors import InputError
+from toolkit.files.labels import VALUE_PATTERN
 from toolkit.files.limits import broken
 from toolkit.files.plan import Plan
 from toolkit.files.validation import Validation
@@ -44,10 +45,11 @@ def told(key: str, reckoned: Reckoned[T], shown: str | None = None) -> Told:
 class Options:
     """What the command line says, and no file knows.
 
-    `image` '' takes the target's pinned default; `replicas` 0 takes what the tuning found, or 1, and `max_replicas` 0
-    twice as many; `prometheus` is where KEDA asks; `model_claim` names a volume claim with the models' cache; `program`
-    is the path of llmctl in a unit; `folder` is where the files will lie, absolute, for units that name them.
-    `InputError` for what no cluster takes.
+    `gpu_products` are the values of `nvidia.com/gpu.product` that nodes must have one of; none: those of the fit or
+    the recipe are preferred. `image` '' takes the target's pinned default; `replicas` 0 takes what the tuning found,
+    or 1, and `max_replicas` 0 twice as many; `prometheus` is where KEDA asks; `model_claim` names a volume claim with
+    the models' cache; `program` is the path of llmctl in a unit; `folder` is where the files will lie, absolute, for
+    units that name them. `InputError` for what no cluster takes.
     """
 
     image: str = ""
@@ -58,11 +60,17 @@ class Options:
     model_claim: str = ""
     program: str = "/opt/llmctl/bin/llmctl"
     folder: str = ""
+    gpu_products: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for option, text in (("--namespace", self.namespace), ("--model-claim", self.model_claim or "none")):
             if not re.fullmatch(DNS_LABEL, text):
                 raise InputError(f"{option} {text!r}: not a name that Kubernetes takes", f"names match {DNS_LABEL}")
+        for product in self.gpu_products:
+            if not re.fullmatch(VALUE_PATTERN, product):
+                raise InputError(
+                    f"--gpu-product {product!r}: not the value of a label", "like NVIDIA-H200; no spaces, 63 characters"
+                )
         if not re.fullmatch(r"https?://[A-Za-z0-9._:/-]+", self.prometheus):
             raise InputError(
                 f"--prometheus {self.prometheus!r}: not a plain URL", "like http://prometheus.monitoring.svc:9090"

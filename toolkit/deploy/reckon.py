@@ -6,6 +6,7 @@ Each comes with its source. What is reckoned from nothing measured says so.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from toolkit.deploy.order import Order, Reckoned
 from toolkit.errors import InputError
@@ -16,7 +17,10 @@ GIB, MIB = 1 << 30, 1 << 20
 LEAST_DRAIN_S = 30
 PROPAGATION_S = 5  # until a cluster's proxies have heard that /ready turned 503
 LAST_S = 20  # after the drain: last bytes (5 s), workers that end their step or are killed (10 s), and a little more
-STARTUP_S = 1800
+STARTUP_S = 1800  # the first load, at least
+LOAD_S, SLOW_BYTES_PER_S = 600, 50_000_000  # beside the download, and a slow link's
+SPARE_GIB = 2  # of the models' cache: tokenizer, config, locks, a download's pieces
+VALUE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 FRONT_MIB = 768  # of host memory: `serve` itself, and one worker process before it loads a model; see docs/deploying.md
 WORKER_MIB = 1024
 PLAN_LIMIT_BYTES = 900 * 1024  # a ConfigMap and systemd's credentials both hold 1 MiB at most
@@ -41,9 +45,31 @@ def grace_s(drain: Reckoned[int], notice_s: int = 0) -> Reckoned[int]:
     return Reckoned(notice_s + drain.value + LAST_S, f"{parts}drain {drain.value} + {LAST_S} for the last bytes")
 
 
-def startup_s() -> Reckoned[int]:
-    """Seconds that loading may take."""
-    return Reckoned(STARTUP_S, "a bound: how long loading takes was not measured (download, disk, weights)")
+def startup_s(order: Order) -> Reckoned[int]:
+    """Seconds that the first load may take, the download with it: more for models of more than 56 GiB."""
+    weights = max((weight_bytes(kind) or 0 for kind in order.plan.kinds), default=0)
+    bound = LOAD_S + math.ceil(weights / SLOW_BYTES_PER_S)
+    if bound <= STARTUP_S:
+        return Reckoned(STARTUP_S, "a bound: how long loading takes was not measured (download, disk, weights)")
+    sizes = f"{weights / GIB:.0f} GiB of weights at {SLOW_BYTES_PER_S / 1e6:.0f} MB/s, and {LOAD_S} s"
+    return Reckoned(-(-bound // 60) * 60, f"a bound: {sizes}; how long loading takes was not measured")
+
+
+def weight_bytes(kind: Kind) -> int | None:
+    """Bytes of a kind's weights, all of its GPUs together; None where nothing says."""
+    model, facts = kind.recipe.model, kind.fit.engine
+    return model.weight_bytes or facts.parameters * VALUE_BYTES[model.dtype] or None
+
+
+def models_gib(kinds: Sequence[Kind]) -> Reckoned[int] | None:
+    """GiB that the cache of these kinds' models may take; None where no size is known."""
+    sizes = {(kind.recipe.model.source, kind.recipe.model.revision): weight_bytes(kind) for kind in kinds}
+    known = [size for size in sizes.values() if size]
+    if len(known) < len(sizes):
+        return None
+    weights = sum(known)
+    source = f"twice {weights / GIB:.3g} GiB of weights, for another revision or dtype, and {SPARE_GIB} GiB"
+    return Reckoned(math.ceil(2 * weights / GIB) + SPARE_GIB, source)
 
 
 def gpus(recipe: Recipe) -> Reckoned[int]:

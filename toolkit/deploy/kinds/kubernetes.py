@@ -125,6 +125,24 @@ class NetworkPolicy(Kind):
     spec: NetworkPolicySpec
 
 
+class ClaimResources(Kind):
+    requests: dict[str, str]
+
+
+class ClaimSpec(Kind):
+    """Of the cluster's default storage class."""
+
+    access_modes: list[Literal["ReadWriteOnce", "ReadWriteMany"]]
+    resources: ClaimResources
+
+
+class PersistentVolumeClaim(Kind):
+    api_version: Literal["v1"] = "v1"
+    kind: Literal["PersistentVolumeClaim"] = "PersistentVolumeClaim"
+    metadata: Metadata
+    spec: ClaimSpec
+
+
 class GeneratorOptions(Kind):
     labels: dict[str, str]
     disable_name_suffix_hash: bool

@@ -37,6 +37,7 @@ class Probe(Kind):
     period_seconds: Count
     timeout_seconds: Count
     failure_threshold: Count
+    termination_grace_period_seconds: Count | None = None
 
 
 class Exec(Kind):

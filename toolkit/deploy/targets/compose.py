@@ -16,12 +16,13 @@ from toolkit.deploy.kinds.compose import (
     SecretFile,
 )
 from toolkit.deploy.order import Order, Rendered, Told, told
-from toolkit.deploy.reckon import drain_s, gpus, grace_s, startup_s
+from toolkit.deploy.reckon import drain_s, from_hub, gpus, grace_s, startup_s
 from toolkit.files.yaml_text import dump_yaml
 
 READY = "import urllib.request as r; r.urlopen('http://127.0.0.1:8000/ready', timeout=3)"
 SECRET = "llmctl_api_key"
 KEY_FOLDER = "/etc/llmctl"
+HUB_TOKEN = "optional, of the shell that runs docker compose: the hub asks for it where a model is gated"
 
 
 def render(order: Order) -> Rendered:
@@ -39,6 +40,7 @@ def _service(order: Order) -> ComposeService:
     drain, devices = drain_s(order), gpus(order.plan.recipe).value
     reserved = Deploy(resources=DeployResources(reservations=Reservations(devices=[Device(count=devices)])))
     model = order.plan.recipe.model.source
+    token = {"HF_TOKEN": "${HF_TOKEN-}"} if from_hub(order.plan.recipe) else {}  # Compose's own environment has it
     mounts = [
         Mount(type="bind", source="./plan.json", target="/etc/llmctl/plan.json", read_only=True),
         Mount(type="volume", source="models", target="/models"),
@@ -52,7 +54,7 @@ def _service(order: Order) -> ComposeService:
             *("--api-key-file", f"/run/secrets/{SECRET}", "--shutdown-timeout", str(drain.value)),
             *order.allowances,
         ],
-        environment={"HOME": "/tmp", "HF_HOME": "/models", "NUMBA_CACHE_DIR": "/tmp/numba"},
+        environment=token | {"HOME": "/tmp", "HF_HOME": "/models", "NUMBA_CACHE_DIR": "/tmp/numba"},
         secrets=[SECRET],
         volumes=mounts,
         ports=[f"127.0.0.1:{order.plan.recipe.serve.port or 8000}:8000"],
@@ -62,7 +64,7 @@ def _service(order: Order) -> ComposeService:
             interval="10s",
             timeout="5s",
             retries=3,
-            start_period=f"{startup_s().value}s",
+            start_period=f"{startup_s(order).value}s",
             start_interval="5s",
         ),
         deploy=reserved if devices else None,
@@ -83,7 +85,7 @@ def uninterpolated(text: str) -> str:
 
 def _told(order: Order) -> list[Told]:
     drain = drain_s(order)
-    grace, startup, recipe = grace_s(drain), startup_s(), order.plan.recipe
+    grace, startup, recipe = grace_s(drain), startup_s(order), order.plan.recipe
     return [
         told("image", llmctl_image(order)),
         told("command --shutdown-timeout", drain, f"{drain.value} s"),
@@ -96,6 +98,8 @@ def _told(order: Order) -> list[Told]:
             "recipe: serve.port; loopback: put a proxy with TLS in front",
         ),
         Told("secrets", key_file(order), "a file that you make; it is in no image and in no rendered file"),
+        Told("healthcheck on /ready", "3 x 10 s", "what --wait waits for; Docker restarts nothing for it"),
+        *([Told("HF_TOKEN", "${HF_TOKEN-}", HUB_TOKEN)] if from_hub(recipe) else []),
     ]
 
 

@@ -12,11 +12,19 @@ from toolkit.deploy.images import llmctl_image
 from toolkit.deploy.kinds.base import Selector
 from toolkit.deploy.kinds.kubernetes import DisruptionSpec, Kustomization, PodDisruptionBudget
 from toolkit.deploy.kinds.operators import PrometheusRule
-from toolkit.deploy.order import Order, Rendered, Told, told
+from toolkit.deploy.order import Order, Reckoned, Rendered, Told, told
 from toolkit.deploy.reckon import PROPAGATION_S, check_podable, drain_s, grace_s, startup_s
 from toolkit.deploy.targets.network import cluster_policy, front_policy
-from toolkit.deploy.targets.objects import dashboard_map, metadata, plan_map, service
-from toolkit.deploy.targets.pods import FORWARDED
+from toolkit.deploy.targets.objects import (
+    claim_files,
+    dashboard_map,
+    metadata,
+    models_told,
+    plan_map,
+    preparation,
+    service,
+)
+from toolkit.deploy.targets.pods import FORWARDED, probes_told
 from toolkit.deploy.targets.ray_front import SCRIPT, front, front_memory, front_script
 from toolkit.deploy.targets.raycluster import (
     HEAD_MIB,
@@ -63,17 +71,29 @@ def render(order: Order) -> Rendered:
         namespace=namespace, resources=["core", *sorted(watched)], config_map_generator=[dashboard_map(order)]
     )
     files = {name: dump_yaml([one], order.comment()) for name, one in objects.items()}
+    files |= claim_files(order, _mounting(order))
     files |= {"core/plan.json": order.text, f"core/{SCRIPT}": front_script(order)}
     return Rendered(files, _told(order), _start(order), FORWARDED)
 
 
 def _check(order: Order) -> None:
     check_podable(order)
+    if order.options.gpu_products and order.plan.others:
+        raise InputError(
+            "--gpu-product names the GPU of one kind of workers; the fleet has several",
+            "say in the fleet which nodes each kind is on: nodes",
+        )
     if order.options.replicas > 1:
         raise InputError(
             f"--replicas {order.options.replicas}: under KubeRay one front has all workers",
             "tune with --workers auto for more workers, or render the target 'kubernetes'",
         )
+
+
+def _mounting(order: Order) -> Reckoned[int]:
+    """Pods that have the models' volume: the workers', and the front's for the tokenizer."""
+    workers = sum(group.count.value for group in groups(order))
+    return Reckoned(workers + 1, f"{workers + 1} pods: the workers' and the front's")
 
 
 def _budget(order: Order) -> PodDisruptionBudget:
@@ -86,14 +106,14 @@ def _budget(order: Order) -> PodDisruptionBudget:
 
 
 def _told(order: Order) -> list[Told]:
-    drain, startup, drift = drain_s(order), startup_s(), drift_percent(order)
+    drain, startup, drift = drain_s(order), startup_s(order), drift_percent(order)
     grace, asked = grace_s(drain, PROPAGATION_S), front_memory()
     return [
         told("image", llmctl_image(order, EXTRA)),
         Told("rayVersion", RAY, "what the image has installed; KubeRay chooses its probes by it"),
         Told("authOptions", "token", f"Secret {order.name}, key {TOKEN_KEY}: whoever reaches Ray's ports needs it"),
         Told("upgradeStrategy", "Recreate", "one image for all: another one replaces all of Ray's pods, and the front"),
-        *[line for group in groups(order) for line in told_of(group)],
+        *[line for group in groups(order) for line in told_of(order, group)],
         told("workers: terminationGracePeriodSeconds", worker_grace_s(order), f"{worker_grace_s(order).value} s"),
         Told("workers: preStop", "linger worker", "its raylet stays until no actor runs on it: for the front's drain"),
         Told("head: num-cpus", "0", "nothing runs on it; losing it is losing the cluster"),
@@ -104,12 +124,13 @@ def _told(order: Order) -> list[Told]:
         told("front: memory", asked, f"{asked.value:,} MiB"),
         Told("front: strategy", "Recreate", "the next front finds room when the workers of this one are gone"),
         Told("front: --room-timeout", f"{startup.value} s", "until KubeRay's pods run; then loading begins"),
-        Told("front: --shutdown-notice", f"{PROPAGATION_S} s", "until the cluster's proxies know that /ready is 503"),
+        Told(
+            "front: --shutdown-notice", f"{PROPAGATION_S} s", "until the cluster's proxies know that the pod is leaving"
+        ),
         told("front: --shutdown-timeout", drain, f"{drain.value} s"),
         told("front: terminationGracePeriodSeconds", grace, f"{grace.value} s"),
-        told("front: startupProbe on /ready", startup, f"{startup.value} s"),
-        Told("front: readinessProbe on /ready", "3 x 5 s", "503 while loading and as soon as the end is announced"),
-        Told("front: livenessProbe on /health", "3 x 10 s", "503 where no worker is alive, or one hangs"),
+        *probes_told(order, "front: "),
+        *models_told(order, _mounting(order)),
         Told("probes of Ray's pods", "KubeRay's", "it adds its own: the raylet's health, and on the head GCS's"),
         Told("PodDisruptionBudget", "minAvailable", "one worker at a time; its requests go on at the others"),
         Told("ScaledObject", "none", "the placement group has a fixed number of workers; render again for another"),
@@ -119,13 +140,11 @@ def _told(order: Order) -> list[Told]:
 
 def _start(order: Order) -> str:
     name, namespace = order.name, order.options.namespace
-    random = "<(openssl rand -hex 32 | tr -d '\\n')"
     return f"""\
 Needs KubeRay 1.6 or newer. One Secret has the callers' key and the token of Ray's own connections:
 
 ```bash
-kubectl -n {namespace} create secret generic {name} \\
-  --from-file=api-key={random} --from-file={TOKEN_KEY}={random}
+{preparation(order, TOKEN_KEY)}
 kubectl apply -k .          # needs the CRDs of KubeRay and of Prometheus' operator; without the latter: -k core
 kubectl -n {namespace} rollout status deployment/{name}
 kubectl -n {namespace} port-forward service/{name} 8000

@@ -25,6 +25,7 @@ from toolkit.deploy.kinds.kubernetes import (
 )
 from toolkit.deploy.kinds.operators import PrometheusRule
 from toolkit.deploy.order import Order, Reckoned, Rendered, Told, told
+from toolkit.deploy.products import products
 from toolkit.deploy.reckon import (
     PROPAGATION_S,
     check_podable,
@@ -37,8 +38,18 @@ from toolkit.deploy.reckon import (
     startup_s,
 )
 from toolkit.deploy.targets.network import network_policy
-from toolkit.deploy.targets.objects import dashboard_map, metadata, plan_map, pod_metadata, selector, service
-from toolkit.deploy.targets.pods import FORWARDED, pod
+from toolkit.deploy.targets.objects import (
+    claim_files,
+    dashboard_map,
+    metadata,
+    models_told,
+    plan_map,
+    pod_metadata,
+    preparation,
+    selector,
+    service,
+)
+from toolkit.deploy.targets.pods import FORWARDED, pod, probes_told
 from toolkit.deploy.targets.scaling import max_replicas, pod_monitor, scaled_object
 from toolkit.deploy.threshold import waiting_threshold
 from toolkit.files.yaml_text import dump_yaml
@@ -66,7 +77,8 @@ def render(order: Order) -> Rendered:
     objects["core/kustomization.yaml"] = _core(order, sorted(core))
     objects["kustomization.yaml"] = _all(order, sorted(watched), scaled=threshold.value is not None)
     files = {name: dump_yaml([one], order.comment()) for name, one in objects.items()}
-    return Rendered(files | {"core/plan.json": order.text}, _told(order, threshold), _start(order), FORWARDED)
+    files |= claim_files(order, _mounting(order, threshold)) | {"core/plan.json": order.text}
+    return Rendered(files, _told(order, threshold), _start(order), FORWARDED)
 
 
 def _deployment(order: Order) -> Deployment:
@@ -74,7 +86,7 @@ def _deployment(order: Order) -> Deployment:
         metadata=metadata(order),
         spec=DeploymentSpec(
             replicas=replicas(order).value,
-            progress_deadline_seconds=startup_s().value + 60,
+            progress_deadline_seconds=startup_s(order).value + 60,
             strategy=Strategy(rolling_update=_rolling(order)),
             selector=selector(order),
             template=PodTemplate(metadata=pod_metadata(order), spec=pod(order, PROPAGATION_S)),
@@ -86,6 +98,15 @@ def _rolling(order: Order) -> RollingUpdate:
     """A spare GPU for a second pod is rare; a spare CPU is not."""
     on_gpus = gpus(order.plan.recipe).value > 0
     return RollingUpdate(max_surge=0, max_unavailable=1) if on_gpus else RollingUpdate(max_surge=1, max_unavailable=0)
+
+
+def _mounting(order: Order, threshold: Reckoned[int | None]) -> Reckoned[int]:
+    """Pods that may have the models' volume at once."""
+    most = replicas(order) if threshold.value is None else max_replicas(order)
+    count = most.value + _rolling(order).max_surge
+    return Reckoned(
+        count, f"up to {count} pods at once, replicas and a rollout's" if count > 1 else "one pod at a time"
+    )
 
 
 def _budget(order: Order) -> PodDisruptionBudget:
@@ -113,19 +134,22 @@ def _all(order: Order, names: list[str], *, scaled: bool) -> Kustomization:
 
 
 def _told(order: Order, threshold: Reckoned[int | None]) -> list[Told]:
-    drain, startup, recipe = drain_s(order), startup_s(), order.plan.recipe
+    drain, recipe = drain_s(order), order.plan.recipe
+    where = products(order, order.plan.kinds[0])
     grace = grace_s(drain, PROPAGATION_S)
     memory = memory_mib(order)
     lines = [
         told("image", llmctl_image(order)),
         told("replicas", replicas(order)),
-        Told("args --shutdown-notice", f"{PROPAGATION_S} s", "until the cluster's proxies know that /ready is 503"),
+        Told(
+            "args --shutdown-notice", f"{PROPAGATION_S} s", "until the cluster's proxies know that the pod is leaving"
+        ),
         told("args --shutdown-timeout", drain, f"{drain.value} s"),
         told("terminationGracePeriodSeconds", grace, f"{grace.value} s"),
-        told("startupProbe on /ready", startup, f"{startup.value} s"),
-        Told("readinessProbe on /ready", "3 x 5 s", "503 while loading and as soon as the end is announced"),
-        Told("livenessProbe on /health", "3 x 10 s", "503 where no worker is alive, or one hangs; never for load"),
+        *probes_told(order),
         told("nvidia.com/gpu", gpus(recipe)),
+        *([told("node affinity", where, ", ".join(where.value))] if gpus(recipe).value else []),
+        *models_told(order, _mounting(order, threshold)),
         told("cpu", cpus(recipe)),
         told("memory", memory, f"{memory.value:,} MiB"),
         told("drift alert", drift_percent(order), f"{drift_percent(order).value:g} %"),
@@ -139,8 +163,8 @@ def _told(order: Order, threshold: Reckoned[int | None]) -> list[Told]:
 def _start(order: Order) -> str:
     name, namespace = order.name, order.options.namespace
     return f"""\
-```sh
-openssl rand -hex 32 | tr -d '\\n' | kubectl -n {namespace} create secret generic {name} --from-file=api-key=/dev/stdin
+```bash
+{preparation(order)}
 kubectl apply -k .          # needs the CRDs of Prometheus' operator and KEDA; without them: kubectl apply -k core
 kubectl -n {namespace} rollout status deployment/{name}
 kubectl -n {namespace} port-forward service/{name} 8000

@@ -3,11 +3,23 @@
 from __future__ import annotations
 
 from toolkit.deploy.kinds.base import Metadata, PodMetadata, Selector
-from toolkit.deploy.kinds.kubernetes import ConfigMapGenerator, GeneratorOptions, Service, ServicePort, ServiceSpec
-from toolkit.deploy.order import Order
-from toolkit.deploy.targets.pods import PORT, labels
+from toolkit.deploy.kinds.kubernetes import (
+    ClaimResources,
+    ClaimSpec,
+    ConfigMapGenerator,
+    GeneratorOptions,
+    PersistentVolumeClaim,
+    Service,
+    ServicePort,
+    ServiceSpec,
+)
+from toolkit.deploy.order import Order, Reckoned, Told, told
+from toolkit.deploy.reckon import from_hub, models_gib
+from toolkit.deploy.targets.pods import HUB_KEY, PORT, SECRET_KEY, labels
+from toolkit.files.yaml_text import dump_yaml
 
 DASHBOARD = "dashboard.json"
+CLAIM_FILE = "models-claim.yaml"
 DASHBOARD_LABEL = {"grafana_dashboard": "1"}  # what the sidecar of Grafana's Helm chart looks for by default
 
 
@@ -41,6 +53,67 @@ def service(order: Order) -> Service:
             ports=[ServicePort(name="http", port=PORT, target_port="http")],
         ),
     )
+
+
+def claim_files(order: Order, pods: Reckoned[int]) -> dict[str, str]:
+    """models-claim.yaml where a claim was named and its size is known.
+
+    It is in no kustomization, so that deleting the deployment leaves the models. `pods` may mount it at once.
+    """
+    size = models_gib(order.plan.kinds)
+    if not order.options.model_claim or size is None:
+        return {}
+    claim = PersistentVolumeClaim(
+        metadata=metadata(order, order.options.model_claim),
+        spec=ClaimSpec(
+            access_modes=["ReadWriteMany" if pods.value > 1 else "ReadWriteOnce"],
+            resources=ClaimResources(requests={"storage": f"{size.value}Gi"}),
+        ),
+    )
+    return {CLAIM_FILE: dump_yaml([claim], order.comment())}
+
+
+def models_told(order: Order, pods: Reckoned[int]) -> list[Told]:
+    """The lines of EXPLAIN.md about the models' volume, and about the hub's token."""
+    claim, size = order.options.model_claim, models_gib(order.plan.kinds)
+    if not claim:
+        held = f"emptyDir, at most {size.value} GiB" if size else "emptyDir"
+        why = f"{size.source}; each" if size else "each"
+        lines = [Told("volume models", held, f"{why} new pod downloads the model: --model-claim NAME keeps it")]
+    elif size is None:
+        lines = [Told("volume models", claim, "--model-claim; no size is known (model.weight_bytes): make it yourself")]
+    elif pods.value > 1:
+        many = f"{pods.source}: needs a storage class that several nodes mount at once"
+        lines = [Told(f"{CLAIM_FILE}: accessModes", "ReadWriteMany", many)]
+    else:
+        lines = [Told(f"{CLAIM_FILE}: accessModes", "ReadWriteOnce", f"{pods.source}: one node mounts it")]
+    if claim and size:
+        lines.append(told(f"{CLAIM_FILE}: storage", size, f"{size.value} GiB"))
+    if from_hub(order.plan.recipe):
+        where = f"Secret {order.name}, key {HUB_KEY}"
+        lines.append(Told("HF_TOKEN", where, "optional: the hub asks for it where a model is gated; in no file here"))
+    return lines
+
+
+def preparation(order: Order, *keys: str) -> str:
+    """The commands that make what the deployment needs and no file holds: its Secret, with random `keys`; the claim.
+
+    For bash. No secret stands in a command: they are read from files, the hub's token from where `hf auth login` left
+    it.
+    """
+    namespace = order.options.namespace
+    random = "<(openssl rand -hex 32 | tr -d '\\n')"
+    words = [f"kubectl -n {namespace} create secret generic {order.name}"]
+    words += [f"--from-file={key}={random}" for key in (SECRET_KEY, *keys)]
+    lines = []
+    if from_hub(order.plan.recipe):
+        words.append(f"--from-file={HUB_KEY}=$HOME/.cache/huggingface/token")
+        lines.append(f"# {HUB_KEY} is for gated models, as meta-llama's are: accept the licence, then hf auth login.")
+        lines.append("# Without it, end the command one line earlier.")
+    lines.append(" \\\n  ".join(words))
+    if order.options.model_claim and models_gib(order.plan.kinds):
+        lines.append(f"kubectl apply -f {CLAIM_FILE}    # once, if there is no such claim; deleting the rest leaves it")
+    return "\n".join(lines)
 
 
 def plan_map(order: Order, *files: str) -> ConfigMapGenerator:

@@ -15,6 +15,7 @@ from toolkit.deploy.kinds.pods import (
     HttpGet,
     NodeAffinity,
     NodeRequirement,
+    NodeSelector,
     NodeTerm,
     PodSpec,
     PreferredNode,
@@ -25,9 +26,10 @@ from toolkit.deploy.kinds.pods import (
     Volume,
     VolumeMount,
 )
-from toolkit.deploy.order import Order
-from toolkit.deploy.reckon import cpus, drain_s, from_hub, gpus, grace_s, memory_mib, startup_s
-from toolkit.files.fit import Fit
+from toolkit.deploy.order import Order, Told, told
+from toolkit.deploy.products import LABEL, products
+from toolkit.deploy.reckon import cpus, drain_s, from_hub, gpus, grace_s, memory_mib, models_gib, startup_s
+from toolkit.files.plan import Kind
 from toolkit.files.recipe import Recipe
 
 PORT = 8000
@@ -35,6 +37,7 @@ FORWARDED = f"http://127.0.0.1:{PORT}"  # with kubectl port-forward
 PROBE_S = 10
 GPU = "nvidia.com/gpu"
 SECRET_KEY = "api-key"
+HUB_KEY = "hf-token"
 PLAN_FOLDER = "/etc/llmctl"
 TMP = Volume(name="tmp", empty_dir=EmptyDir())
 HTTP = ContainerPort(name="http", container_port=PORT)
@@ -46,9 +49,28 @@ def _probe(path: str, period_s: int, failures: int) -> Probe:
     return Probe(http_get=get, period_seconds=period_s, timeout_seconds=3, failure_threshold=failures)
 
 
-STARTED = _probe("/ready", 5, startup_s().value // 5)
 READY = _probe("/ready", 5, 3)
-ALIVE = _probe("/health", PROBE_S, 3)
+# A front that does not answer hears no SIGTERM either: waiting for its drain would only cost time.
+ALIVE = _probe("/health", PROBE_S, 3).model_copy(update={"termination_grace_period_seconds": PROBE_S})
+
+
+def started(order: Order) -> Probe:
+    """Until the first /ready the other probes rest; a load that never ends is ended here."""
+    return _probe("/ready", 5, startup_s(order).value // 5)
+
+
+def probes_told(order: Order, whose: str = "") -> list[Told]:
+    """The lines of EXPLAIN.md about the probes; `whose` stands before each key."""
+    startup = startup_s(order)
+    away = "503 while no worker is loaded and alive, and once the end is announced: then new requests go elsewhere"
+    alive = "the front answers seconds after its start, so 30 s of silence are a hang; workers are not its affair: the "
+    alive += "server loads lost ones again, keeps their requests, and ends by itself where it cannot"
+    return [
+        told(f"{whose}startupProbe on /ready", startup, f"{startup.value} s"),
+        Told(f"{whose}readinessProbe on /ready", "3 x 5 s", away),
+        Told(f"{whose}livenessProbe on /health", f"3 x {PROBE_S} s", alive),
+        Told(f"{whose}livenessProbe grace", f"{PROBE_S} s", "a front that does not answer does not drain either"),
+    ]
 
 
 def labels(order: Order) -> dict[str, str]:
@@ -60,7 +82,7 @@ def pod(order: Order, notice_s: int) -> PodSpec:
     """The pod; `notice_s` is how long it takes requests still after SIGTERM."""
     return PodSpec(
         termination_grace_period_seconds=grace_s(drain_s(order), notice_s).value,
-        affinity=preferred_gpu(order.plan.fit) if gpus(order.plan.recipe).value else None,
+        affinity=on_products(order, order.plan.kinds[0]) if gpus(order.plan.recipe).value else None,
         tolerations=tolerations(order.plan.recipe),
         containers=[_container(order, notice_s)],
         volumes=volumes(order),
@@ -79,7 +101,7 @@ def _container(order: Order, notice_s: int) -> Container:
         ports=[HTTP],
         env=environment(order),
         resources=resources(order),
-        startup_probe=STARTED,
+        startup_probe=started(order),
         readiness_probe=READY,
         liveness_probe=ALIVE,
         volume_mounts=mounts(),
@@ -93,7 +115,7 @@ def environment(order: Order) -> list[EnvVar]:
 
 def loading_environment(order: Order) -> list[EnvVar]:
     """The hub's token where the Secret has one, and folders that can be written."""
-    token = [by_reference(order, "HF_TOKEN", "hf-token", optional=True)] if from_hub(order.plan.recipe) else []
+    token = [by_reference(order, "HF_TOKEN", HUB_KEY, optional=True)] if from_hub(order.plan.recipe) else []
     return token + [EnvVar(name=name, value=value) for name, value in FOLDERS.items()]
 
 
@@ -124,15 +146,16 @@ def mounts() -> list[VolumeMount]:
 def volumes(order: Order) -> list[Volume]:
     """The plan, the models' cache (a claim where one was named), and room for temporary files."""
     plan = Volume(name="plan", config_map=ConfigMapVolume(name=f"{order.name}-plan"))
-    return [plan, models_volume(order), TMP]
+    return [plan, models_volume(order, order.plan.kinds[0]), TMP]
 
 
-def models_volume(order: Order) -> Volume:
-    """The models' cache: a claim where one was named, else empty at each start."""
+def models_volume(order: Order, kind: Kind) -> Volume:
+    """The models' cache: a claim where one was named, else empty in each new pod, with room for the kind's model."""
     claim = order.options.model_claim
     if claim:
         return Volume(name="models", persistent_volume_claim=Claim(claim_name=claim))
-    return Volume(name="models", empty_dir=EmptyDir())
+    size = models_gib([kind])
+    return Volume(name="models", empty_dir=EmptyDir(size_limit=f"{size.value}Gi" if size else None))
 
 
 def tolerations(recipe: Recipe) -> list[Toleration] | None:
@@ -140,12 +163,10 @@ def tolerations(recipe: Recipe) -> list[Toleration] | None:
     return [Toleration(key=GPU)] if gpus(recipe).value else None
 
 
-def measured_gpu(fit: Fit) -> NodeRequirement:
-    """Nodes with the GPU that was measured, as NVIDIA's feature discovery labels them."""
-    return NodeRequirement(key="nvidia.com/gpu.product", values=[fit.engine.device.replace(" ", "-")])
-
-
-def preferred_gpu(fit: Fit) -> Affinity:
-    """Nodes with the GPU that was measured are preferred."""
-    preference = NodeTerm(match_expressions=[measured_gpu(fit)])
+def on_products(order: Order, kind: Kind, *, required: bool = False) -> Affinity:
+    """Nodes with a GPU of the kind's products: preferred, or needed where it is `required` or the option names them."""
+    requirement = NodeRequirement(key=LABEL, values=products(order, kind).value)
+    if required or order.options.gpu_products:
+        return Affinity(node_affinity=NodeAffinity(required=NodeSelector.of(requirement)))
+    preference = NodeTerm(match_expressions=[requirement])
     return Affinity(node_affinity=NodeAffinity(preferred=[PreferredNode(weight=100, preference=preference)]))

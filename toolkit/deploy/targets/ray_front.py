@@ -16,10 +16,10 @@ from toolkit.deploy.targets.pods import (
     PLAN_FOLDER,
     PORT,
     READY,
-    STARTED,
     by_reference,
     environment,
     mounts,
+    started,
     volumes,
 )
 from toolkit.deploy.targets.raycluster import (
@@ -41,7 +41,7 @@ def front_script(order: Order) -> str:
     flags: list[tuple[str, object]] = [
         ("--ray", "auto"),
         *([] if order.plan.others else [("--workers", worker_count(order).value)]),
-        ("--room-timeout", startup_s().value),
+        ("--room-timeout", startup_s(order).value),
         ("--host", "0.0.0.0"),
         ("--port", PORT),
         ("--shutdown-notice", PROPAGATION_S),
@@ -75,7 +75,7 @@ def front(order: Order) -> Deployment:
         metadata=metadata(order),
         spec=DeploymentSpec(
             replicas=1,
-            progress_deadline_seconds=startup_s().value + 60,
+            progress_deadline_seconds=startup_s(order).value + 60,
             strategy=Strategy(type="Recreate"),
             selector=selector(order),
             template=template,
@@ -92,7 +92,7 @@ def _pod(order: Order) -> PodSpec:
         ports=[HTTP],
         env=[*environment(order), *_joining(order)],
         resources=Resources(requests={"cpu": CPU, "memory": f"{front_memory().value}Mi"}, limits={}),
-        startup_probe=STARTED,
+        startup_probe=started(order),
         readiness_probe=READY,
         liveness_probe=ALIVE,
         volume_mounts=[*mounts(), VolumeMount(name="shm", mount_path="/dev/shm")],

@@ -20,14 +20,13 @@ from toolkit.deploy.kinds.pods import (
     Container,
     EnvVar,
     Lifecycle,
-    NodeAffinity,
-    NodeSelector,
     PodSpec,
     Resources,
 )
 from toolkit.deploy.kinds.raycluster import WorkerGroup
 from toolkit.deploy.names import object_name
 from toolkit.deploy.order import Order, Reckoned, Told, told
+from toolkit.deploy.products import products
 from toolkit.deploy.reckon import MIB, worker_memory_mib
 from toolkit.deploy.targets.pods import (
     GPU,
@@ -35,9 +34,8 @@ from toolkit.deploy.targets.pods import (
     TMP,
     TMP_MOUNT,
     loading_environment,
-    measured_gpu,
     models_volume,
-    preferred_gpu,
+    on_products,
     tolerations,
 )
 from toolkit.files.plan import Kind
@@ -124,17 +122,17 @@ def worker_group(order: Order, group: Group, member: dict[str, str], grace_s: in
             metadata=PodMetadata(labels=member),
             spec=PodSpec(
                 termination_grace_period_seconds=grace_s,
-                affinity=_affinity(group),
+                affinity=_affinity(order, group),
                 node_selector=group.machines or None,
                 tolerations=tolerations(group.kind.recipe),
                 containers=[_container(order, group, lifecycle)],
-                volumes=[models_volume(order), TMP],
+                volumes=[models_volume(order, group.kind), TMP],
             ),
         ),
     )
 
 
-def told_of(group: Group) -> list[Told]:
+def told_of(order: Order, group: Group) -> list[Told]:
     """The lines of EXPLAIN.md about a group."""
     share, engine = group.share, group.kind.recipe.engine
     threads = f"recipe: {engine.threads or 1} threads x {engine.tensor_parallel_size} processes"
@@ -153,6 +151,9 @@ def told_of(group: Group) -> list[Told]:
         lines.append(Told(f"{group.name}: nodes of Ray", shown, "by these labels the front finds its kind's pods"))
     if not group.alone or group.machines:
         lines.append(Told(f"{group.name}: machines", *_machines(group)))
+    elif share.gpus:
+        where = products(order, group.kind)
+        lines.append(told(f"{group.name}: node affinity", where, ", ".join(where.value)))
     return lines
 
 
@@ -164,15 +165,14 @@ def _machines(group: Group) -> tuple[str, str]:
         return "any", "the fleet names no labels of its machines: nodes"
     if group.kind.fit.engine.analytic:
         return "any with a GPU", "the fit is no measurement, so the GPU's product is not known; name nodes in the fleet"
-    return measured_gpu(group.kind.fit).values[0], "the GPU that was measured, and no other"
+    return group.kind.fit.engine.device.replace(" ", "-"), "the GPU that was measured, and no other"
 
 
-def _affinity(group: Group) -> Affinity | None:
+def _affinity(order: Order, group: Group) -> Affinity | None:
     if not group.share.gpus or group.machines:
         return None
-    if group.alone or group.kind.fit.engine.analytic:
-        return preferred_gpu(group.kind.fit)
-    return Affinity(node_affinity=NodeAffinity(required=NodeSelector.of(measured_gpu(group.kind.fit))))
+    known = not group.kind.fit.engine.analytic
+    return on_products(order, group.kind, required=known and not group.alone)
 
 
 def _container(order: Order, group: Group, lifecycle: Lifecycle) -> Container:

@@ -13,7 +13,7 @@ WATCHDOG_S = 60  # a batch is planned in well under a second
 def render(order: Order) -> Rendered:
     """NAME.service. Paths in it are absolute: it starts the plan in the folder that it was rendered to."""
     check_plan_size(order.text, "systemd's credentials hold")
-    drain, startup, recipe = drain_s(order), startup_s(), order.plan.recipe
+    drain, startup, recipe = drain_s(order), startup_s(order), order.plan.recipe
     grace, key_file = grace_s(drain), f"{KEY_FOLDER}/{order.name}.key"
     unit = fill(
         "unit.service",

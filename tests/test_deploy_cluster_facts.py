@@ -1,0 +1,147 @@
+"""What a rendered pod says of the cluster: GPU labels as nodes have them, the hub's token, where models are kept."""
+
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import orders
+import pytest
+import yaml
+
+from toolkit.deploy.products import PRODUCTS
+from toolkit.deploy.render import render_target
+from toolkit.errors import InputError
+from toolkit.files.plan import Plan
+
+TARGETS = ("kubernetes", "kuberay")
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> Plan:
+    return orders.plan(tmp_path_factory.mktemp("gpu"), fit=orders.on("NVIDIA H200"), **orders.GPU)
+
+
+def analytic(plan: Plan, name: str) -> Plan:
+    """The same with nothing measured, on a GPU that the recipe calls so."""
+    engine = plan.fit.engine.model_copy(update={"analytic": "data sheet", "device": name})
+    hardware = plan.recipe.hardware.model_copy(update={"name": name})
+    return plan.model_copy(
+        update={
+            "fit": plan.fit.model_copy(update={"engine": engine}),
+            "recipe": plan.recipe.model_copy(update={"hardware": hardware}),
+        }
+    )
+
+
+def rendered(target: str, plan: Plan, **options: object) -> tuple[dict[str, str], dict[str, Any]]:
+    """All files, and the spec of the pod that has the GPU."""
+    files = render_target(target, orders.order(plan, **options))
+    if target == "kubernetes":
+        return files, yaml.safe_load(files["core/deployment.yaml"])["spec"]["template"]["spec"]
+    group = yaml.safe_load(files["core/raycluster.yaml"])["spec"]["workerGroupSpecs"][0]
+    return files, group["template"]["spec"]
+
+
+def preferred(pod: dict[str, Any]) -> list[str]:
+    (term,) = pod["affinity"]["nodeAffinity"]["preferredDuringSchedulingIgnoredDuringExecution"]
+    (wanted,) = term["preference"]["matchExpressions"]
+    assert (wanted["key"], wanted["operator"]) == ("nvidia.com/gpu.product", "In")
+    return wanted["values"]
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_nodes_are_asked_for_by_what_they_call_their_gpus(measured: Plan, target: str) -> None:
+    assert preferred(rendered(target, measured)[1]) == ["NVIDIA-H200"]
+    for name, values in (
+        ("H200", ["NVIDIA-H200", "NVIDIA-H200-NVL"]),
+        ("A100-80GB", ["NVIDIA-A100-80GB-PCIe", "NVIDIA-A100-SXM4-80GB"]),
+        ("L4", ["NVIDIA-L4"]),
+        ("RTX 6000", ["NVIDIA-RTX-6000"]),  # of no table: guessed, and said to be
+    ):
+        files, pod = rendered(target, analytic(measured, name))
+        assert preferred(pod) == values
+        assert ", ".join(values) in files["EXPLAIN.md"]
+
+
+def test_a_part_of_a_gpu_is_not_the_gpu_that_was_measured() -> None:
+    assert not [name for name in PRODUCTS if "SHARED" in name or "MIG" in name]
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_products_that_are_named_are_required(measured: Plan, target: str) -> None:
+    _, pod = rendered(target, measured, gpu_products=("NVIDIA-H200-SHARED", "NVIDIA-H200"))
+    required = pod["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
+    (term,) = required["nodeSelectorTerms"]
+    assert term["matchExpressions"][0]["values"] == ["NVIDIA-H200-SHARED", "NVIDIA-H200"]
+
+
+def test_what_is_no_label_is_refused_and_a_fleet_names_its_nodes_itself(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="--gpu-product 'NVIDIA H200': not the value of a label"):
+        orders.Options(gpu_products=("NVIDIA H200",))
+    with pytest.raises(InputError, match="--gpu-product names the GPU of one kind"):
+        render_target("kuberay", orders.order(orders.fleet(tmp_path), gpu_products=("NVIDIA-H200",)))
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_the_hubs_token_is_in_the_secrets_command_and_in_no_file(measured: Plan, target: str) -> None:
+    files, pod = rendered(target, measured)
+    (container,) = pod["containers"]
+    token = next(one for one in container["env"] if one["name"] == "HF_TOKEN")
+    wanted = {"name": "llmctl-test", "key": "hf-token", "optional": True}
+    assert token == {"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": wanted}}
+    start = re.search(r"```bash\n(.*?)```", files["EXPLAIN.md"], re.DOTALL)
+    assert start is not None
+    subprocess.run(["bash", "-n"], input=start[1], text=True, check=True)
+    create = start[1].partition("kubectl apply")[0]
+    assert "--from-file=api-key=<(" in create
+    assert create.rstrip().endswith("--from-file=hf-token=$HOME/.cache/huggingface/token")
+    assert "| HF_TOKEN | Secret llmctl-test, key hf-token | optional: " in files["EXPLAIN.md"]
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_model_that_is_not_from_the_hub_needs_no_token(tmp_path: Path, target: str) -> None:
+    files = render_target(target, orders.order(orders.plan(tmp_path)))
+    assert "hf-token" not in "".join(files.values())
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_without_a_claim_the_models_volume_has_a_limit(measured: Plan, target: str) -> None:
+    files, pod = rendered(target, measured)
+    (volume,) = [one for one in pod["volumes"] if one["name"] == "models"]
+    assert volume["emptyDir"] == {"sizeLimit": "34Gi"}, "twice 16 GiB of weights, and 2"
+    assert "models-claim.yaml" not in files
+    assert "each new pod downloads the model: --model-claim NAME keeps it" in files["EXPLAIN.md"]
+
+
+@pytest.mark.parametrize(
+    ("target", "options", "mode"),
+    [
+        ("kubernetes", {}, "ReadWriteMany"),  # the autoscaler may start a second pod, on another node
+        ("kubernetes", {"max_replicas": 1}, "ReadWriteOnce"),
+        ("kuberay", {}, "ReadWriteMany"),
+    ],
+)
+def test_a_claim_holds_the_model_for_all_pods_that_mount_it(
+    measured: Plan, target: str, options: dict[str, object], mode: str
+) -> None:
+    files, pod = rendered(target, measured, model_claim="models", **options)
+    (volume,) = [one for one in pod["volumes"] if one["name"] == "models"]
+    assert volume["persistentVolumeClaim"] == {"claimName": "models"}
+    claim = yaml.safe_load(files["models-claim.yaml"])
+    assert claim["metadata"]["name"] == "models"
+    assert claim["spec"] == {"accessModes": [mode], "resources": {"requests": {"storage": "34Gi"}}}
+    kustomizations = [text for name, text in files.items() if name.endswith("kustomization.yaml")]
+    assert not any("models-claim" in text for text in kustomizations), "deleting the deployment leaves the models"
+    assert "kubectl apply -f models-claim.yaml" in files["EXPLAIN.md"]
+
+
+def test_a_large_model_may_take_longer_to_load(measured: Plan) -> None:
+    def bound_s(gib: int) -> int:
+        model = measured.recipe.model.model_copy(update={"weight_bytes": gib << 30})
+        plan = measured.model_copy(update={"recipe": measured.recipe.model_copy(update={"model": model})})
+        probe = rendered("kubernetes", plan)[1]["containers"][0]["startupProbe"]
+        return probe["periodSeconds"] * probe["failureThreshold"]
+
+    assert bound_s(16) == 1800
+    assert bound_s(140) == 3660, "140 GiB at 50 MB/s, and 10 minutes"
