@@ -6,8 +6,9 @@ import os
 import re
 from pathlib import Path
 
-from toolkit.errors import InputError, nearest
+from toolkit.errors import InputError
 from toolkit.files.recipe import NAME_PATTERN
+from toolkit.files.recipes import nearest_shipped
 from toolkit.files.shipped import shipped_profiles
 
 AnyPath = str | os.PathLike[str]
@@ -33,4 +34,4 @@ def shipped_fit(recipe: str) -> Path | None:
 
 def _unknown(name: str) -> Path:
     known = [path.parent.name for path in shipped_profiles().glob(f"*/{FIT}")]
-    raise InputError(f"{name}: no such file, and no fit of that name ships", nearest(name, known))
+    raise InputError(f"{name}: no such file, and no fit of that name ships", nearest_shipped(name, known))
