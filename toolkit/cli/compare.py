@@ -96,7 +96,11 @@ def command(
     shown = _columns(columns, runs)
     _remark(runs, world, targets)
     result = {"sla": targets, "workers": world.size, "seed": seed, "interrupted": interrupted}
-    emit(as_json, {**result, "runs": [_plain(run) for run in runs]}, lambda: _show(runs, shown))
+    emit(
+        as_json,
+        {**result, "runs": [_plain(run, stage.engines) for run in runs]},
+        lambda: _show(runs, shown, stage.engines),
+    )
     if png:
         draw(_panels(runs), png)
         note(f"wrote {png}")
@@ -141,8 +145,11 @@ def _columns(text: str | None, runs: Sequence[Run]) -> Sequence[str]:
     return wanted
 
 
-def _plain(run: Run) -> dict[str, Any]:
-    found = asdict(run) | {"servable": run.servable}
+def _plain(run: Run, engines: Sequence[str]) -> dict[str, Any]:
+    from toolkit.sched.policies.servable import refusal
+
+    refused = refusal(run.policy, engines)
+    found = asdict(run) | {"servable": refused is None, "refusal": refused}
     del found["e2e_s"], found["refusals"]
     return found
 
@@ -164,8 +171,6 @@ def _remark(runs: Sequence[Run], world: World, sla: Mapping[str, float]) -> None
             beyond.setdefault(str(world.range_of(run.policy)), []).append(f"{_name(run, runs)} {number(share)} %")
     for valid, shares in beyond.items():
         note(f"warning: batches outside what the fit measured ({valid}) are extrapolated: {', '.join(shares)}")
-    for name in {run.policy: run for run in runs if not run.servable}:
-        note(f"{name}: needs the future; cannot be served")
 
 
 def _name(run: Run, runs: Sequence[Run]) -> str:
@@ -178,20 +183,24 @@ def _rates_of(runs: Sequence[Run]) -> int:
     return len({run.rate_rps for run in runs})
 
 
-def _show(runs: Sequence[Run], columns: Sequence[str]) -> None:
-    from toolkit.cli.output import table
+def _show(runs: Sequence[Run], columns: Sequence[str], engines: Sequence[str]) -> None:
+    from textwrap import fill
+
+    from toolkit.cli.output import WIDTH, table
     from toolkit.cli.plots import bars, blocks, chart
+    from toolkit.sched.policies.servable import footnote, marked
 
     many = _rates_of(runs) > 1
     rows: list[list[object]] = []
     for run in runs:
-        cells: list[object] = [run.policy if run.servable else f"{run.policy} *"]
+        cells: list[object] = [marked(run.policy, engines)]
         cells += [round(run.rate_rps, 3)] * many
         rows.append([*cells, *(run.metrics.get(name) for name in columns)])
     heads = [">" + name.replace("_", "\n", 1).replace("_", " ") for name in columns]
     table(["policy", *[">rate"] * many, *heads], rows)
-    if not all(run.servable for run in runs):
-        print("* needs the future; cannot be served")
+    said = footnote([run.policy for run in runs], engines)
+    if said:
+        print(fill(said, WIDTH, subsequent_indent="  "))
     for panel in _panels(runs):
         print(f"\n{panel.title}")
         if panel.bars is not None:

@@ -41,6 +41,7 @@ def command(
     unit-step a second is a decode step, as in Past-Future's Table 1; see docs/simulating.md.
     """
     from toolkit.cli.output import emit, note, table
+    from toolkit.sched.policies.servable import footnote, marked
     from toolkit.sim.api import simulate
     from toolkit.sim.settings import assign_settings, check_capacity, policy_for
     from toolkit.traces.scale import scale_rate
@@ -58,4 +59,7 @@ def command(
     metrics = result.metrics(targets)
     for line in [*refusal_notes(result.refusals), *world_notes(world, policy, metrics)]:
         note(line)
-    emit(as_json, metrics, lambda: table(["metric", "value"], list(metrics.items()), title=f"policy '{policy}'"))
+    name, said = marked(policy, stage.engines), footnote([policy], stage.engines)
+    if said:
+        note(said)
+    emit(as_json, metrics, lambda: table(["metric", "value"], list(metrics.items()), title=f"policy '{name}'"))

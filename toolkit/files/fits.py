@@ -7,8 +7,11 @@ import re
 from pathlib import Path
 
 from toolkit.errors import InputError
-from toolkit.files.recipe import NAME_PATTERN
-from toolkit.files.recipes import nearest_shipped
+from toolkit.files.fit import Fit
+from toolkit.files.io import read_file
+from toolkit.files.plan import Kind
+from toolkit.files.recipe import NAME_PATTERN, Recipe
+from toolkit.files.recipes import load_recipe, nearest_shipped, siblings
 from toolkit.files.shipped import shipped_profiles
 
 AnyPath = str | os.PathLike[str]
@@ -30,6 +33,13 @@ def shipped_fit(recipe: str) -> Path | None:
     """The fit that ships for the shipped recipe of this name; None: there is none."""
     path = shipped_profiles() / recipe / FIT
     return path if re.fullmatch(NAME_PATTERN, recipe) and path.is_file() else None
+
+
+def shipped_siblings(recipe: Recipe) -> list[Kind]:
+    """The recipes that ship for `recipe`'s model and GPU with another engine, each with its shipped fit."""
+    found = [(path, shipped_fit(path.stem)) for path in siblings(recipe)]
+    kinds = [(load_recipe(path), read_file(Fit, fit, {"recipe": path})) for path, fit in found if fit]
+    return [Kind(recipe=sibling, fit=fit, workers=sibling.workers) for sibling, fit in kinds]
 
 
 def _unknown(name: str) -> Path:
