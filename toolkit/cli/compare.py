@@ -200,7 +200,7 @@ def _show(runs: Sequence[Run], columns: Sequence[str], engines: Sequence[str]) -
     table(["policy", *[">rate"] * many, *heads], rows)
     said = footnote([run.policy for run in runs], engines)
     if said:
-        print(fill(said, WIDTH, subsequent_indent="  "))
+        print(fill(said, WIDTH, subsequent_indent="  ", break_on_hyphens=False))
     for panel in _panels(runs):
         print(f"\n{panel.title}")
         if panel.bars is not None:

@@ -51,7 +51,7 @@ def show(result: Tuning) -> None:
     _show_sensitivity(result)
     _show_chart(result)
     for line in verdict(result):
-        print(fill(line, WIDTH, subsequent_indent="  "))
+        print(fill(line, WIDTH, subsequent_indent="  ", break_on_hyphens=False))
 
 
 def _show_policies(result: Tuning) -> None:
@@ -73,7 +73,7 @@ def _show_policies(result: Tuning) -> None:
     )
     said = footnote([one.policy for one in result.policies], result.engines)
     if said:
-        print(fill(said, WIDTH, subsequent_indent="  ") + "\n")
+        print(fill(said, WIDTH, subsequent_indent="  ", break_on_hyphens=False) + "\n")
 
 
 def _show_sizing(sizing: Sizing) -> None:

@@ -28,6 +28,8 @@ def alternative_lines(result: Tuning) -> list[str]:
         if found.up_to_rps is not None
         else "  not fewer requests: the best settings break a limit even at a 64th of the rate"
     )
+    if not (kept or found.policies or found.workers or found.up_to_rps):
+        lines.append("  a looser target in the recipe's sla")
     return lines
 
 

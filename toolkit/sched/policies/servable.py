@@ -14,6 +14,7 @@ from toolkit.sched.policies import KNOWN, ORACLES, make_any, refuse_unservable
 
 OURS = ("vllm", "rebatch", "transformers", "deepspeed")  # engines that a recipe can start
 MARK = "*"
+FUTURE = "the future, which no server knows,"
 
 
 def refusal(policy: str, engines: Iterable[str]) -> str | None:
@@ -39,18 +40,19 @@ def marked(policy: str, engines: Iterable[str]) -> str:
 
 def footnote(policies: Iterable[str], engines: Sequence[str]) -> str:
     """What the mark means for those of `policies` that have it; '' where none has."""
-    by_engines: dict[str, list[str]] = {}
-    for name in dict.fromkeys(policies):
-        if refusal(name, engines) is not None:
-            able = ", ".join(engines_for(name)) or "needs the future, so none can"
-            by_engines.setdefault(able, []).append(name)
-    if not by_engines:
+    needs: dict[str, list[str]] = {}
+    shown = set(policies)
+    for name in KNOWN:
+        if name in shown and refusal(name, engines) is not None:
+            needs.setdefault(" or ".join(engines_for(name)) or FUTURE, []).append(name)
+    if not needs:
         return ""
     one = len(set(engines)) == 1
-    which = f"engine '{engines[0]}'" if one else "the engines" if engines else "a server"
+    which = f"engine '{engines[0]}'" if one else "not every engine here" if engines else "no server"
+    verb = "cannot" if one else "can"
     laws = "; simulated by its laws all the same" if one else ""
-    able = "; ".join(f"{', '.join(names)}: {those}" for those, names in by_engines.items())
-    return f"{MARK} {which} cannot run it{laws}. What can: {able}"
+    what = "; ".join(f"{need} for {', '.join(names)}" for need, names in needs.items())
+    return f"{MARK} {which} {verb} run it{laws}. It takes {what}."
 
 
 def _refused(policy: str, engine: str) -> str | None:
