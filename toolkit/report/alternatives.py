@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from toolkit.files.fleet import SERVERS
 from toolkit.files.tuning import Alternatives, Sibling, Tuning
 from toolkit.units import number
 
@@ -28,6 +29,8 @@ def alternative_lines(result: Tuning) -> list[str]:
         if found.up_to_rps is not None
         else "  not fewer requests: the best settings break a limit even at a 64th of the rate"
     )
+    if result.engines[0] in SERVERS:
+        lines.append("  a server is one worker: several side by side, behind a router, are not simulated")
     if not (kept or found.policies or found.workers or found.up_to_rps):
         lines.append("  a looser target in the recipe's sla")
     return lines

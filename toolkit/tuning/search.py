@@ -1,8 +1,8 @@
 """The search: Optuna's TPE over the simulator, the recipe's policy as trial 0.
 
 Policies are a categorical choice, and each policy's parameters hang on it. Left to itself TPE soon
-asks for one policy alone; so trials are dealt in turns: to the best policy that the recipe's engine
-can run, to whatever TPE likes, and to each policy. Trials are asked for in batches of a fixed
+asks for one policy alone, perhaps one that the recipe's engine cannot run. So half of the trials go
+to the best policy that it can, and half to each policy in turn. Trials are asked for in batches of a fixed
 size, which several processes may run side by side, and told in order: the result depends on the inputs and the seed
 alone, to the byte.
 """
@@ -23,8 +23,6 @@ from toolkit.tuning.space import Distribution, PolicySpace
 
 BATCH = 8  # trials that are asked for before the first of them is told: as many cores can help
 POLICY = "policy"
-SERVED, FREE, EACH = "served", "free", "each"
-TURNS = (SERVED, FREE, SERVED, EACH)  # what trials after the starts are for, over and over
 Progress = Callable[[float], None]  # the best goodput so far
 
 
@@ -98,15 +96,12 @@ def search(bench: Bench, runner: Runner, settings: Settings, progress: Progress)
     return found
 
 
-def _turns(settings: Settings, found: Found) -> Iterator[str | None]:
-    """The policy of each trial after the starts; None: TPE chooses it, too."""
-    each = cycle(space.policy for space in settings.spaces)
-    for turn in cycle(TURNS):
-        if turn == EACH:
-            yield next(each)
-        else:
-            best = found.best(settings.served) if turn == SERVED else None
-            yield None if best is None else found.evaluations[best].outcome.policy
+def _turns(settings: Settings, found: Found) -> Iterator[str]:
+    """The policy of each trial after the starts."""
+    for policy in cycle(space.policy for space in settings.spaces):
+        best = found.best(settings.served)
+        yield policy if best is None else found.evaluations[best].outcome.policy
+        yield policy
 
 
 def _study(settings: Settings) -> optuna.Study:
