@@ -19,7 +19,7 @@ from toolkit.tuning.crew import Alone
 from toolkit.tuning.tune import Inputs, tune, tune_to_size
 from toolkit.tuning.workload import make_workload
 
-TUNE = {"trials": 2, "window_s": 4, "draws": 0, "request_rate_rps": 60.0, "policies": ["own"]}
+TUNE = {"trials": 2, "draws": 0, "request_rate_rps": 60.0, "policies": ["own"]}
 RATES = st.floats(0.01, 1000.0)
 
 
@@ -78,7 +78,7 @@ def test_a_sibling_that_keeps_the_limits_comes_before_fewer_requests_and_more_wo
 
 
 def test_without_one_the_workers_are_counted_and_the_rate_is_searched() -> None:
-    result, found = tuned(inputs({"e2e_p95_s": 3.0}))
+    result, found = tuned(inputs({"e2e_p95_s": 3.0}, tune=TUNE | {"request_rate_rps": 200.0}))
     assert not found.feasible
     assert found.siblings == []
     assert found.workers is not None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -126,7 +127,8 @@ def command(
     made_from = head((fleet.inputs if fleet else {"recipe": recipe, "fit": fit}) | {"trace": traffic})
     digests = "".join(source.sha256 for source in made_from["inputs"].values())
     fingerprint = f"{digests} {profile is not None} {made_from['tool_version']} {spec.model_dump_json()}"
-    fingerprint += "".join(sibling.model_dump_json() for sibling in siblings)
+    besides = "".join(sibling.model_dump_json() for sibling in siblings)
+    fingerprint += f" {sha256(besides.encode()).hexdigest()}"
     search = tune_to_size if workers == AUTO else tune
     total = evaluations(settings, spec.tune.draws, siblings)
     _note_search(settings, total)

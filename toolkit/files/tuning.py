@@ -125,7 +125,7 @@ class Alternatives(Strict):
         "None: none was found"
     )
     best_of_all: str | None = Field(
-        description="the searched policy that is best, where it is one that the recipe's engine cannot run"
+        description="the searched policy that is best, where the recipe's engine cannot run it; None: nothing is better"
     )
     policies: list[Outcome] = Field(
         description="where limits are broken: policies of this engine that were not searched, and keep them"

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+from toolkit.files.fit import Fit
 from toolkit.files.fleet import SERVERS
 from toolkit.files.plan import Kind
 from toolkit.files.recipe import PolicySpec, Recipe
@@ -27,7 +28,7 @@ from toolkit.tuning.workload import capacity_rps
 
 HALVINGS = 6  # of the rate, until the search for one that keeps the limits gives up
 BISECTIONS = 4  # of a factor of 2: the answer is within 5 %
-DOUBLINGS = 10
+NOTABLY = 1.01  # so many times the goodput is worth naming another policy
 
 
 @dataclass(slots=True, frozen=True)
@@ -100,21 +101,20 @@ def most_evaluations(siblings: Sequence[Kind]) -> int:
 
 
 def alternatives(
-    ground: Ground, fit: Kind, chosen: Evaluation, searched: Sequence[str], best: str, siblings: Sequence[Sibling]
+    ground: Ground, fit: Fit, chosen: Evaluation, searched: Sequence[Evaluation], siblings: Sequence[Sibling]
 ) -> Alternatives:
     """What else there is beside the `chosen` settings.
 
     Args:
-        fit: the recipe with its fit.
-        searched: the policies that were searched.
-        best: the best of them, whichever engine it needs.
+        searched: the best of each policy that was searched, on the ground's bench.
         siblings: as `try_siblings` found them.
     """
     engine, feasible = ground.recipe.engine.name, chosen.feasible(ground.limits)
     policies: list[Outcome] = []
     workers = None
     if not feasible:
-        others = [name for name in usual_policies(fit.fit) if name not in searched and refusal(name, [engine]) is None]
+        known = {one.outcome.policy for one in searched}
+        others = [name for name in usual_policies(fit) if name not in known and refusal(name, [engine]) is None]
         tasks = [Task(ground.bench, name) for name in others]
         done = collect(ground.runner, tasks, ground.tick)
         policies = [one.outcome for one in done if one.feasible(ground.limits)]
@@ -123,11 +123,20 @@ def alternatives(
     return Alternatives(
         feasible=feasible,
         up_to_rps=ground.up_to_rps(ground.recipe, ground.bench, chosen.outcome, feasible),
-        best_of_all=best if refusal(best, [engine]) is not None else None,
+        best_of_all=_best_of_all(ground, chosen, searched),
         policies=policies,
         siblings=list(siblings),
         workers=workers,
     )
+
+
+def _best_of_all(ground: Ground, chosen: Evaluation, searched: Sequence[Evaluation]) -> str | None:
+    """The policy that is better than the `chosen` settings and that the recipe's engine cannot run."""
+    best = max(searched, key=lambda one: (one.feasible(ground.limits), one.score))
+    better = best.feasible(ground.limits) and not chosen.feasible(ground.limits)
+    if refusal(best.outcome.policy, [ground.recipe.engine.name]) is None:
+        return None
+    return best.outcome.policy if better or best.goodput_rps > NOTABLY * chosen.goodput_rps else None
 
 
 def try_siblings(ground: Ground, siblings: Sequence[Kind]) -> list[Sibling]:

@@ -175,10 +175,9 @@ def _report(
         recommended = default if judged["keep_defaults"] else chosen
         others = alternatives(
             ground,
-            Kind(recipe=recipe, fit=inputs.fit, workers=recipe.workers),
+            inputs.fit,
             recommended,
-            [one.outcome.policy for one in held_out],
-            max(held_out, key=lambda one: (one.feasible(limits), one.score)).outcome.policy,
+            held_out,
             _siblings(inputs, runner, progress) if siblings is None else siblings,
         )
     return Tuning.model_validate(
