@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+import numpy as np
+
 from toolkit.files.fit import Fit
 from toolkit.files.fleet import SERVERS
 from toolkit.files.plan import Kind
@@ -181,7 +183,9 @@ def _stretched(window: Trace, by: float) -> Trace:
 
 def _joined(windows: Sequence[Trace]) -> Trace:
     """The lengths of all windows, for a backlog: times do not matter in it."""
-    import numpy as np
-
-    columns = ("arrival_s", "prompt_tokens", "output_tokens", "max_tokens")
-    return Trace(*(np.concatenate([getattr(one, name) for one in windows]) for name in columns))
+    return Trace(
+        np.concatenate([one.arrival_s for one in windows]),
+        np.concatenate([one.prompt_tokens for one in windows]),
+        np.concatenate([one.output_tokens for one in windows]),
+        np.concatenate([one.max_tokens for one in windows]),
+    )
