@@ -43,7 +43,7 @@ from toolkit.traces.read import read_trace
 from toolkit.traces.scale import scale_lengths, scale_rate
 from toolkit.traces.types import Trace
 
-KINDS = {"llama-3.1-8b-h200": 1, "llama-3.1-8b-a100-80gb": 2}
+KINDS = {"llama-3.1-8b-h200-transformers": 1, "llama-3.1-8b-a100-80gb-transformers": 2}
 LIMIT = 1024
 SLA = {"ttft_p99_s": 10.0, "mtpot_p99_s": 1.5}
 POLICIES: dict[str, dict[str, bool | int | float | str]] = {

@@ -139,7 +139,7 @@ def _device(kind: str) -> Device | None:
 
 def _recipe_of(model: str, memory_gib: float) -> Path:
     hardware = "a100-80gb" if memory_gib < SMALLER_GPU_GIB else "h200"
-    path = ROOT / "recipes" / f"llama-2-{model}-{hardware}.yaml"
+    path = ROOT / "recipes" / f"llama-2-{model}-{hardware}-transformers.yaml"
     if not path.is_file():
         raise SystemExit(f"error: --models {model}: there is no {path.name}; 7b and 13b there are")
     return path
@@ -147,7 +147,7 @@ def _recipe_of(model: str, memory_gib: float) -> Path:
 
 def _model(recipe: Path) -> str:
     """A recipe's name without the hardware, which the folder above has."""
-    return re.sub(r"-(h200|a100-80gb|cpu-rebatch|cpu)$", "", recipe.stem)
+    return re.sub(r"-(h200-transformers|a100-80gb-transformers|cpu-rebatch|cpu)$", "", recipe.stem)
 
 
 def _slug(name: str) -> str:

@@ -91,7 +91,7 @@ def recipe(**changes: object) -> Recipe:
             "profile": {"batch_sizes": [1], "input_lengths": [8], "cached_lengths": [8], "memory_lengths": [8]},
             "sla": {"ttft_p99_s": 2.0, "e2e_p95_s": 8.0},
             "policy": {"name": "slice", "parameters": {"slice_tokens": 128}},
-            "tune": {"trials": 8, "window_s": 10, "load": 1.0},
+            "tune": {"trials": 8, "window_s": 10, "load": 1.0, "policies": ["own"]},
             "serve": {"max_new_tokens": 128},
             **changes,
         }

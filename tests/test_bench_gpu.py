@@ -25,7 +25,7 @@ def run(tmp_path):
     return gpu.Run(gpu.ROOT / "recipes" / "tiny-llama-cpu.yaml", tmp_path / "tiny", "cpu", "cpu", quick=True)
 
 
-@pytest.mark.parametrize("name", ["llama-2-7b-h200", "llama-2-13b-a100-80gb", "tiny-llama-cpu-rebatch"])
+@pytest.mark.parametrize("name", ["llama-2-7b-h200", "llama-2-13b-a100-80gb-transformers", "tiny-llama-cpu-rebatch"])
 @pytest.mark.parametrize("quick", [False, True])
 def test_a_recipe_is_measured_with_random_weights_and_a_cache_that_an_overload_fills(name, quick):
     recipe = load_recipe(name)

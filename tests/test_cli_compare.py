@@ -13,6 +13,7 @@ from toolkit.cli.figure import Panel, draw
 from toolkit.cli.plots import COLUMNS, ROWS, bars, chart
 from toolkit.files.io import write_file
 from toolkit.sched.policies import ORACLES, POLICIES
+from toolkit.sched.policies.servable import footnote
 from toolkit.sim import comparison
 from toolkit.sim.api import simulate
 from toolkit.sim.loop import SimulationStalledError
@@ -57,7 +58,8 @@ def test_the_table_fits_and_an_oracle_is_marked(stage, capsys):
     out, err = capsys.readouterr()
     assert max(map(len, out.splitlines())) <= 80
     assert "past-future-oracle *" in out
-    assert "past-future-oracle: needs the future; cannot be served" in err
+    said = " ".join(out.split())
+    assert "* engine 'fake' cannot run it; simulated by its laws all the same. It takes the future" in said
     assert "no --sla was given" in err
     assert out.isascii() or "─" in out
 
@@ -202,3 +204,28 @@ def test_extrapolation_is_said_once_with_the_share_of_each_policy(
     [line] = [line for line in capsys.readouterr().err.splitlines() if "outside what the fit measured" in line]
     assert "aggressive" in line
     assert "slice" in line
+
+
+def test_what_the_engine_cannot_run_is_marked_as_tune_marks_it(stage, capsys):
+    write_file(samples.fit(engine="transformers"), stage[4])
+    assert llmctl(*stage, "--policies", "slice,past-future,baton") == 0
+    out = capsys.readouterr().out
+    assert "past-future *" in out
+    assert "baton *" in out
+    assert "slice *" not in out
+    said = " ".join(out.split())
+    assert footnote(["slice", "past-future", "baton"], ["transformers"]) in said
+    assert "It takes vllm or rebatch for past-future; rebatch for baton." in said
+    assert llmctl(*stage, "--policies", "slice,past-future", "--json") == 0
+    runs = {run["policy"]: run for run in json.loads(capsys.readouterr().out)["runs"]}
+    assert runs["slice"]["refusal"] is None
+    assert (runs["past-future"]["servable"], runs["slice"]["servable"]) == (False, True)
+    assert runs["past-future"]["refusal"].startswith("policy 'past-future' needs an engine that re-batches")
+
+
+def test_simulate_marks_it_too(stage, capsys):
+    write_file(samples.fit(engine="transformers"), stage[4])
+    assert llmctl("simulate", *stage[1:], "--policy", "past-future") == 0
+    out, err = capsys.readouterr()
+    assert "policy 'past-future *'" in out
+    assert footnote(["past-future"], ["transformers"]) in " ".join(err.split())

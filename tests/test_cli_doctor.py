@@ -9,7 +9,7 @@ from commands import llmctl
 
 from toolkit.deploy.checks import Check
 from toolkit.deploy.machine import check_machine
-from toolkit.deploy.readiness import check_recipe
+from toolkit.deploy.readiness import check_engine, check_recipe
 from toolkit.engines.devices import CudaDevice, Devices
 from toolkit.errors import InputError
 from toolkit.files.io import load_recipe
@@ -162,3 +162,27 @@ def test_the_device_is_described(tmp_path: Path, devices: Devices, status: str, 
     check = next(check for check in check_machine(devices, tmp_path) if check.name == "device")
     assert check.status == status
     assert part in check.found
+
+
+ONE_H200 = Devices("2.13.0", "12.8", "570.1", (CudaDevice(0, "NVIDIA H200", int(139.8 * GIB), 139 * GIB),))
+
+
+def test_a_machine_with_a_gpu_is_pointed_to_vllms_recipes_for_it(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("toolkit.engines.devices.find_devices", lambda: ONE_H200)
+    assert doctor("--json") == 0
+    notes = {check["name"]: check["found"] for check in json.loads(capsys.readouterr().out)["checks"]}
+    assert notes["engine"].startswith("vLLM serves the most from this GPU; its recipes: ")
+    assert "llama-3.1-8b-h200" in notes["engine"].split(": ")[1].split(", ")
+    assert "transformers" not in notes["engine"]
+    assert "a100" not in notes["engine"]
+
+
+def test_a_recipe_whose_sibling_is_vllms_names_it() -> None:
+    (note,) = check_engine(load_recipe("llama-3.1-8b-a100-80gb-transformers"), CPU_ONLY)
+    assert note.status == "note"
+    assert note.found == "'transformers'; vLLM serves more from a GPU, by recipe llama-3.1-8b-a100-80gb"
+    assert check_engine(load_recipe("llama-3.1-8b-a100-80gb"), ONE_H200) == []
+    assert check_engine(load_recipe("tiny-llama-cpu"), CPU_ONLY) == []
+    assert check_engine(None, CPU_ONLY) == []

@@ -11,6 +11,8 @@ from commands import llmctl
 from toolkit.files.io import read_file
 from toolkit.files.plan import Plan
 from toolkit.files.tuning import Tuning
+from toolkit.sched.policies import ORACLES, POLICIES
+from toolkit.sched.policies.servable import footnote
 
 RECIPE = """\
 name: test
@@ -21,7 +23,7 @@ workers: 2
 profile: {batch_sizes: [1], input_lengths: [8], cached_lengths: [8], memory_lengths: [8]}
 sla: {ttft_p99_s: 2, e2e_p95_s: 8}
 policy: {name: sequence, parameters: {batch_size: 1}}
-tune: {trials: 6, window_s: 2, draws: 3}
+tune: {trials: 6, window_s: 2, draws: 3, policies: [own]}
 serve: {max_new_tokens: 128}
 """
 WRITTEN = (0, 5)  # with limits kept, and with limits broken
@@ -56,9 +58,10 @@ def test_what_is_printed_fits_80_columns_and_says_what_matters(files: Path, caps
         "gain over the defaults, held out: +",
         "with the fit's error, in 90 % of 3 draws (no profile: laws scaled):",
         "the best beats the defaults in 100 % of the draws",
-        "policy 'past-future' needs an engine that re-batches",
+        "past-future *",
     ):
         assert said in out
+    assert footnote(["past-future"], ["transformers"]) in " ".join(out.split())
     assert "wrote tuning.json" in err
     assert not Path("tuning.json.partial").exists()
 
@@ -78,17 +81,33 @@ def test_another_policy_than_the_recipes_is_rendered(files: Path) -> None:
     assert plan.explained["slice_tokens"].source.startswith("trial ")
 
 
-def test_a_best_that_the_engine_cannot_run_is_refused_with_what_it_can(
+def test_the_best_is_one_that_the_engine_runs_and_the_best_of_all_is_named(
     files: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert tune("--policies", "slice,past-future", "--draws", "0") == 0
-    capsys.readouterr()
-    assert llmctl("render", "recipe.yaml", "--fit", "fit.json", "--tuning", "tuning.json") == 2
-    message, hint = capsys.readouterr().err.splitlines()
-    assert message == "error: policy 'past-future' needs an engine that re-batches; 'transformers' runs static batches"
-    words = hint.removeprefix("hint: the best of the tuning that it runs: ").split()
-    assert words[:2] == ["--policy", "slice"]
-    assert llmctl("render", "recipe.yaml", "--fit", "fit.json", *words) == 0
+    result = read_file(Tuning, "tuning.json")
+    assert result.best_held_out.policy == "slice"
+    assert result.alternatives is not None
+    assert result.alternatives.best_of_all == "past-future"
+    said = " ".join(capsys.readouterr().out.split())
+    assert "best of all policies: past-future, which needs engine vllm or rebatch; by this engine's laws it" in said
+    assert llmctl("render", "recipe.yaml", "--fit", "fit.json", "--tuning", "tuning.json") == 0
+    assert read_file(Plan, "plan.json").policy.name == "slice"
+
+
+def test_by_default_every_policy_is_searched_and_the_price_is_said(
+    files: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("recipe.yaml").write_text(RECIPE.replace("trials: 6", "trials: 10").replace(", policies: [own]", ""))
+    assert tune("--draws", "0") == 0
+    result = read_file(Tuning, "tuning.json")
+    assert {one.policy for one in result.policies} == POLICIES.keys() - ORACLES
+    assert {one.policy for one in result.policies if one.refusal is None} == {"slice", "sequence"}
+    err = capsys.readouterr().err
+    assert "10 trials of 10 policies, 2 of which this engine can run; about " in err
+    assert tune("--draws", "0", "--policies", "own", "--trials", "2") == 0
+    assert [one.policy for one in read_file(Tuning, "tuning.json").policies] == ["sequence"]
+    assert "2 trials of the recipe's own policy; about " in capsys.readouterr().err
 
 
 def test_nothing_within_the_limits_is_said_with_what_binds_and_a_remedy(
@@ -99,7 +118,10 @@ def test_nothing_within_the_limits_is_said_with_what_binds_and_a_remedy(
     out, err = capsys.readouterr()
     lines = out.splitlines()
     at = next(k for k, line in enumerate(lines) if line.startswith("no trial keeps all limits; ttft_p99_s binds"))
-    assert any(line.startswith("remedy: fewer requests (--rate), more workers") for line in lines[at:])
+    said = " ".join(lines[at:])
+    assert "what keeps all limits at 40 requests/s, simulated:" in said
+    assert "not fewer requests: the best settings break a limit even at a 64th of the rate" in said
+    assert "a looser target in the recipe's sla" in said
     assert "gain over the defaults" not in out
     assert "the recipe's settings beside the limits" in out
     error = next(line for line in err.splitlines() if line.startswith("error: "))
@@ -144,6 +166,21 @@ def test_a_tuning_that_keeps_its_limits_says_so(files: Path, capsys: pytest.Capt
     assert result.keeps_limits
     assert all(one.kept for one in result.limits)
     assert "the best settings beside the limits" in capsys.readouterr().out
+
+
+def test_a_policy_that_was_not_searched_and_keeps_the_limits_is_named(
+    files: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert tune("--draws", "0", "--trials", "1") == 5
+    result = read_file(Tuning, "tuning.json")
+    assert result.alternatives is not None
+    assert not result.alternatives.feasible
+    assert [one.policy for one in result.alternatives.policies] == ["slice"]
+    assert result.alternatives.up_to_rps is not None
+    assert result.alternatives.up_to_rps < result.request_rate_rps
+    said = " ".join(capsys.readouterr().out.split())
+    assert "another policy on engine 'transformers': --policies slice" in said
+    assert "fewer requests: at most " in said
 
 
 def test_the_fewest_workers_are_said_and_written(files: Path, capsys: pytest.CaptureFixture[str]) -> None:

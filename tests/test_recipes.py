@@ -15,11 +15,14 @@ from toolkit.deploy.readiness import check_recipe
 from toolkit.engines.devices import CudaDevice, Devices
 from toolkit.engines.loading import load_config
 from toolkit.errors import InputError
+from toolkit.files.fits import fit_path
 from toolkit.files.recipe import ModelSpec, Recipe, recipe_schema
+from toolkit.files.recipes import recipe_path, siblings
 from toolkit.files.shipped import shipped_recipes
 
 DOCS = Path(__file__).parent.parent / "docs"
 RECIPES = sorted(shipped_recipes().glob("*.yaml"))
+GPU_RECIPES = [path for path in RECIPES if not path.stem.startswith("tiny")]
 CPU_ONLY = Devices(torch="2.13.0+cpu", cuda="", driver="", gpus=())
 
 # Layers, KV heads, head dimension, bytes per value, and parameters, as published with each model.
@@ -38,15 +41,35 @@ def test_every_model_is_there_on_every_gpu() -> None:
     assert found == wanted | {("random", "any CPU")}
 
 
+@pytest.mark.parametrize("path", GPU_RECIPES, ids=lambda path: path.stem)
+def test_a_bare_name_is_the_recipe_for_vllm(path: Path) -> None:
+    engine = open_recipe(path).engine.name
+    base = re.fullmatch(r"(.*-(?:h200|a100-80gb))(?:-(\w+))?", path.stem)
+    assert base
+    assert (base[2] or "vllm") == engine
+    assert open_recipe(shipped_recipes() / f"{base[1]}.yaml").engine.name == "vllm"
+
+
+def test_a_former_name_leads_to_the_new_one() -> None:
+    for find in (recipe_path, fit_path):
+        with pytest.raises(InputError) as caught:
+            find("qwen3-8b-h200-vllm")
+        assert caught.value.hint == "it is called 'qwen3-8b-h200' now: bare names are the recipes for vLLM"
+
+
+def test_siblings_serve_the_same_model_on_the_same_gpu_with_another_engine() -> None:
+    found = [path.stem for path in siblings(open_recipe(shipped_recipes() / "llama-3.1-8b-h200-transformers.yaml"))]
+    assert found == ["llama-3.1-8b-h200-rebatch", "llama-3.1-8b-h200"]
+    assert siblings(open_recipe(shipped_recipes() / "tiny-llama-cpu.yaml")) == []
+
+
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_a_recipe_is_valid_and_named_as_its_file(path: Path) -> None:
     assert open_recipe(path).name == path.stem
     assert path.read_text().startswith("# yaml-language-server: $schema=recipe.schema.json\n")
 
 
-@pytest.mark.parametrize(
-    "path", [path for path in RECIPES if not path.stem.startswith("tiny")], ids=lambda path: path.stem
-)
+@pytest.mark.parametrize("path", GPU_RECIPES, ids=lambda path: path.stem)
 def test_a_gpu_recipe_has_the_published_sizes(path: Path) -> None:
     model = open_recipe(path).model
     layers, kv_heads, head_dim, size, parameters = PUBLISHED[model.source]

@@ -21,7 +21,7 @@ from toolkit.tuning.tune import Inputs, tune
 from toolkit.tuning.workload import capacity_rps, make_workload, make_world
 
 HEAD = {"tool_version": "0", "environment": samples.ENVIRONMENT, "inputs": {}}
-TUNE = {"trials": 12, "window_s": 4, "load": 1.0, "draws": 4}
+TUNE = {"trials": 12, "window_s": 4, "load": 1.0, "draws": 4, "policies": ["own"]}
 
 
 def trace(n: int = 2000, seed: int = 0) -> Trace:

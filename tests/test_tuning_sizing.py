@@ -13,7 +13,7 @@ from toolkit.tuning.sizing import WORKERS_MAX, fewest
 from toolkit.tuning.tune import Inputs, tune_to_size
 from toolkit.tuning.workload import make_workload
 
-TUNE = {"trials": 6, "window_s": 4, "draws": 0, "request_rate_rps": 60.0}
+TUNE = {"trials": 6, "window_s": 4, "draws": 0, "request_rate_rps": 60.0, "policies": ["own"]}
 
 
 def size(sla: dict[str, float], runner: Runner | None = None) -> Tuning:

@@ -108,9 +108,9 @@ def command(
         seed=seed,
         interrupted=interrupted,
         trace=plain(stage.trace),
-        runs=[_of_run(run) for run in runs],
+        runs=[_of_run(run, stage.engines) for run in runs],
     )
-    emit(as_json, result, lambda: _show(runs, shown))
+    emit(as_json, result, lambda: _show(runs, shown, stage.engines))
     if png:
         draw(_panels(runs), png)
         note(f"wrote {png}")
@@ -155,14 +155,17 @@ def _columns(text: str | None, runs: Sequence[Run]) -> Sequence[str]:
     return wanted
 
 
-def _of_run(run: Run) -> ComparedRun:
+def _of_run(run: Run, engines: Sequence[str]) -> ComparedRun:
     from toolkit.cli.results import ComparedRun
+    from toolkit.sched.policies.servable import refusal
 
+    refused = refusal(run.policy, engines)
     return ComparedRun(
         policy=run.policy,
         parameters=dict(run.parameters),
         rate_rps=run.rate_rps,
-        servable=run.servable,
+        servable=refused is None,
+        refusal=refused,
         problem=run.problem,
         metrics=dict(run.metrics),
     )
@@ -185,8 +188,6 @@ def _remark(runs: Sequence[Run], world: World, sla: Mapping[str, float]) -> None
             beyond.setdefault(str(world.range_of(run.policy)), []).append(f"{_name(run, runs)} {number(share)} %")
     for valid, shares in beyond.items():
         note(f"warning: batches outside what the fit measured ({valid}) are extrapolated: {', '.join(shares)}")
-    for name in {run.policy: run for run in runs if not run.servable}:
-        note(f"{name}: needs the future; cannot be served")
 
 
 def _name(run: Run, runs: Sequence[Run]) -> str:
@@ -199,20 +200,24 @@ def _rates_of(runs: Sequence[Run]) -> int:
     return len({run.rate_rps for run in runs})
 
 
-def _show(runs: Sequence[Run], columns: Sequence[str]) -> None:
-    from toolkit.cli.output import table
+def _show(runs: Sequence[Run], columns: Sequence[str], engines: Sequence[str]) -> None:
+    from textwrap import fill
+
+    from toolkit.cli.output import WIDTH, table
     from toolkit.cli.plots import bars, blocks, chart
+    from toolkit.sched.policies.servable import footnote, marked
 
     many = _rates_of(runs) > 1
     rows: list[list[object]] = []
     for run in runs:
-        cells: list[object] = [run.policy if run.servable else f"{run.policy} *"]
+        cells: list[object] = [marked(run.policy, engines)]
         cells += [round(run.rate_rps, 3)] * many
         rows.append([*cells, *(run.metrics.get(name) for name in columns)])
     heads = [">" + name.replace("_", "\n", 1).replace("_", " ") for name in columns]
     table(["policy", *[">rate"] * many, *heads], rows)
-    if not all(run.servable for run in runs):
-        print("* needs the future; cannot be served")
+    said = footnote([run.policy for run in runs], engines)
+    if said:
+        print(fill(said, WIDTH, subsequent_indent="  ", break_on_hyphens=False))
     for panel in _panels(runs):
         print(f"\n{panel.title}")
         if panel.bars is not None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from textwrap import fill
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from toolkit.cli.arguments import JsonOption, RecipeArgument, open_recipe
-from toolkit.cli.output import emit, table
+from toolkit.cli.output import WIDTH, emit, table
 
 if TYPE_CHECKING:
     from toolkit.deploy.checks import Check
@@ -23,7 +24,7 @@ def command(recipe: RecipeArgument = None, strict: StrictOption = False, as_json
     --strict; a recipe that is wrong is an error (exit 2).
     """
     from toolkit.deploy.machine import check_machine
-    from toolkit.deploy.readiness import check_recipe, missing
+    from toolkit.deploy.readiness import check_engine, check_recipe, missing
     from toolkit.engines.devices import find_devices
     from toolkit.errors import EngineError
 
@@ -32,6 +33,7 @@ def command(recipe: RecipeArgument = None, strict: StrictOption = False, as_json
     checks = check_machine(devices, Path.cwd())
     if loaded:
         checks += check_recipe(loaded, devices)
+    checks += check_engine(loaded, devices)
     absent = missing(checks)
     result = {"recipe": loaded.name if loaded else None, "usable": not absent, "checks": checks}
     emit(as_json, result, lambda: _show(checks, loaded.name if loaded else ""))
@@ -48,7 +50,7 @@ def _show(checks: list[Check], recipe: str) -> None:
     if not absent:
         print(f"{subject}: ready" + (" to be used on this machine" if recipe else ""))
     elif recipe:
-        print(f"{subject}: valid; missing on this machine: {', '.join(absent)}")
+        print(fill(f"{subject}: valid; missing on this machine: {', '.join(absent)}", WIDTH))
     else:
         print(f"{subject}: missing: {', '.join(absent)}")
 

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from toolkit.cli.arguments import JsonOption
 from toolkit.cli.output import aligned, emit
 
-ENGINES = ("transformers", "deepspeed", "rebatch", "vllm")
-
 
 @dataclass(frozen=True, slots=True)
 class Line:
@@ -32,27 +30,14 @@ def command(as_json: JsonOption = False) -> None:
     """
     from toolkit.sched.catalogue import ABOUT
     from toolkit.sched.policies import KNOWN
+    from toolkit.sched.policies.servable import engines_for
 
-    lines = [Line(name, ABOUT[name].does, ABOUT[name].source, _engines(name)) for name in KNOWN]
+    lines = [Line(name, ABOUT[name].does, ABOUT[name].source, engines_for(name)) for name in KNOWN]
     found = [
         {"name": one.name, "does": one.does, "source": one.source, "engines": one.engines, "live": one.live}
         for one in lines
     ]
     emit(as_json, {"policies": found}, lambda: _show(lines))
-
-
-def _engines(name: str) -> list[str]:
-    from toolkit.errors import InputError
-    from toolkit.sched.policies import make_any, refuse_unservable
-
-    policy, able = make_any(name, {}), []
-    for engine in ENGINES:
-        try:
-            refuse_unservable(policy, engine)
-        except InputError:
-            continue
-        able.append(engine)
-    return able
 
 
 def _show(lines: list[Line]) -> None:

@@ -49,7 +49,8 @@ class ComparedRun(BaseModel):
     policy: str = Field(description="its name")
     parameters: dict[str, Value] = Field(description="all parameters of the policy, defaults included")
     rate_rps: float = Field(description="mean rate of arrivals, requests per second; 0: all come at once")
-    servable: bool = Field(description="false: the policy needs the future, so no server can run it")
+    servable: bool = Field(description="false: the fit's engine cannot run the policy")
+    refusal: str | None = Field(description="why the engine cannot run it; null where it can")
     problem: str = Field(description="why there are no metrics; empty where there are")
     metrics: dict[str, float] = Field(description="every metric, with its unit in its name")
 

@@ -50,6 +50,7 @@ def command(
     from toolkit.cli.results import Simulation
     from toolkit.cli.trace_notes import note_rest, plain
     from toolkit.sched.policies.parameters import parameters
+    from toolkit.sched.policies.servable import footnote, marked
     from toolkit.sim.api import simulate
     from toolkit.sim.settings import assign_settings, check_capacity, policy_for
     from toolkit.traces.scale import scale_rate
@@ -66,6 +67,9 @@ def command(
     metrics = result.metrics(targets)
     for line in [*refusal_notes(result.refusals), *world_notes(world, policy, metrics)]:
         note(line)
+    name, said = marked(policy, stage.engines), footnote([policy], stage.engines)
+    if said:
+        note(said)
     found = Simulation(
         policy=chosen.name,
         parameters=parameters(chosen),
@@ -75,4 +79,4 @@ def command(
         trace=plain(requests),
         **metrics,
     )
-    emit(as_json, found, lambda: table(["metric", "value"], list(metrics.items()), title=f"policy '{policy}'"))
+    emit(as_json, found, lambda: table(["metric", "value"], list(metrics.items()), title=f"policy '{name}'"))

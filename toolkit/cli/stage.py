@@ -60,6 +60,13 @@ class Stage:
     max_new_tokens: int  # of requests whose trace names no limit; 0: the token-step world's own
     kinds: Sequence[Kind] = ()  # of a fleet, whose first kind has the fit
 
+    @property
+    def engines(self) -> list[str]:
+        """The engines whose laws these are; none in the token-step world."""
+        if self.kinds:
+            return [kind.fit.engine.engine for kind in self.kinds]
+        return [self.fit.engine.engine] if self.fit else []
+
     def world(self, given: Mapping[str, Value], workers: int | None, seed: int) -> World:
         """What is simulated, with the settings that were given. `InputError` for one that cannot be."""
         from toolkit.cli.fleet import refuse_workers

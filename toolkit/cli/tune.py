@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from toolkit.files.tuning import Tuning
     from toolkit.tuning.crew import Runner
     from toolkit.tuning.memo import Memory
+    from toolkit.tuning.search import Settings
 
 AUTO = "auto"
 LONGEST_COUNT = 18  # digits; Python refuses to read thousands of them
@@ -46,7 +48,7 @@ PoliciesOption = Annotated[
         "--policies",
         metavar="NAME,...",
         autocompletion=completion.policies,
-        help="Search these besides the recipe's own; 'all' but the oracles.",
+        help="Search these besides the recipe's own; 'all' (default): every one but the oracles; 'own': no other.",
     ),
 ]
 JobsOption = Annotated[
@@ -95,8 +97,13 @@ def command(
         "fit.json"
     ),
     trace: Annotated[
-        str, typer.Option(autocompletion=completion.traces, help="A trace file, or the name of a shipped trace.")
-    ] = "chat-small",
+        str,
+        typer.Option(
+            autocompletion=completion.traces,
+            help="A trace file, or the name of a shipped trace; default: the recipe's.",
+            show_default=False,
+        ),
+    ] = "",
     out: Annotated[Path, typer.Option(help="Where to write the result.")] = Path("tuning.json"),
     policies: PoliciesOption = None,
     trials: Annotated[int | None, typer.Option(min=1, help="Trials; default: the recipe's.")] = None,
@@ -114,15 +121,17 @@ def command(
 ) -> None:
     """Search the scheduler's policy and parameters on windows of a trace, and judge the best on other windows.
 
-    Trial 0 is the recipe's own policy. What is found is a gain over it on windows that the search never saw, how sure
-    it is, or the advice to keep it. An interrupted search goes on where it was; neither --jobs nor --executor changes
-    anything but the time. Exit code 5 where what is recommended breaks a limit: the result is written and printed all
-    the same.
+    What is recommended is the best that the recipe's engine can run; beside it stand the best of all policies and what
+    the recipes for other engines would give. Trial 0 is the recipe's own policy. What is found is a gain over it on
+    windows that the search never saw, how sure it is, or the advice to keep it. An interrupted search goes on where it
+    was; neither --jobs nor --executor changes anything but the time. Exit code 5 where what is recommended breaks a
+    limit: the result is written and printed all the same.
     """
     from toolkit.cli.basis import note_basis, read_fit
     from toolkit.cli.output import emit, note, progress
     from toolkit.cli.trace_notes import note_trace
     from toolkit.cli.tuning_report import show
+    from toolkit.files.fits import shipped_siblings
     from toolkit.files.io import check_writable, head, write_file
     from toolkit.traces.read import read_trace
     from toolkit.traces.shipped import trace_path
@@ -139,24 +148,29 @@ def command(
     else:
         spec, fitted, others = open_recipe(recipe), read_fit(fit, recipe, force=force), []
     spec = _with_options(spec, given)
-    settings = settings_of(spec, others)
+    settings = settings_of(spec, fitted, others)
+    siblings = [] if others else shipped_siblings(spec)
     count = _count(workers)
     profile = None if others else _profile_of(fitted, fleet.inputs["fit"] if fleet else fit)
-    workload = make_workload(spec, fitted, read_trace(trace_path(trace))[0], others)
+    traffic = trace_path(trace or spec.tune.trace)
+    workload = make_workload(spec, fitted, read_trace(traffic)[0], others)
     if count:
         spec = spec.model_copy(update={"workers": count})
     note_trace(workload.trace)
     check_writable(out)
-    made_from = head((fleet.inputs if fleet else {"recipe": recipe, "fit": fit}) | {"trace": trace_path(trace)})
+    made_from = head((fleet.inputs if fleet else {"recipe": recipe, "fit": fit}) | {"trace": traffic})
     digests = "".join(source.sha256 for source in made_from["inputs"].values())
     fingerprint = f"{digests} {profile is not None} {made_from['tool_version']} {spec.model_dump_json()}"
+    besides = "".join(sibling.model_dump_json() for sibling in siblings)
+    fingerprint += f" {sha256(besides.encode()).hexdigest()}"
     search = tune_to_size if workers == AUTO else tune
-    total = evaluations(settings, spec.tune.draws)
+    total = evaluations(settings, spec.tune.draws, siblings)
+    _note_search(settings, total)
     memory = _memory(storage, Path(f"{out}.partial"), spec.name, fingerprint)
     with _runner(executor, ray, jobs) as (runner, at_once), progress("tuning", total) as advance:
         memo = Remembering(runner, memory)
         watch = Watch(advance, total, memo.remembered, at_once)
-        result = search(Inputs(spec, fitted, workload, profile, tuple(others)), memo, made_from, watch)
+        result = search(Inputs(spec, fitted, workload, profile, tuple(others), tuple(siblings)), memo, made_from, watch)
     write_file(result, out)
     memory.forget()
     emit(as_json, result, lambda: show(result))
@@ -179,6 +193,19 @@ def _broken(result: Tuning) -> LimitsBrokenError:
         f"held out, {which} {breaks(result.limits)}",
         "`render` and `serve` refuse this tuning without --allow-broken-limits",
     )
+
+
+def _note_search(settings: Settings, total: int) -> None:
+    """What is searched, and what it costs; seconds follow when the first simulations are timed."""
+    from toolkit.cli.output import note
+
+    count, served = len(settings.spaces), len(settings.served)
+    policies = f"{count} policies, {served} of which this engine can run" if count > 1 else "the recipe's own policy"
+    hint = "; --policies own searches the recipe's alone" if count > 1 else ""
+    note(f"{settings.trials} trials of {policies}; about {total} simulations in all{hint}")
+    if settings.trials < count:
+        left = ", ".join(space.policy for space in settings.spaces[settings.trials :])
+        note(f"warning: with {settings.trials} trials these are not tried: {left}")
 
 
 def _fleet_of(source: Path, workers: str | None, force: bool) -> Fleet | None:

@@ -8,6 +8,7 @@ from toolkit.cli.output import WIDTH, number, table
 from toolkit.cli.plots import Point, scatter
 from toolkit.files.tuning import Outcome, PolicyResult, Sizing, Tuning, Value
 from toolkit.report.verdict import verdict
+from toolkit.sched.policies.servable import footnote, marked
 
 METRICS = (
     "goodput_rps",
@@ -51,27 +52,29 @@ def show(result: Tuning) -> None:
     _show_sensitivity(result)
     _show_chart(result)
     for line in verdict(result):
-        print(fill(line, WIDTH, subsequent_indent="  "))
+        print(fill(line, WIDTH, subsequent_indent="  ", break_on_hyphens=False))
 
 
 def _show_policies(result: Tuning) -> None:
     latency = result.latency_metric
     rows = [
         (
-            one.policy,
+            marked(one.policy, result.engines),
             one.trials,
             one.held_out.metrics.get("goodput_rps", 0.0),
             one.held_out.metrics.get(latency, 0.0),
             one.feasible,
-            one.refusal is None,
         )
         for one in sorted(result.policies, key=_order)
     ]
     table(
-        ["policy", ">trials", ">goodput_rps", f">{latency}", "in limits", "engine runs it"],
+        ["policy", ">trials", ">goodput_rps", f">{latency}", "in limits"],
         rows,
         title=f"each policy's best trial, on {len(result.held_out_windows)} held-out windows",
     )
+    said = footnote([one.policy for one in result.policies], result.engines)
+    if said:
+        print(fill(said, WIDTH, subsequent_indent="  ", break_on_hyphens=False) + "\n")
 
 
 def _show_limits(result: Tuning) -> None:

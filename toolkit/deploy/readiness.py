@@ -17,6 +17,8 @@ from toolkit.endpoints.vllm_command import vllm_python, vllm_version
 from toolkit.engines.devices import CudaDevice, Devices
 from toolkit.errors import InputError, LlmctlError
 from toolkit.files.recipe import ModelSpec, Recipe
+from toolkit.files.recipes import load_recipe, siblings
+from toolkit.files.shipped import shipped_recipes
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 SAME_MEMORY = 0.98  # drivers differ by a little in what they keep for themselves
@@ -38,6 +40,33 @@ def _check_vllm(recipe: Recipe) -> Check:
         return Check("engine", "ok", f"vLLM {vllm_version(recipe)}, of {python}")
     except LlmctlError as error:
         return Check("engine", "missing", error.message, error.hint or "")
+
+
+def check_engine(recipe: Recipe | None, devices: Devices) -> list[Check]:
+    """A note that names the recipes for vLLM: of this recipe's model on its GPU, or of the GPUs that are here.
+
+    Empty where there is none, or the recipe is for vLLM itself.
+    """
+    if recipe is not None:
+        found = [load_recipe(path) for path in siblings(recipe)]
+    else:
+        shipped = [load_recipe(path) for path in sorted(shipped_recipes().glob("*.yaml"))]
+        found = [one for one in shipped if _has_gpu(one, devices)]
+    names = [one.name for one in found if one.engine.name == "vllm"]
+    if not names or (recipe is not None and recipe.engine.name in ("vllm", "openai")):
+        return []
+    if recipe is None:
+        said = f"vLLM serves the most from this GPU; its recipes: {', '.join(names)}"
+        return [Check("engine", "note", said, "llmctl doctor RECIPE says what is missing; see docs/vllm.md")]
+    said = f"'{recipe.engine.name}'; vLLM serves more from a GPU, by recipe {', '.join(names)}"
+    return [Check("engine", "note", said, f"llmctl doctor {names[0]}; see docs/vllm.md")]
+
+
+def _has_gpu(recipe: Recipe, devices: Devices) -> bool:
+    hardware = recipe.hardware
+    return hardware.device == "cuda" and any(
+        _is_wanted(gpu, hardware.name, hardware.memory_gib or 0.0) for gpu in devices.gpus
+    )
 
 
 def check_kv_bytes(model: ModelSpec) -> None:

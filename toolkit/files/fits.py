@@ -6,11 +6,13 @@ import os
 import re
 from pathlib import Path
 
-from toolkit.errors import InputError, nearest
+from toolkit.errors import InputError
 from toolkit.files.fit import Fit
+from toolkit.files.io import read_file
+from toolkit.files.plan import Kind
 from toolkit.files.provenance import check_input
 from toolkit.files.recipe import NAME_PATTERN, Recipe
-from toolkit.files.recipes import load_recipe
+from toolkit.files.recipes import load_recipe, nearest_shipped, siblings
 from toolkit.files.shipped import shipped_profiles, shipped_recipes
 
 AnyPath = str | os.PathLike[str]
@@ -61,5 +63,12 @@ def find_recipe(fit: Fit, path: Path) -> Recipe | None:
     return None
 
 
+def shipped_siblings(recipe: Recipe) -> list[Kind]:
+    """The recipes that ship for `recipe`'s model and GPU with another engine, each with its shipped fit."""
+    found = [(path, shipped_fit(path.stem)) for path in siblings(recipe)]
+    kinds = [(load_recipe(path), read_file(Fit, fit, {"recipe": path})) for path, fit in found if fit]
+    return [Kind(recipe=sibling, fit=fit, workers=sibling.workers) for sibling, fit in kinds]
+
+
 def _unknown(name: str) -> Path:
-    raise InputError(f"{name}: no such file, and no fit of that name ships", nearest(name, shipped_fits()))
+    raise InputError(f"{name}: no such file, and no fit of that name ships", nearest_shipped(name, shipped_fits()))

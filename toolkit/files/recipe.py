@@ -194,8 +194,12 @@ class TuneSpec(Strict):
         description="instead of a rate: scale arrivals to this multiple of what the untuned policy can serve at most",
     )
     policies: list[str] = Field(
-        default_factory=list,
-        description="policies to search besides the recipe's own; 'all': every one that knows no more than a server",
+        default=["all"],
+        description="policies to search besides the recipe's own; 'all': every one that knows no more than a server; "
+        "'own': no other",
+    )
+    trace: str = Field(
+        default="chat-small", description="the traffic to tune for: a trace's file, or the name of a shipped trace"
     )
     space: dict[str, Annotated[list[bool | int | float | str], Field(min_length=1)]] = Field(
         default_factory=dict,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections.abc import Collection
 from pathlib import Path
 
 from toolkit.errors import InputError, nearest
@@ -14,6 +15,7 @@ from toolkit.files.shipped import shipped_recipes
 from toolkit.files.validate import validate
 
 AnyPath = str | os.PathLike[str]
+FORMER_SUFFIX = "-vllm"  # of the recipes whose names are bare now
 
 
 def is_recipe(source: AnyPath) -> bool:
@@ -55,7 +57,39 @@ def shipped_names() -> list[str]:
 
 
 def _nearest_recipe(name: str) -> str:
-    return nearest(name, shipped_names())
+    return nearest_shipped(name, shipped_names())
+
+
+def nearest_shipped(name: str, known: Collection[str]) -> str:
+    """A hint for a `name` that is not among the `known` shipped ones: its new name, or the nearest."""
+    bare = name.removesuffix(FORMER_SUFFIX)
+    if bare != name and bare in known:
+        return f"it is called '{bare}' now: bare names are the recipes for vLLM"
+    return nearest(name, known)
+
+
+def siblings(recipe: Recipe) -> list[Path]:
+    """The shipped recipes that serve `recipe`'s model on its GPU with another engine, by name.
+
+    None for a CPU: that two CPUs are the same hardware is more than a recipe says.
+    """
+    if recipe.hardware.device == "cpu":
+        return []
+    return [path for path in sorted(shipped_recipes().glob("*.yaml")) if _is_sibling(load_recipe(path), recipe)]
+
+
+def _is_sibling(shipped: Recipe, recipe: Recipe) -> bool:
+    return (
+        shipped.engine.name != recipe.engine.name
+        and _served(shipped) == _served(recipe)
+        and shipped.model.max_model_len >= recipe.model.max_model_len
+    )
+
+
+def _served(recipe: Recipe) -> tuple[str, str, str, str, int]:
+    model, hardware = recipe.model, recipe.hardware
+    parallel = recipe.engine.tensor_parallel_size
+    return model.source, model.dtype, hardware.device, hardware.name, parallel
 
 
 def load_recipe(path: AnyPath) -> Recipe:

@@ -50,7 +50,11 @@ class PolicyResult(Strict):
     importance: dict[str, float] = Field(
         description="parameter to its share of what tells the best trials from the others (PED-ANOVA); may be empty"
     )
-    refusal: str | None = Field(description="why the recipe's engine cannot serve it; None where it can")
+    refusal: str | None = Field(
+        description="why the recipe's engine cannot serve it, which makes its figures a guess by that engine's laws; "
+        "None where it can"
+    )
+    engines: list[str] = Field(default=[], description="the engines that can serve it")
 
 
 class Interval(Strict):
@@ -91,10 +95,47 @@ class Sizing(Strict):
 
     workers: int
     settings: str
-    one_more_keeps: bool = Field(
-        description="False: one worker more breaks a limit again, so the answer stands on a peak"
+    one_more_keeps: bool | None = Field(
+        description="False: one worker more breaks a limit again, so the answer stands on a peak; "
+        "None: not tried, since a server is one worker"
     )
     rows: list[SizingRow]
+
+
+class Sibling(Strict):
+    """A recipe that ships for the same model and GPU with another engine, simulated with its shipped fit.
+
+    On the held-out windows, at the same rate, with its own policy and parameters.
+    """
+
+    recipe: str
+    engine: str
+    analytic: bool = Field(description="whether its fit was reckoned from data sheets, not measured")
+    workers: int = Field(description="as many as the tuned recipe has; of a server 1")
+    held_out: Outcome
+    usage: dict[str, float] = Field(description="each limit's share that is used up; above 1 it is broken")
+    feasible: bool
+    up_to_rps: float | None = Field(description="highest rate found at which it keeps all limits; None: none was found")
+
+
+class Alternatives(Strict):
+    """What else would serve this traffic, beside what is recommended. All of it was simulated."""
+
+    feasible: bool = Field(description="whether the recommended settings keep all limits, held out")
+    up_to_rps: float | None = Field(
+        description="highest rate found at which they keep all limits, up to what they serve of a backlog; "
+        "None: none was found"
+    )
+    best_of_all: str | None = Field(
+        description="the searched policy that is best, where the recipe's engine cannot run it; None: nothing is better"
+    )
+    policies: list[Outcome] = Field(
+        description="where limits are broken: policies of this engine that were not searched, and keep them"
+    )
+    siblings: list[Sibling]
+    workers: int | None = Field(
+        description="where limits are broken, and no sibling keeps them: so many workers do, with the best settings"
+    )
 
 
 class Window(Strict):
@@ -152,6 +193,12 @@ class Tuning(Envelope):
     )
     uncertainty: Uncertainty | None = None
     sizing: Sizing | None = Field(default=None, description="where the number of workers was asked for")
+
+    engines: list[str] = Field(
+        default=[],
+        description="the recipe's, and of a fleet the others'; what is recommended is the best that they run",
+    )
+    alternatives: Alternatives | None = Field(default=None, description="none for a fleet")
 
     @property
     def recommended(self) -> Outcome:

@@ -7,6 +7,7 @@ from toolkit.report.material import Material
 from toolkit.report.parts import Cell, Figure, Section, Table, limits_table, missing, word
 from toolkit.report.svg import Axes, Series, bars, chart
 from toolkit.report.verdict import verdict
+from toolkit.sched.policies.servable import footnote, marked
 from toolkit.units import number
 
 KEY, TITLE = "tuning", "The tuning"
@@ -98,14 +99,14 @@ def _policies(tuning: Tuning) -> Table:
     latency = tuning.latency_metric
     rows = [
         (
-            one.policy,
+            marked(one.policy, tuning.engines),
             one.trials,
             one.held_out.metrics.get("goodput_rps"),
             one.held_out.metrics.get(latency),
             one.feasible,
-            one.refusal or "yes",
         )
         for one in tuning.policies
     ]
-    columns = ["policy", "trials", "goodput_rps", latency, "in all limits", "the engine runs it"]
-    return Table("Each policy's best trial, held out", columns, rows)
+    columns = ["policy", "trials", "goodput_rps", latency, "in all limits"]
+    said = footnote([one.policy for one in tuning.policies], tuning.engines)
+    return Table("Each policy's best trial, held out" + (f" ({said})" if said else ""), columns, rows)

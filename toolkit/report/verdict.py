@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 
 from toolkit.files.tuning import Interval, Sizing, Tuning, WindowLength
+from toolkit.report.alternatives import alternative_lines, sizing_lines
 from toolkit.units import number, percent
 
 FEW_REQUESTS = 100  # with fewer, a 99th percentile is the slowest request
@@ -20,7 +21,7 @@ METHODS = {
 
 def verdict(result: Tuning) -> list[str]:
     """The conclusion, a line each."""
-    lines = [*_requests_behind_it(result), *_size_lines(result.sizing)]
+    lines = [*_requests_behind_it(result), *sizing_lines(result), *_size_lines(result.sizing)]
     if not any(trial.feasible for trial in result.trials):
         lines += _nothing_fits(result)
     elif result.binding_sla and result.binding_ratio is not None:
@@ -40,6 +41,7 @@ def verdict(result: Tuning) -> list[str]:
         lines.append(f"gain over the defaults, held out: {result.gain_percent:+.1f} % goodput")
     else:
         lines.append("gain over the defaults, held out: from no goodput at all")
+    lines += alternative_lines(result)
     lines += _how_sure(result)
     refused = next((one.refusal for one in result.policies if one.policy == result.best_held_out.policy), None)
     if refused and not result.keep_defaults:
@@ -52,10 +54,10 @@ def _nothing_fits(result: Tuning) -> list[str]:
     worst = max(broken or result.usage, key=lambda key: result.usage[key], default="")
     what = "the defaults are" if result.keep_defaults else "the best is"
     at = f"; {worst} binds: held out, {what} at {result.usage[worst]:.0%} of its limit" if worst else ""
-    return [
-        f"no trial keeps all limits{at}",
-        "remedy: fewer requests (--rate), more workers, or a looser target in the recipe's sla",
-    ]
+    lines = [f"no trial keeps all limits{at}"]
+    if result.alternatives is None:
+        lines.append("remedy: fewer requests (--rate), more workers, or a looser target in the recipe's sla")
+    return lines
 
 
 def _how_sure(result: Tuning) -> list[str]:
@@ -133,6 +135,8 @@ def _size_lines(sizing: Sizing | None) -> list[str]:
         return []
     settings = "the recipe's settings" if sizing.settings == "recipe" else "the best settings"
     lines = [f"workers needed: {sizing.workers}, with {settings}"]
+    if sizing.one_more_keeps is None:
+        return [f"workers needed: {sizing.workers}, with {settings}; a server is one worker"]
     if not sizing.one_more_keeps:
         lines.append(f"  with {sizing.workers + 1} a limit is broken again: leave a margin")
     lines.append(f"  to serve it: workers: {sizing.workers} in the recipe, then profile and fit again, since")

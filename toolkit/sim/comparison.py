@@ -32,11 +32,6 @@ class Run:
     refusals: Sequence[Refusal] = ()
     problem: str = ""
 
-    @property
-    def servable(self) -> bool:
-        """Whether a server could run it: oracles need the future."""
-        return self.policy not in ORACLES
-
 
 def usual_policies(fit: Fit | None) -> list[str]:
     """Those that are no oracles, and what is built into the fit's engine, where the fit has its laws."""

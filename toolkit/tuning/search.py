@@ -1,15 +1,18 @@
 """The search: Optuna's TPE over the simulator, the recipe's policy as trial 0.
 
-Policies are a categorical choice, and each policy's parameters hang on it. Trials are asked for in batches of a fixed
+Policies are a categorical choice, and each policy's parameters hang on it. Left to itself TPE soon
+asks for one policy alone, perhaps one that the recipe's engine cannot run. So half of the trials go
+to the best policy that it can, and half to each policy in turn. Trials are asked for in batches of a fixed
 size, which several processes may run side by side, and told in order: the result depends on the inputs and the seed
 alone, to the byte.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import cycle
 
 import optuna
 
@@ -25,12 +28,16 @@ Progress = Callable[[float], None]  # the best goodput so far
 
 @dataclass(slots=True, frozen=True)
 class Settings:
-    """How to search, and what. `spaces` begins with that of the recipe's own policy."""
+    """How to search, and what. `spaces` begins with that of the recipe's own policy.
+
+    `served` are those policies that the recipe's engine can run.
+    """
 
     spaces: Sequence[PolicySpace]
     trials: int
     seed: int
     limits: Limits
+    served: frozenset[str]
 
 
 @dataclass(slots=True, frozen=True)
@@ -41,9 +48,12 @@ class Found:
     study: optuna.Study
     limits: Limits
 
-    def best(self, policy: str | None = None) -> int | None:
-        """The number of the best trial (of one policy): of the feasible the highest score; of all, where none is."""
-        numbers = [k for k, one in enumerate(self.evaluations) if policy in (None, one.outcome.policy)]
+    def best(self, policies: Collection[str] | None = None) -> int | None:
+        """The number of the best trial (of these policies): of the feasible the highest score; of all, where none is.
+
+        None where no trial is of them.
+        """
+        numbers = [k for k, one in enumerate(self.evaluations) if policies is None or one.outcome.policy in policies]
         return max(numbers, key=lambda k: (self.fits(k), self.evaluations[k].score, -k), default=None)
 
     def fits(self, number: int) -> bool:
@@ -62,10 +72,17 @@ def search(bench: Bench, runner: Runner, settings: Settings, progress: Progress)
     """Trial 0 is the recipe's policy, then come the other policies' defaults, then what TPE suggests."""
     study = _study(settings)
     evaluations: list[Evaluation] = []
+    found = Found(evaluations, study, settings.limits)
+    turns = _turns(settings, found)
     top = 0.0
     size = len(settings.spaces)  # the first batch: all starts
     while len(evaluations) < settings.trials:
-        asked = [study.ask() for _ in range(min(size, settings.trials - len(evaluations)))]
+        asked = []
+        for number in range(len(evaluations), min(len(evaluations) + size, settings.trials)):
+            policy = next(turns) if number >= len(settings.spaces) > 1 else None
+            if policy:
+                study.enqueue_trial({POLICY: policy})  # TPE suggests the rest
+            asked.append(study.ask())
         candidates = [_suggest(trial, settings.spaces) for trial in asked]
         tasks = [Task(bench, policy, parameters) for policy, parameters in candidates]
         done = collect(runner, tasks, partial(progress, top))
@@ -76,7 +93,15 @@ def search(bench: Bench, runner: Runner, settings: Settings, progress: Progress)
         evaluations += done
         top = max(one.goodput_rps for one in evaluations)
         size = BATCH
-    return Found(evaluations, study, settings.limits)
+    return found
+
+
+def _turns(settings: Settings, found: Found) -> Iterator[str]:
+    """The policy of each trial after the starts."""
+    for policy in cycle(space.policy for space in settings.spaces):
+        best = found.best(settings.served)
+        yield policy if best is None else found.evaluations[best].outcome.policy
+        yield policy
 
 
 def _study(settings: Settings) -> optuna.Study:

@@ -7,11 +7,11 @@ simulated and keeps the limits, the count below it has been and breaks one, and 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from toolkit.errors import LimitsBrokenError
-from toolkit.files.tuning import Outcome, Sizing, SizingRow
+from toolkit.files.tuning import Outcome, Sibling, Sizing, SizingRow
 from toolkit.tuning.crew import Runner, collect
 from toolkit.tuning.evaluate import Bench, Evaluation, Limits, Task
 
@@ -66,23 +66,29 @@ def fewest(keeps: Callable[[int], bool], known: int | None = None) -> int | None
     return high
 
 
-def answer(sizes: Sizes, settings: str, outcome: Outcome, workers: int) -> Sizing:
-    """The table with the answer, and whether one worker more keeps the limits as well."""
+def answer(sizes: Sizes, settings: str, workers: int, one_more: Callable[[], bool] | None) -> Sizing:
+    """The table with the answer, and whether `one_more` worker keeps the limits as well; None: there cannot be one."""
     return Sizing(
         workers=workers,
         settings=settings,
-        one_more_keeps=sizes.keeps(settings, outcome, workers + 1),
+        one_more_keeps=one_more() if one_more else None,
         rows=sorted(sizes.rows, key=lambda row: (row.settings != RECIPE, row.settings, row.workers)),
     )
 
 
-def nothing_suffices(sizes: Sizes) -> LimitsBrokenError:
-    """The error where no number of workers keeps the limits: which one binds, even with the most that were tried."""
+def nothing_suffices(sizes: Sizes, siblings: Sequence[Sibling] = ()) -> LimitsBrokenError:
+    """The error where no number of workers keeps the limits: which one binds, even with the most that were tried.
+
+    Its hint names one of the `siblings` that does.
+    """
+    able = next((one for one in siblings if one.feasible), None)
     last = max(sizes.rows, key=lambda row: row.workers)
     return LimitsBrokenError(
         f"no number of workers up to {last.workers} keeps all limits: {last.binding} is at "
         f"{last.binding_ratio:.0%} of its limit even with {last.workers}",
-        "a looser target in the recipe's sla, or other parameters: more workers do not help",
+        f"tune {able.recipe} (engine {able.engine}): on {able.workers} it keeps them"
+        if able
+        else "a looser target in the recipe's sla, or other parameters: more workers do not help",
     )
 
 

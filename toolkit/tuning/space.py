@@ -21,7 +21,9 @@ Distribution: TypeAlias = (
 )
 Distributions = dict[str, Distribution]
 Narrowed = Mapping[str, Sequence[Value]]
-ALL = "all"
+ALL = "all"  # every policy that can be simulated, but the oracles
+OWN = "own"  # the recipe's
+ORDINARY = tuple(name for name in POLICIES if name not in ORACLES)
 
 
 @dataclass(slots=True, frozen=True)
@@ -50,14 +52,16 @@ class PolicySpace:
         return 0 if start else int(distribution.high)
 
 
-def make_spaces(own: PolicySpec, policies: Sequence[str], narrowed: Narrowed, workers: int) -> list[PolicySpace]:
-    """The recipe's own policy first, then the others of `policies` ("all": every one but the oracles) as named.
+def make_spaces(
+    own: PolicySpec, policies: Sequence[str], narrowed: Narrowed, workers: int, known: Sequence[str] = ORDINARY
+) -> list[PolicySpace]:
+    """The recipe's own policy first, then the others of `policies` as named.
 
-    Keys of `narrowed` are `parameter`, of the recipe's own policy, or `policy.parameter`; those of policies that are
-    not searched are checked and not used. `InputError` for an unknown policy or parameter, an oracle, or a range that
-    cannot be searched.
+    "all" stands for the `known` ones, "own" for the recipe's. Keys of `narrowed` are `parameter`, of the recipe's own
+    policy, or `policy.parameter`; those of policies that are not searched are checked and not used. `InputError` for an
+    unknown policy or parameter, an oracle, or a range that cannot be searched.
     """
-    names = list(dict.fromkeys([own.name, *_named(policies)]))
+    names = list(dict.fromkeys([own.name, *_named(policies, own.name, known)]))
     for name in names:
         refuse_oracle(name)
     by_policy: dict[str, dict[str, Sequence[Value]]] = {name: {} for name in KNOWN}
@@ -71,12 +75,12 @@ def make_spaces(own: PolicySpec, policies: Sequence[str], narrowed: Narrowed, wo
     return [PolicySpace(name, own.parameters if name == own.name else {}, spaces[name]) for name in names]
 
 
-def _named(policies: Sequence[str]) -> list[str]:
-    known = [name for name in POLICIES if name not in ORACLES]
+def _named(policies: Sequence[str], own: str, known: Sequence[str]) -> list[str]:
+    meant = {ALL: known, OWN: [own]}
     for name in policies:
-        if name != ALL and name not in KNOWN:
-            raise InputError(f"tune.policies: there is no policy '{name}'", nearest(name, [*KNOWN, ALL]))
-    return [name for given in policies for name in (known if given == ALL else [given])]
+        if name not in meant and name not in KNOWN:
+            raise InputError(f"tune.policies: there is no policy '{name}'", nearest(name, [*KNOWN, *meant]))
+    return [name for given in policies for name in meant.get(given, [given])]
 
 
 def search_space(policy: str, start: Mapping[str, Value], narrowed: Narrowed, workers: int = 2) -> Distributions:

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
 from toolkit.errors import InputError
 from toolkit.files.fit import Fit
+from toolkit.files.fleet import SERVERS
 from toolkit.files.io import Head
 from toolkit.files.limits import Limit, broken, recipe_limits
 from toolkit.files.plan import Kind
 from toolkit.files.profile import Profile
 from toolkit.files.recipe import Recipe
-from toolkit.files.tuning import Outcome, PolicyResult, Tuning, WindowLength
+from toolkit.files.tuning import Outcome, PolicyResult, Sibling, Tuning, WindowLength
 from toolkit.files.tuning import Window as WindowSpec
-from toolkit.sched.policies import make_any, refuse_unservable
+from toolkit.sched.policies.servable import engines_for, refusal
+from toolkit.sim.comparison import usual_policies
 from toolkit.sim.world import World
 from toolkit.traces.windows import Window, Windows
+from toolkit.tuning.alternatives import Ground, alternatives, most_evaluations, try_siblings
 from toolkit.tuning.crew import Runner, collect
 from toolkit.tuning.evaluate import ATTAINMENT, ATTAINMENT_LOWER, Bench, Evaluation, Limits, Task
 from toolkit.tuning.explain import LATENCY, front, importance, sensitivity, sweeps
@@ -39,6 +42,7 @@ class Inputs:
     workload: Workload
     profile: Profile | None = None  # that the fit was made from, for resampling it
     others: tuple[Kind, ...] = ()  # of a fleet: its further kinds of workers
+    siblings: tuple[Kind, ...] = ()  # recipes that ship for the same model and GPU, with their fits
 
 
 def limits_of(recipe: Recipe) -> Limits:
@@ -47,18 +51,30 @@ def limits_of(recipe: Recipe) -> Limits:
     return Limits(spec.max_oom_percent, spec.max_evicted_percent, spec.min_attainment_percent)
 
 
-def settings_of(recipe: Recipe, others: Sequence[Kind] = ()) -> Settings:
-    """How the recipe wants the search done, with a fleet's `others` besides. `InputError` for what cannot be."""
+def settings_of(recipe: Recipe, fit: Fit, others: Sequence[Kind] = ()) -> Settings:
+    """How the recipe wants the search done, with a fleet's `others` besides. `InputError` for what cannot be.
+
+    Where it wants all policies, these are those that the laws of `fit` can simulate.
+    """
     spec = recipe.tune
     workers = recipe.workers + sum(kind.workers for kind in others)
-    spaces = make_spaces(recipe.policy, spec.policies, spec.space, workers)
-    return Settings(spaces, spec.trials, spec.seed, limits_of(recipe))
+    spaces = make_spaces(recipe.policy, spec.policies, spec.space, workers, usual_policies(fit))
+    engines = engines_of(recipe, others)
+    own, *rest = spaces
+    rest.sort(key=lambda space: refusal(space.policy, engines) is not None)  # with few trials, served ones come first
+    served = frozenset(space.policy for space in spaces if refusal(space.policy, engines) is None)
+    return Settings([own, *rest], spec.trials, spec.seed, limits_of(recipe), served)
 
 
-def evaluations(settings: Settings, draws: int) -> int:
-    """How many evaluations a tuning takes at most."""
+def engines_of(recipe: Recipe, others: Sequence[Kind]) -> list[str]:
+    """The engine of the recipe, and those of a fleet's `others`."""
+    return [recipe.engine.name, *(kind.recipe.engine.name for kind in others)]
+
+
+def evaluations(settings: Settings, draws: int, siblings: Sequence[Kind] = ()) -> int:
+    """How many evaluations a tuning takes at most, or nearly so."""
     most = max(len(sweeps(space, {})) for space in settings.spaces)
-    return settings.trials + 1 + len(settings.spaces) + most + 2 * draws
+    return settings.trials + 1 + len(settings.spaces) + most + 2 * draws + most_evaluations(siblings)
 
 
 def tune(inputs: Inputs, runner: Runner, head: Head, progress: Progress) -> Tuning:
@@ -75,12 +91,13 @@ def tune(inputs: Inputs, runner: Runner, head: Head, progress: Progress) -> Tuni
 def tune_to_size(inputs: Inputs, runner: Runner, head: Head, progress: Progress) -> Tuning:
     """As `tune`, with as few workers as keep all limits: by the recipe's settings, then by what a search finds there.
 
-    Another search follows where fewer suffice. `InputError` where there is no latency target, `LimitsBrokenError` where
-    no number suffices.
+    Another search follows where fewer suffice. A server is one worker: of those there is one, whether
+    it suffices or not. `InputError` where there is no latency target, `LimitsBrokenError` where no number
+    suffices.
     """
     if not inputs.recipe.sla:
         raise InputError("--workers auto needs latency targets", "give some in the recipe's sla, like ttft_p99_s: 5")
-    settings = settings_of(inputs.recipe, inputs.others)
+    settings = settings_of(inputs.recipe, inputs.fit, inputs.others)
     windows = [*inputs.workload.search, *inputs.workload.held_out]
     bench = Bench(
         make_world(inputs.recipe, inputs.fit, inputs.others),
@@ -91,13 +108,20 @@ def tune_to_size(inputs: Inputs, runner: Runner, head: Head, progress: Progress)
     sizes = Sizes(bench, runner, settings.limits, partial(progress, 0.0), [])
     own = settings.spaces[0]
     chosen, name = Outcome(policy=own.policy, parameters=dict(own.start), metrics={}), RECIPE
+    if inputs.recipe.engine.name in SERVERS:
+        found = _search(inputs, runner, progress)
+        result, name = _report(inputs, found, runner, head, progress), "tuned for 1"
+        if not sizes.keeps(name, result.best_held_out, 1):
+            return result
+        return result.model_copy(update={"sizing": answer(sizes, name, 1, None)})
+    siblings = _siblings(inputs, runner, progress)
     workers = fewest(partial(sizes.keeps, name, chosen))
     if workers is None:
-        raise nothing_suffices(sizes)
+        raise nothing_suffices(sizes, siblings)
     while True:
         inputs = replace(inputs, recipe=inputs.recipe.model_copy(update={"workers": workers}))
         found = _search(inputs, runner, progress)
-        tuned, tuned_name = found.evaluations[_number(found)].outcome, f"tuned for {workers}"
+        tuned, tuned_name = found.evaluations[_number(found, settings.served)].outcome, f"tuned for {workers}"
         if not sizes.keeps(tuned_name, tuned, workers):
             break
         chosen, name = tuned, tuned_name
@@ -105,30 +129,61 @@ def tune_to_size(inputs: Inputs, runner: Runner, head: Head, progress: Progress)
         if fewer == workers or fewer is None:
             break
         workers = fewer
-    sizing = answer(sizes, name, chosen, workers)
-    return _report(inputs, found, runner, head, progress).model_copy(update={"sizing": sizing})
+    sizing = answer(sizes, name, workers, partial(sizes.keeps, name, chosen, workers + 1))
+    return _report(inputs, found, runner, head, progress, siblings).model_copy(update={"sizing": sizing})
 
 
 def _search(inputs: Inputs, runner: Runner, progress: Progress) -> Found:
     world = make_world(inputs.recipe, inputs.fit, inputs.others)
     bench = _bench("search", inputs.workload.search, world, inputs.recipe)
-    return search(bench, runner, settings_of(inputs.recipe, inputs.others), progress)
+    return search(bench, runner, settings_of(inputs.recipe, inputs.fit, inputs.others), progress)
 
 
-def _report(inputs: Inputs, found: Found, runner: Runner, head: Head, progress: Progress) -> Tuning:
-    """What is written: the verdict on the best of `found`, and what else its trials show."""
+def _siblings(inputs: Inputs, runner: Runner, progress: Progress) -> list[Sibling]:
+    """The siblings on the held-out windows, on as many workers as the recipe has."""
+    return try_siblings(_ground(inputs, runner, progress), inputs.siblings)
+
+
+def _ground(inputs: Inputs, runner: Runner, progress: Progress) -> Ground:
     recipe, workload = inputs.recipe, inputs.workload
-    settings, world = settings_of(recipe, inputs.others), make_world(recipe, inputs.fit, inputs.others)
+    bench = _bench("held out", workload.held_out, make_world(recipe, inputs.fit, inputs.others), recipe)
+    return Ground(recipe, bench, workload.rate_rps, runner, limits_of(recipe), partial(progress, 0.0))
+
+
+def _report(
+    inputs: Inputs,
+    found: Found,
+    runner: Runner,
+    head: Head,
+    progress: Progress,
+    siblings: Sequence[Sibling] | None = None,
+) -> Tuning:
+    """What is written: the verdict on the best of `found`, and what else its trials show.
+
+    The best is one that the recipe's engine can run. `siblings` are those tried already.
+    """
+    recipe, workload = inputs.recipe, inputs.workload
+    settings, world = settings_of(recipe, inputs.fit, inputs.others), make_world(recipe, inputs.fit, inputs.others)
     bench = _bench("search", workload.search, world, recipe)
-    best = found.evaluations[_number(found)]
-    verdict = _bench("held out", workload.held_out, world, recipe)
+    ground = _ground(inputs, runner, progress)
+    verdict, limits = ground.bench, settings.limits
     default, *held_out = _judge(verdict, runner, found, settings, progress)
-    chosen = next(one for one in held_out if one.outcome.policy == best.outcome.policy)
-    space = next(space for space in settings.spaces if space.policy == best.outcome.policy)
-    others = tuple(kind.fit for kind in inputs.others)
-    laws = Laws(inputs.fit, inputs.profile, recipe.tune.draws, settings.seed, others)
+    chosen = _chosen(held_out, found, settings)
+    space = next(space for space in settings.spaces if space.policy == chosen.outcome.policy)
+    laws = Laws(inputs.fit, inputs.profile, recipe.tune.draws, settings.seed, tuple(kind.fit for kind in inputs.others))
     trials = found.trials()
     latency = _latency_metric(chosen)
+    judged = _verdict(default, chosen, limits, recipe)
+    others = None
+    if not inputs.others:
+        recommended = default if judged["keep_defaults"] else chosen
+        others = alternatives(
+            ground,
+            inputs.fit,
+            recommended,
+            held_out,
+            _siblings(inputs, runner, progress) if siblings is None else siblings,
+        )
     return Tuning.model_validate(
         {
             **head,
@@ -143,20 +198,36 @@ def _report(inputs: Inputs, found: Found, runner: Runner, head: Head, progress: 
             "search_windows": [_spec(window) for window in workload.search],
             "held_out_windows": [_spec(window) for window in workload.held_out],
             "trials": trials,
-            **_verdict(default, chosen, settings.limits, recipe),
-            "sensitivity": sensitivity(bench, runner, space, best, progress),
-            "policies": [_result(found, one, settings.limits, recipe.engine.name) for one in held_out],
+            **judged,
+            "sensitivity": sensitivity(bench, runner, space, chosen, progress),
+            "policies": [_result(found, one, limits, engines_of(recipe, inputs.others)) for one in held_out],
             "latency_metric": latency,
             "front": front(trials, latency),
-            "uncertainty": uncertainty(
-                verdict, runner, laws, (default.outcome, chosen.outcome), settings.limits, progress
-            ),
+            "uncertainty": uncertainty(verdict, runner, laws, (default.outcome, chosen.outcome), limits, progress),
+            "engines": engines_of(recipe, inputs.others),
+            "alternatives": others,
         }
     )
 
 
-def _number(found: Found, policy: str | None = None) -> int:
-    number = found.best(policy)
+def _chosen(held_out: Sequence[Evaluation], found: Found, settings: Settings) -> Evaluation:
+    """Of the policies that the engine can run, the best of the search that keeps all limits held out.
+
+    The best of the search where none does; of all policies where the engine runs none.
+    """
+    served = [one for one in held_out if one.outcome.policy in settings.served] or list(held_out)
+
+    def standing(one: Evaluation) -> tuple[bool, bool, float]:
+        number = _number(found, [one.outcome.policy])
+        return one.feasible(settings.limits), found.fits(number), found.evaluations[number].score
+
+    return max(served, key=standing)
+
+
+def _number(found: Found, policies: Collection[str]) -> int:
+    """The number of the best trial of these policies, or of all where none is of them."""
+    number = found.best(policies)
+    number = found.best() if number is None else number
     assert number is not None, "every search has trials"
     return number
 
@@ -166,7 +237,7 @@ def _judge(bench: Bench, runner: Runner, found: Found, settings: Settings, progr
     own = settings.spaces[0]
     tasks = [Task(bench, own.policy, own.start)]
     for space in settings.spaces:
-        number = found.best(space.policy)
+        number = found.best([space.policy])
         if number is not None:
             tasks.append(Task(bench, space.policy, found.evaluations[number].outcome.parameters))
     return collect(runner, tasks, lambda: progress(0.0))
@@ -204,25 +275,18 @@ def _judged(one: Evaluation, limits: Limits, recipe: Recipe) -> list[Limit]:
     return judged
 
 
-def _result(found: Found, held_out: Evaluation, limits: Limits, engine: str) -> PolicyResult:
+def _result(found: Found, held_out: Evaluation, limits: Limits, engines: Sequence[str]) -> PolicyResult:
     policy = held_out.outcome.policy
     return PolicyResult(
         policy=policy,
         trials=sum(one.outcome.policy == policy for one in found.evaluations),
-        best_trial=_number(found, policy),
+        best_trial=_number(found, [policy]),
         held_out=held_out.outcome,
         feasible=held_out.feasible(limits),
         importance=importance(found, policy),
-        refusal=_refusal(policy, engine),
+        refusal=refusal(policy, engines),
+        engines=engines_for(policy),
     )
-
-
-def _refusal(policy: str, engine: str) -> str | None:
-    try:
-        refuse_unservable(make_any(policy, {}), engine)
-    except InputError as error:
-        return error.message
-    return None
 
 
 def _latency_metric(best: Evaluation) -> str:

@@ -1,0 +1,57 @@
+"""What each shipped recipe recommends keeps its targets, on its own trace at its own load, by its shipped fit."""
+
+import pytest
+import samples
+
+from toolkit.cli.arguments import open_recipe
+from toolkit.files.fit import Fit
+from toolkit.files.fits import fit_path, shipped_siblings
+from toolkit.files.io import read_file
+from toolkit.files.recipes import recipe_path
+from toolkit.files.shipped import shipped_profiles
+from toolkit.files.tuning import Tuning
+from toolkit.traces.read import read_trace
+from toolkit.traces.shipped import trace_path
+from toolkit.tuning.crew import Alone
+from toolkit.tuning.tune import Inputs, tune
+from toolkit.tuning.workload import make_workload
+
+HEAD = {"tool_version": "0", "environment": samples.ENVIRONMENT, "inputs": {}}
+NAMES = sorted(path.parent.name for path in shipped_profiles().glob("*/fit.json"))
+QUICKLY = {"trials": 4, "draws": 0, "policies": ["own"], "window_s": None}
+
+
+def tuned(name: str, **changes: object) -> Tuning:
+    """The shipped recipe, tuned by its shipped fit on its own trace, with a few trials."""
+    recipe = open_recipe(recipe_path(name))
+    recipe = recipe.model_copy(update={"tune": recipe.tune.model_copy(update=QUICKLY | changes)})
+    fit = read_file(Fit, fit_path(name))
+    workload = make_workload(recipe, fit, read_trace(trace_path(recipe.tune.trace))[0])
+    inputs = Inputs(recipe, fit, workload, siblings=tuple(shipped_siblings(recipe)))
+    return tune(inputs, Alone(), HEAD, lambda best: None)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_a_shipped_recipe_recommends_keeps_its_targets(name: str) -> None:
+    result = tuned(name)
+    recommended = result.defaults_held_out if result.keep_defaults else result.best_held_out
+    assert result.alternatives is not None
+    assert result.alternatives.feasible
+    for key, limit in result.sla.items():
+        assert recommended.metrics[key] <= limit  # of each window, and so of their mean
+    assert recommended.metrics["sla_attainment_percent"] >= 99.0
+    assert all(one.refusal is None for one in result.policies)
+
+
+def test_static_batches_at_a_load_that_they_cannot_bear_point_to_vllm() -> None:
+    result = tuned("llama-3.1-8b-h200-transformers", load=None, request_rate_rps=8.0)
+    found = result.alternatives
+    assert found is not None
+    assert not found.feasible
+    kept = {one.recipe: one for one in found.siblings if one.feasible}
+    assert kept["llama-3.1-8b-h200"].workers == 1
+    assert kept["llama-3.1-8b-h200"].held_out.policy == "vllm"
+    assert (kept["llama-3.1-8b-h200"].up_to_rps or 0.0) > 16.0
+    assert found.workers is None  # no more GPUs, where one suffices
+    assert found.up_to_rps is not None
+    assert found.up_to_rps < 8.0

@@ -1,0 +1,153 @@
+"""What else would serve the traffic: the highest rate, sibling recipes, one server for `auto`, and the words."""
+
+from itertools import pairwise
+
+import pytest
+import samples
+from hypothesis import given
+from hypothesis import strategies as st
+from test_tuning import HEAD, trace
+
+from toolkit.errors import InputError
+from toolkit.files.plan import Kind
+from toolkit.files.tuning import Alternatives, Tuning
+from toolkit.report.verdict import verdict
+from toolkit.sched.policies import KNOWN
+from toolkit.sched.policies.servable import OURS, engines_for, footnote, marked, refusal
+from toolkit.tuning.alternatives import BISECTIONS, HALVINGS, highest_rate
+from toolkit.tuning.crew import Alone
+from toolkit.tuning.tune import Inputs, tune, tune_to_size
+from toolkit.tuning.workload import make_workload
+
+TUNE = {"trials": 2, "draws": 0, "request_rate_rps": 60.0, "policies": ["own"]}
+RATES = st.floats(0.01, 1000.0)
+
+
+def inputs(sla: dict[str, float], siblings: tuple[Kind, ...] = (), **changes: object) -> Inputs:
+    recipe = samples.recipe(sla=sla, **({"engine": {"name": "transformers"}, "tune": TUNE} | changes))
+    fit = samples.paged_fit() if recipe.engine.name == "vllm" else samples.fit(engine=recipe.engine.name)
+    return Inputs(recipe, fit, make_workload(recipe, fit, trace()), siblings=siblings)
+
+
+def sibling() -> Kind:
+    """A recipe for vLLM."""
+    recipe = samples.recipe(name="bare", engine={"name": "vllm"}, workers=1, policy={"name": "vllm"})
+    return Kind(recipe=recipe, fit=samples.paged_fit(capacity_tokens=65536), workers=1)
+
+
+def tuned(given: Inputs, auto: bool = False) -> tuple[Tuning, Alternatives]:
+    result = (tune_to_size if auto else tune)(given, Alone(), HEAD, lambda best: None)
+    assert result.alternatives is not None
+    return result, result.alternatives
+
+
+@given(RATES, RATES, RATES)
+def test_the_highest_rate_keeps_and_one_five_percent_above_it_does_not(start: float, most: float, edge: float) -> None:
+    asked: list[float] = []
+
+    def keeps(rate: float) -> bool:
+        asked.append(rate)
+        return rate <= edge
+
+    most = max(start, most)
+    found = highest_rate(keeps, start, most, keeps(start))
+    if found is None:
+        assert edge < start / 2**HALVINGS
+        return
+    assert found <= edge
+    assert found <= most
+    assert found == most or 1.05 * found > edge
+    assert len(asked) <= 20 + BISECTIONS
+
+
+def test_a_sibling_that_keeps_the_limits_comes_before_fewer_requests_and_more_workers() -> None:
+    result, found = tuned(inputs({"ttft_p99_s": 0.5}, (sibling(),)))
+    assert not found.feasible
+    (one,) = found.siblings
+    assert (one.recipe, one.engine, one.workers, one.held_out.policy) == ("bare", "vllm", 1, "vllm")
+    assert one.feasible
+    assert one.up_to_rps is not None
+    assert one.up_to_rps >= result.request_rate_rps
+    assert found.workers is None
+    lines = verdict(result)
+    places = [
+        k for k, line in enumerate(lines) if line.startswith(("  another engine: recipe bare", "  fewer", "  not f"))
+    ]
+    assert len(places) == 2
+    assert all(one < other for one, other in pairwise(places))
+
+
+def test_without_one_the_workers_are_counted_and_the_rate_is_searched() -> None:
+    result, found = tuned(inputs({"e2e_p95_s": 3.0}, tune=TUNE | {"request_rate_rps": 200.0}))
+    assert not found.feasible
+    assert found.siblings == []
+    assert found.workers is not None
+    assert found.workers > result.workers
+    assert found.up_to_rps is not None
+    assert found.up_to_rps < result.request_rate_rps
+    assert f"  more workers: {found.workers} with the best settings" in verdict(result)
+    fewer, kept = tuned(inputs({"e2e_p95_s": 3.0}, tune=TUNE | {"request_rate_rps": found.up_to_rps / 2}))
+    assert kept.feasible, fewer.usage
+
+
+def test_a_sibling_that_serves_clearly_more_gets_a_line_where_limits_are_kept() -> None:
+    given = inputs({"e2e_p95_s": 3.0}, (sibling(),), tune=TUNE | {"request_rate_rps": 2.0})
+    result, found = tuned(given)
+    assert found.feasible
+    own, other = found.up_to_rps, found.siblings[0].up_to_rps
+    assert own is not None
+    assert other is not None
+    assert other > 1.25 * own
+    assert any(line.startswith("recipe bare (engine vllm) keeps all limits up to ") for line in verdict(result))
+
+
+def test_before_more_workers_are_asked_for_the_sibling_is_named() -> None:
+    result, found = tuned(inputs({"ttft_p99_s": 0.5}, (sibling(),)), auto=True)
+    assert result.sizing is not None
+    assert result.sizing.workers > 1
+    assert found.siblings[0].workers == 1
+    lines = verdict(result)
+    before = next(k for k, line in enumerate(lines) if line.startswith("before you add workers: recipe bare"))
+    assert lines[before + 1].startswith("workers needed: ")
+
+
+def test_where_no_number_of_workers_suffices_the_hint_is_the_sibling() -> None:
+    with pytest.raises(InputError) as caught:
+        tuned(inputs({"ttft_p50_s": 0.012}, (sibling(),)), auto=True)
+    assert caught.value.hint == "tune bare (engine vllm): on 1 it keeps them"
+
+
+@pytest.mark.parametrize(("rate", "suffices"), [(5.0, True), (400.0, False)])
+def test_a_server_is_one_worker_for_auto(rate: float, suffices: bool) -> None:
+    spec = {"engine": {"name": "vllm"}, "workers": 1, "policy": {"name": "vllm"}}
+    result, found = tuned(inputs({"e2e_p95_s": 3.0}, tune=TUNE | {"request_rate_rps": rate}, **spec), auto=True)
+    assert found.feasible == suffices
+    assert (result.sizing is not None) == suffices
+    if result.sizing:
+        assert (result.sizing.workers, result.sizing.one_more_keeps) == (1, None)
+        assert verdict(result)[0] == "workers needed: 1, with the best settings; a server is one worker"
+    else:
+        assert any("a server is one worker" in line for line in verdict(result))
+
+
+def test_half_of_the_trials_are_for_what_the_engine_runs_and_the_others_go_round() -> None:
+    result, _ = tuned(inputs({"ttft_p99_s": 2.0}, tune=TUNE | {"trials": 40, "policies": ["all"]}))
+    trials = {one.policy: one.trials for one in result.policies}
+    served = sum(count for policy, count in trials.items() if policy in ("slice", "sequence"))
+    assert served >= 20
+    assert min(trials.values()) >= 2
+    assert result.best_held_out.policy in ("slice", "sequence")
+
+
+def test_what_marks_a_policy_is_what_refuses_to_serve_it() -> None:
+    for policy in KNOWN:
+        able = engines_for(policy)
+        for engine in OURS:
+            assert (refusal(policy, [engine]) is None) == (engine in able)
+            assert (marked(policy, [engine]) == policy) == (engine in able)
+            assert (footnote([policy], [engine]) == "") == (engine in able)
+    assert marked("past-future", []) == "past-future"
+    assert (
+        footnote(["srpt-oracle"], [])
+        == "* no server can run it. It takes the future, which no server knows, for srpt-oracle."
+    )

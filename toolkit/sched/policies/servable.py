@@ -1,0 +1,64 @@
+"""Which engine can run which policy, and how every table marks a policy that its engine cannot run.
+
+A policy that an engine cannot run may be simulated by that engine's laws all the same. Its figures
+are a guess at what another engine would give, so `simulate`, `compare`, `tune` and the report mark
+it alike: `MARK` behind its name, and one footnote under the table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from toolkit.errors import InputError
+from toolkit.sched.policies import KNOWN, ORACLES, make_any, refuse_unservable
+
+OURS = ("vllm", "rebatch", "transformers", "deepspeed")  # engines that a recipe can start
+MARK = "*"
+FUTURE = "the future, which no server knows,"
+
+
+def refusal(policy: str, engines: Iterable[str]) -> str | None:
+    """Why not all of `engines` can run the policy of this name; None where they can.
+
+    Without an engine, in the token-step world, only oracles are refused.
+    """
+    engines = list(engines)
+    if not engines:
+        return _refused(policy, OURS[1]) if policy in ORACLES else None
+    return next((reason for engine in engines if (reason := _refused(policy, engine))), None)
+
+
+def engines_for(policy: str) -> list[str]:
+    """The engines of ours that can run the policy of this name: none for an oracle."""
+    return [engine for engine in OURS if _refused(policy, engine) is None]
+
+
+def marked(policy: str, engines: Iterable[str]) -> str:
+    """The policy's name as tables show it."""
+    return policy if refusal(policy, engines) is None else f"{policy} {MARK}"
+
+
+def footnote(policies: Iterable[str], engines: Sequence[str]) -> str:
+    """What the mark means for those of `policies` that have it; '' where none has."""
+    needs: dict[str, list[str]] = {}
+    shown = set(policies)
+    for name in KNOWN:
+        if name in shown and refusal(name, engines) is not None:
+            needs.setdefault(" or ".join(engines_for(name)) or FUTURE, []).append(name)
+    if not needs:
+        return ""
+    one = len(set(engines)) == 1
+    which = f"engine '{engines[0]}'" if one else "not every engine here" if engines else "no server"
+    verb = "cannot" if one else "can"
+    laws = "; simulated by its laws all the same" if one else ""
+    what = "; ".join(f"{need} for {', '.join(names)}" for need, names in needs.items())
+    return f"{MARK} {which} {verb} run it{laws}. It takes {what}."
+
+
+def _refused(policy: str, engine: str) -> str | None:
+    assert policy in KNOWN
+    try:
+        refuse_unservable(make_any(policy, {}), engine)
+    except InputError as error:
+        return error.message
+    return None
