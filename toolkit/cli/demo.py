@@ -36,8 +36,8 @@ def command(
 
     Each stage is one command, shown before it runs; its files stay in the output folder.
     """
-    from toolkit.bench.report import BenchReport
     from toolkit.cli.output import emit
+    from toolkit.files.bench import BenchReport
     from toolkit.files.io import read_file
 
     out.mkdir(parents=True, exist_ok=True)
