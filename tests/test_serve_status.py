@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 import orders
 import pytest
-from browser import chromium, page_of
+from browser import CONTRAST, chromium, page_of
 from hypothesis import given
 from hypothesis import strategies as st
 from serving import SETTINGS, HandWorkers, Server, ToyWorkers, fake_plan, make_driver
@@ -434,27 +434,6 @@ def test_it_fits_and_can_be_read(browser, scheme, width):
             assert page.evaluate("document.documentElement.scrollWidth") == width
             assert page.evaluate(CONTRAST) == []
             assert seen.complaints == []
-
-
-# WCAG 2: the contrast of each text with the ground behind it, where it is under 4.5.
-CONTRAST = """() => {
-  const channels = (color) => color.match(/[\\d.]+/g).map(Number);
-  const light = ([r, g, b]) => [r, g, b].map((c) => c / 255).map((c) => c <= 0.04045 ? c / 12.92
-    : ((c + 0.055) / 1.055) ** 2.4).reduce((sum, c, k) => sum + c * [0.2126, 0.7152, 0.0722][k], 0);
-  const ground = (node) => {
-    for (; node; node = node.parentElement) {
-      const color = channels(getComputedStyle(node).backgroundColor);
-      if (color.length === 3 || color[3] > 0) return color;
-    }
-  };
-  const found = [];
-  for (const node of document.querySelectorAll("h1,h2,h3,p,li,b,td,th,span")) {
-    if (!node.textContent.trim() || node.hidden) continue;
-    const [a, b] = [light(channels(getComputedStyle(node).color)), light(ground(node))].sort((x, y) => y - x);
-    if ((a + 0.05) / (b + 0.05) < 4.5) found.push(`${node.tagName} ${node.textContent} ${(a + 0.05) / (b + 0.05)}`);
-  }
-  return found;
-}"""
 
 
 def test_charts_can_be_walked_with_the_keyboard(browser):
