@@ -79,11 +79,11 @@ def _told(bench: Bench, rate_rps: float | None) -> str:
 
 def _table(bench: Bench) -> Table:
     warm = bench.content.warmup is not None
-    rows: list[list[Cell]] = [
-        [row.metric, row.measured, row.predicted, error_cell(row.error_percent)]
-        + ([row.as_fitted, error_cell(row.as_fitted_error_percent)] if warm else [])
-        for row in bench.content.compared
-    ]
+    rows: list[list[Cell]] = []
+    for row in bench.content.compared:
+        rows.append([row.metric, row.measured, row.predicted, error_cell(row.error_percent)])
+        if warm:
+            rows[-1] += [row.as_fitted, error_cell(row.as_fitted_error_percent)]
     columns = ["metric", "measured", "predicted", "its error", *(["as fitted", "its error"] if warm else [])]
     return Table(_title(bench), columns, rows)
 

@@ -18,6 +18,7 @@ GIVEN = ("goodput_rps", "throughput_rps", "sla_attainment_percent")  # what it g
 AT_LEAST = {"sla_attainment_percent"}  # limits from below
 # Windows of a bursty trace have other rates than the whole: within this share a validation is at the plan's rate.
 WINDOWS_RATE = 0.2
+SLOW = 1.2  # from here on a slow machine is named where a target was broken
 TOLD_OF_CHECKS = ("goodput_rps", "throughput_rps", "e2e_mean_s")
 
 
@@ -51,10 +52,14 @@ class Limit:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Where values were measured at the rate that the plan was tuned for."""
+    """Where values were measured at the rate that the plan was tuned for.
+
+    `slowdown`: batches took so many times as long as fitted meanwhile; None where nothing says that.
+    """
 
     name: str
     values: Mapping[str, float]
+    slowdown: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +145,7 @@ def _measured(found: Material) -> list[Measured]:
     """The benches and the validation of the shown plan that ran at its rate, the newest bench first."""
     rate, sla = found.rate_rps, found.recipe.sla
     benches = [one for one in found.benches if one.of_plan and one.at_rate(rate) and one.content.sla == sla]
-    found_there = [Measured(one.name, one.content.measured) for one in benches[:1]]
+    found_there = [Measured(one.name, one.content.measured, one.content.replay_slowdown) for one in benches[:1]]
     validation = found.validation
     if validation is not None and rate and found.is_of_plan(validation):
         requests = sum(one.requests for one in validation.windows)
@@ -163,7 +168,9 @@ def _badge(found: Material, promise: Promise | None) -> Badge:
     if measured:
         names = _listed([limit.name for limit, _ in measured])
         where = _listed(sorted({one.name for _, one in measured}))
-        return Badge("broken", f"Predicted to keep every target, but measured it broke {names} ({where}).")
+        slow = max((one.slowdown or 0.0 for _, one in measured), default=0.0)
+        pace = f" Batches took {slow:.2f} times as long as fitted." if slow > SLOW else ""
+        return Badge("broken", f"Predicted to keep every target, but measured it broke {names} ({where}).{pace}")
     if any(one.share is None for one in promise.limits):
         unknown = _listed([one.name for one in promise.limits if one.share is None])
         return Badge("open", f"Nothing predicts {unknown}.")
