@@ -346,6 +346,8 @@ def test_a_browser_shows_it_without_a_complaint_or_a_request(folder: Path, width
         assert page.evaluate("document.documentElement.scrollWidth") == width
         page.emulate_media(media="print")
         assert not page.locator("nav").is_visible()
+        page.set_viewport_size({"width": 720, "height": 1000})
+        assert page.evaluate("document.documentElement.scrollWidth") == 720, "an A4 page is that wide"
         assert all(one.bounding_box()["height"] > 20 for one in page.locator("details table").all()), "printed whole"
         assert seen.complaints == []
         assert seen.hosts == {"file"}

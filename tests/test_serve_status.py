@@ -539,8 +539,8 @@ def test_targets_are_kept_or_broken_in_words(browser):
         server.sample()
         shows(page, SERVED, "1")
         now = page.locator("#targets td:nth-child(3)").all_text_contents()
-        assert re.fullmatch(r"[\d.]+ m?s ✗ broken", now[0])
-        assert re.fullmatch(r"[\d.]+ m?s ✓ kept", now[1])
+        assert re.fullmatch(r"[\d.]+ [mµ]?s ✗ broken", now[0])
+        assert re.fullmatch(r"[\d.]+ [mµ]?s ✓ kept", now[1])
         assert now[2] == "not measured live"
 
 

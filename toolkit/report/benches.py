@@ -91,4 +91,4 @@ def _table(bench: Bench) -> Table:
 def _side_by_side(benches: Sequence[Bench]) -> Table:
     metrics = dict.fromkeys(row.metric for one in benches for row in one.content.compared)
     rows: list[list[Cell]] = [[name, *(one.content.measured.get(name) for one in benches)] for name in metrics]
-    return Table("Measured, side by side", ["metric", *map(_title, benches)], rows)
+    return Table("Measured, side by side", ["metric", *(one.name for one in benches)], rows)
