@@ -27,6 +27,8 @@ from toolkit.files.validation import MetricError, RequestError, Validation, Wind
 from toolkit.report.fits import fit_section
 from toolkit.report.material import gather
 from toolkit.report.page import report
+from toolkit.report.parts import Judged
+from toolkit.report.summary import summary_section
 from toolkit.report.svg import Axes, Series, bars, chart
 from toolkit.sched.policies import KNOWN
 from toolkit.sched.policies.parameters import defaults
@@ -139,14 +141,32 @@ def test_the_page_starts_with_the_verdict_in_words(folder: Path):
 
 
 def test_a_target_that_is_broken_is_told_in_words_and_by_how_much(folder: Path):
-    make_tuning(folder, {"ttft_p99_s": 10.08, "e2e_p95_s": 0.8})
+    make_tuning(folder, {"ttft_p99_s": 10.08, "e2e_p95_s": 1.1})
     html = verdict_of(folder)
     text = text_of(html)
-    assert "✗ Not every target is kept: predicted, TTFT p99 comes to 20.2 s, 1008% of its limit of 2 s." in text
+    told = "TTFT p99: 20.2 s, the limit is 2 s, 1,008 % of it; E2E p95: 8.8 s, the limit is 8 s, 110 % of it."
+    assert f"✗ Not every target is kept, as predicted: {told}" in text
     assert "TTFT p99 ≤ 2 s 20.2 s ✗ broken" in text
     assert "1,008 %, broken" in text
-    assert "80 %, kept" in text
+    assert "110 %, broken" in text
     assert "no trial keeps all limits" in text
+
+
+@pytest.mark.parametrize(("bound", "kept"), [(0.4, True), (1.9, False)])
+def test_the_share_of_requests_is_a_limit_where_the_recipe_asks_for_one(folder: Path, bound: float, kept: bool):
+    """Judged by the tuning's confidence bound, as `usage` has it, and not by the share itself."""
+    metrics = METRICS | {"sla_attainment_percent": 99.2}
+    best = Outcome(policy="slice", parameters=defaults(KNOWN["slice"]), metrics=metrics)
+    usage = {"ttft_p99_s": 0.75, "e2e_p95_s": 0.8, "sla_attainment_percent": bound}
+    make_tuning(folder, usage, best_held_out=best)
+    found = gather(str(folder / "plan.json"))
+    asked = found.recipe.tune.model_copy(update={"min_attainment_percent": 99.0})
+    asking = replace(found, recipe=found.recipe.model_copy(update={"tune": asked}))
+    section = summary_section(asking)
+    assert section.badge.state == ("kept" if kept else "broken")
+    assert ("requests within every target: 99.2 % of at least 99 %" in section.badge.text) is not kept
+    row = next(row for row in section.tables[0].rows if row[0] == "requests within every target")
+    assert row[1:3] == ["≥ 99 %", Judged("99.2 %", kept)]
 
 
 def test_measured_is_shown_beside_predicted_and_judged(folder: Path):

@@ -162,9 +162,8 @@ def _badge(found: Material, promise: Promise | None) -> Badge:
         return Badge("open", f"{what}: nothing says whether the targets will be kept.")
     broken, measured = promise.broken, promise.broken_measured
     if broken:
-        worst = max(broken, key=lambda one: one.share or 0.0)
-        names = _listed([one.name for one in broken])
-        return Badge("broken", f"Not every target is kept: predicted, {names} {_at(worst)}.")
+        worst_first = sorted(broken, key=lambda one: -(one.share or 0.0))
+        return Badge("broken", f"Not every target is kept, as predicted: {'; '.join(map(_at, worst_first))}.")
     if measured:
         names = _listed([limit.name for limit, _ in measured])
         where = _listed(sorted({one.name for _, one in measured}))
@@ -180,12 +179,13 @@ def _badge(found: Material, promise: Promise | None) -> Badge:
     return Badge("kept", "Every target is kept, as predicted; not measured at this rate yet.")
 
 
-def _at(worst: Limit) -> str:
-    """By how much the worst limit is broken."""
-    limit, value = (quantity(worst.key, one) for one in (worst.limit, worst.predicted or 0.0))
-    if worst.key in AT_LEAST:
-        return f"is {value}, where {limit} are asked for"
-    return f"comes to {value}, {worst.share or 0.0:.0%} of its limit of {limit}"
+def _at(broken: Limit) -> str:
+    """By how much a limit is broken."""
+    limit, value = (quantity(broken.key, one) for one in (broken.limit, broken.predicted or 0.0))
+    if broken.key in AT_LEAST:
+        return f"{broken.name}: {value} of at least {limit}"
+    share = f", {number(100 * (broken.share or 0.0))} % of it" if broken.limit else ""
+    return f"{broken.name}: {value}, the limit is {limit}{share}"
 
 
 def _listed(names: list[str]) -> str:
