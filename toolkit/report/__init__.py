@@ -1,1 +1,1 @@
-"""One offline HTML page about a recipe: its verdict, then benches, validation, tuning, fit and plan, and their origin."""
+"""One offline HTML page about a recipe: its verdict, then benches, validation, tuning, fit and plan."""
