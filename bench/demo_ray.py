@@ -26,12 +26,12 @@ import psutil
 import typer
 
 from toolkit.bench.costs import counts
-from toolkit.bench.report import BenchReport
 from toolkit.cli.arguments import open_recipe
 from toolkit.cli.demo import Stages
 from toolkit.cli.output import seconds, table
 from toolkit.endpoints.target import Target, find_target
 from toolkit.errors import InputError, LlmctlError
+from toolkit.files.bench import BenchReport
 from toolkit.files.io import read_file, write_file
 
 ESTIMATE = "some three minutes on two cores, half of them measuring"

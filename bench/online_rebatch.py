@@ -36,8 +36,8 @@ from online_table import Outcome, goodput, medians, table, verdict
 from results_file import put_section
 from round_times import dropped, first_after, read_events
 
-from toolkit.bench.report import BenchReport
 from toolkit.cli.demo import Stages
+from toolkit.files.bench import BenchReport
 from toolkit.files.fit import Fit
 from toolkit.files.io import load_recipe, read_file, write_text
 from toolkit.files.recipe import Recipe

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 
-from toolkit.bench.report import BenchReport
+from toolkit.files.bench import BenchReport
 
 TARGETS = {"throughput_rps": 8.0, "ttft_mean_s": 15.0, "e2e_mean_s": 15.0}  # percent, for the recipe's own policy
 COLUMNS = (

@@ -23,6 +23,27 @@ ARGUMENTS = [
 ]
 
 
+# WCAG 2: the contrast of each text with the ground behind it, where it is under 4.5.
+CONTRAST = """() => {
+  const channels = (color) => color.match(/[\\d.]+/g).map(Number);
+  const light = ([r, g, b]) => [r, g, b].map((c) => c / 255).map((c) => c <= 0.04045 ? c / 12.92
+    : ((c + 0.055) / 1.055) ** 2.4).reduce((sum, c, k) => sum + c * [0.2126, 0.7152, 0.0722][k], 0);
+  const ground = (node) => {
+    for (; node; node = node.parentElement) {
+      const color = channels(getComputedStyle(node).backgroundColor);
+      if (color.length === 3 || color[3] > 0) return color;
+    }
+  };
+  const found = [];
+  for (const node of document.querySelectorAll("h1,h2,h3,p,li,b,td,th,dt,dd,a,span,button,summary,figcaption")) {
+    if (!node.textContent.trim() || !node.checkVisibility()) continue;
+    const [a, b] = [light(channels(getComputedStyle(node).color)), light(ground(node))].sort((x, y) => y - x);
+    if ((a + 0.05) / (b + 0.05) < 4.5) found.push(`${node.tagName} ${node.textContent} ${(a + 0.05) / (b + 0.05)}`);
+  }
+  return found;
+}"""
+
+
 @dataclass
 class Seen:
     """What a page did that a user does not see."""

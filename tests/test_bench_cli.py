@@ -45,6 +45,7 @@ def test_a_plan_s_prediction_stands_beside_what_was_measured(capsys, tmp_path, t
     assert (report["model"], report["lengths"], report["requests"], report["answered"]) == ("tiny", "hidden", 5, 5)
     assert (report["failures"], report["wrong_length"], report["interrupted"]) == ({}, 0, False)
     assert {"trace", "plan"} <= report["inputs"].keys()
+    assert (report["policy"], report["request_rate_rps"]) == ("slice", pytest.approx(100.0))
     compared = {row["metric"]: row for row in report["compared"]}
     for name, row in compared.items():
         assert row["measured"] == report["measured"][name]

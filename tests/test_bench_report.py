@@ -44,6 +44,21 @@ def test_measured_metrics_are_those_of_the_simulator():
     )
 
 
+def test_a_report_names_its_policy_and_the_rate_of_its_trace():
+    result = report(
+        Replay(GOOD, False),
+        HEAD,
+        model="tiny",
+        lengths="hidden",
+        trace_notes=[],
+        sla={},
+        predicted=Prediction(),
+        policy="slice",
+        request_rate_rps=3.5,
+    )
+    assert (result.policy, result.request_rate_rps) == ("slice", 3.5)
+
+
 def test_failures_are_counted_by_reason_and_stay_in_the_requests():
     result = report_on(*GOOD, REFUSED, REFUSED)
     assert result.failures == {"HTTP 503: busy": 2}

@@ -10,13 +10,13 @@ from sse_server import serve_request, sse_server
 from toolkit.bench.client import Load
 from toolkit.bench.costs import counts_or_none
 from toolkit.bench.predict import Conditions, predict
-from toolkit.bench.report import Front
 from toolkit.bench.warmup import conditions, others, times_between, warm_up
 from toolkit.cli.main import run
 from toolkit.deploy.plan import make_plan
 from toolkit.endpoints.stream import Sample
 from toolkit.endpoints.target import find_target
 from toolkit.errors import InputError
+from toolkit.files.bench import Front
 from toolkit.files.io import write_file
 from toolkit.sim.front import NO_DELAY, FrontDelay
 from toolkit.traces.types import Trace

@@ -1,26 +1,41 @@
 """`llmctl report`: one page, whole and offline, whatever there is of a recipe's files, and whatever it is called."""
 
+import json
 import re
+import shutil
 from dataclasses import replace
+from html import unescape
 from pathlib import Path
 
 import pytest
 import samples
 import synthetic_profiles
-from browser import chromium, page_of
+from browser import CONTRAST, chromium, page_of
 from commands import llmctl
 from test_cli_render import tuning
 
+from toolkit.bench.client import Replay
+from toolkit.bench.report import Prediction
+from toolkit.bench.report import report as bench_report
 from toolkit.deploy.plan import make_plan
-from toolkit.files.io import head, write_file
+from toolkit.endpoints.stream import Sample
+from toolkit.files.fit import Fit
+from toolkit.files.io import head, read_file, write_file
+from toolkit.files.limits import ATTAINMENT, Limit, recipe_limits
+from toolkit.files.plan import Plan, PlannedPolicy
+from toolkit.files.tuning import Outcome, Trial, Tuning
 from toolkit.files.validation import MetricError, RequestError, Validation, WindowResult
 from toolkit.report.fits import fit_section
 from toolkit.report.material import gather
 from toolkit.report.page import report
+from toolkit.report.parts import Judged
+from toolkit.report.summary import summary_section
 from toolkit.report.svg import Axes, Series, bars, chart
+from toolkit.sched.policies import KNOWN
+from toolkit.sched.policies.parameters import defaults
 
 EVIL = "<script>alert(1)</script>\"'><img src=x onerror=alert(2)>"
-SECTIONS = ("fit", "tuning", "validation", "plan", "origin")
+SECTIONS = ("verdict", "bench", "validation", "tuning", "fit", "plan", "origin")
 
 
 @pytest.fixture
@@ -63,10 +78,228 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+METRICS = {"goodput_rps": 3.2, "throughput_rps": 3.3, "ttft_p99_s": 1.5, "e2e_p95_s": 6.0, "oom_percent": 0.0}
+
+
+def make_tuning(folder: Path, usage: dict[str, float], **changes: object) -> None:
+    """Another tuning of the folder's fit, and the plan that comes of it."""
+    paths = {role: folder / f"{role}.json" for role in ("recipe", "fit")}
+    best = Outcome(policy="slice", parameters=defaults(KNOWN["slice"]), metrics=METRICS)
+    recipe, fit = read_file(Plan, folder / "plan.json").recipe, read_file(Fit, paths["fit"])
+    trial = Trial(number=0, outcome=best, feasible=all(share <= 1 for share in usage.values()))
+    shares = [(one, usage.get(one.name, 0.0)) for one in recipe_limits(recipe)]
+    limits = [one.judged(share * one.limit, kept=share <= 1) for one, share in shares]
+    told = {"sla": recipe.sla, "best_held_out": best, "trials": [trial], "usage": usage}
+    told |= {"limits": limits, "keeps_limits": trial.feasible}
+    write_file(tuning(paths, **(told | changes)), folder / "tuning.json")
+    made_from = paths | {"tuning": folder / "tuning.json"}
+    trace = folder / "trace.jsonl"
+    trace.write_text("{}\n")
+    tuned = read_file(Tuning, folder / "tuning.json")
+    tuned = tuned.model_copy(update={"inputs": head(paths | {"trace": trace})["inputs"]})
+    write_file(tuned, folder / "tuning.json")
+    write_file(make_plan(recipe, fit, tuned, made_from), folder / "plan.json")
+
+
+def make_bench(folder: Path, name: str, rate: float | None, plan: str = "plan.json", **measured: float) -> None:
+    """What `llmctl bench --plan PLAN --out NAME` writes."""
+    recipe = read_file(Plan, folder / plan).recipe
+    result = bench_report(
+        Replay([Sample(0, 10, 5, 0, 1, 3, 0.5, 5, "")], False),
+        head({"plan": folder / plan}),
+        model="tiny",
+        lengths="hidden",
+        trace_notes=[],
+        sla=recipe.sla,
+        predicted=Prediction({"throughput_rps": 0.5}),
+        policy="slice",
+        request_rate_rps=rate,
+    )
+    write_file(result.model_copy(update={"measured": result.measured | measured}), folder / name)
+
+
+def verdict_of(folder: Path, source: str = "plan.json") -> str:
+    """The verdict's HTML, without what comes after it."""
+    page = report(gather(str(folder / source)))
+    return page[page.index('<section id="verdict"') : page.index('<section id="bench"')]
+
+
+def text_of(html: str) -> str:
+    return " ".join(unescape(re.sub(r"<[^>]+>", " ", html)).split())
+
+
+def test_the_page_starts_with_the_verdict_in_words(folder: Path):
+    make_tuning(folder, {"ttft_p99_s": 0.75, "e2e_p95_s": 0.8})
+    html = verdict_of(folder)
+    text = text_of(html)
+    assert '<p class="badge kept"><b>✓</b> Every target is kept, as predicted; not measured at this rate yet.' in html
+    assert "llmctl serve plan.json" in text
+    assert "Policy slice" in text
+    assert "Tuned for trace.jsonl at 3 requests/s" in text
+    assert "TTFT p99 at most 2 s 1.5 s ✓ kept" in text
+    assert "E2E p95 at most 8 s 6.4 s ✓ kept" in text, "as the tuning judged it: all held-out requests together"
+    assert "goodput none 3.2 requests/s" in text
+    assert "Checked against validation.json" in text
+    assert html.index("badge") < html.index("llmctl serve") < html.index("<table") < html.index("<svg")
+    assert "<details" not in html
+
+
+def test_a_target_that_is_broken_is_told_in_words_and_by_how_much(folder: Path):
+    make_tuning(folder, {"ttft_p99_s": 10.08, "e2e_p95_s": 1.1})
+    html = verdict_of(folder)
+    text = text_of(html)
+    told = (
+        "TTFT p99 is 20.2 s, at most 2 s is asked for, 1,008 % of the limit; "
+        "E2E p95 is 8.8 s, at most 8 s is asked for, 110 % of the limit."
+    )
+    assert f"✗ Not every target is kept, as predicted: {told}" in text
+    assert "TTFT p99 at most 2 s 20.2 s ✗ broken" in text
+    assert "1,008 %, broken" in text
+    assert "110 %, broken" in text
+    assert "no trial keeps all limits" in text
+
+
+@pytest.mark.parametrize(("surely", "kept"), [(99.4, True), (98.1, False)])
+def test_the_share_of_requests_is_a_limit_where_the_recipe_asks_for_one(folder: Path, surely: float, kept: bool):
+    """It is judged by its confidence bound, not by the share itself."""
+    found = gather(str(folder / "plan.json"))
+    assert found.plan is not None
+    asked = Limit(name=ATTAINMENT, bound="at least", limit=99.0).judged(surely, kept=kept)
+    plan = found.plan.model_copy(update={"limits": [asked], "predicted": {"sla_attainment_percent": 99.2}})
+    section = summary_section(replace(found, plan=plan))
+    assert section.badge.state == ("kept" if kept else "broken")
+    told = "requests within every target, at least is 98.1 %, at least 99 % is asked for"
+    assert (told in section.badge.text) is not kept
+    row = next(row for row in section.tables[0].rows if row[0] == "requests within every target, at least")
+    assert row[1:3] == ["at least 99 %", Judged(f"{surely} %", kept)]
+
+
+def test_measured_is_shown_beside_predicted_and_judged(folder: Path):
+    make_tuning(folder, {"ttft_p99_s": 0.75, "e2e_p95_s": 0.8})
+    make_bench(folder, "bench.json", 3.01, ttft_p99_s=1.6, e2e_p95_s=7.0, goodput_rps=2.9)
+    text = text_of(verdict_of(folder))
+    assert "Every target is kept: as predicted, and as measured (bench.json)." in text
+    assert "TTFT p99 at most 2 s 1.5 s ✓ kept 1.6 s ✓ kept" in text
+    assert "goodput none 3.2 requests/s 2.9 requests/s" in text
+    assert "bench.json: 1 requests at 3.01 requests/s, the rate it was tuned for; the prediction's errors" in text
+    make_bench(folder, "bench.json", 3.0, ttft_p99_s=2.6, e2e_p95_s=7.0)
+    text = text_of(verdict_of(folder))
+    assert "✗ Predicted to keep every target, but measured it broke TTFT p99 (bench.json)." in text
+    assert "130 %, broken" in text
+
+
+@pytest.mark.parametrize(
+    ("requests", "told"), [(27, "measured it broke TTFT p99 (validation.json)"), (90, "as predicted")]
+)
+def test_a_validation_of_the_plan_at_its_rate_judges_the_targets_too(folder: Path, requests, told):
+    make_tuning(folder, {"ttft_p99_s": 0.75, "e2e_p95_s": 0.8})
+    old = read_file(Validation, folder / "validation.json")
+    late = MetricError(metric="ttft_p99_s", measured=2.5, predicted=1.5, error_percent=-40, worst_percent=-40)
+    changes = {"metrics": [late], "windows": [old.windows[0].model_copy(update={"requests": requests})]}
+    made_from = head({"plan": folder / "plan.json", "fit": folder / "fit.json"})
+    write_file(old.model_copy(update=changes | {"inputs": made_from["inputs"]}), folder / "validation.json")
+    assert told in text_of(verdict_of(folder))
+
+
+def test_a_bench_at_another_rate_is_no_test_of_the_targets(folder: Path):
+    make_tuning(folder, {"ttft_p99_s": 0.75, "e2e_p95_s": 0.8})
+    make_bench(folder, "overload.json", 9.0, ttft_p99_s=50.0)
+    page = text_of(report(gather(str(folder / "plan.json"))))
+    assert "measured it broke" not in page
+    assert "this plan at 3.00 times the rate that it was tuned for" in page
+
+
+def test_benches_are_found_by_what_they_hold_the_most_telling_first(folder: Path):
+    make_tuning(folder, {"ttft_p99_s": 0.75, "e2e_p95_s": 0.8})
+    shutil.copy(folder / "plan.json", folder / "other-plan.json")
+    with (folder / "other-plan.json").open("a") as file:
+        file.write(" ")  # other bytes: another plan
+    make_bench(folder, "a.json", 3.0, "other-plan.json")
+    make_bench(folder, "b.json", 9.0)
+    make_bench(folder, "c.json", 3.0)
+    (folder / "package.json").write_text('{"name": "no bench"}')
+    (folder / "torn.json").write_text('{"measured": {}, "compared": [], "answered": 1, "inputs": {}}')
+    found = gather(str(folder / "plan.json"))
+    assert [one.name for one in found.benches] == ["c.json", "b.json", "a.json"]
+    assert [one.of_plan for one in found.benches] == [True, True, False]
+    assert list(found.why) == ["torn.json"]
+    text = text_of(report(found))
+    assert "c.json: plan.json, policy 'slice', 3 requests/s" in text
+    assert "a.json: other-plan.json, policy 'slice', 3 requests/s (another plan of the same fit)" in text
+    assert "Measured, side by side" in text
+    assert "Left out: torn.json" in text
+
+
+def test_a_bench_of_another_fit_or_of_none_is_named_and_left_out(folder: Path):
+    make_bench(folder, "mine.json", 3.0)
+    content = json.loads((folder / "mine.json").read_text())
+    content["inputs"]["fit"]["sha256"] = "0" * 64
+    (folder / "other.json").write_text(json.dumps(content))
+    content["inputs"] = {}
+    (folder / "none.json").write_text(json.dumps(content))
+    found = gather(str(folder / "plan.json"))
+    assert [one.name for one in found.benches] == ["mine.json"]
+    assert found.why["other.json"] == "other.json is about another fit (plan.json), not the one that is shown here"
+    assert "without --plan" in found.why["none.json"]
+
+
+def test_what_was_not_tuned_is_said_to_be_undecided(folder: Path, tmp_path: Path):
+    recipe, fit = read_file(Plan, folder / "plan.json").recipe, read_file(Fit, folder / "fit.json")
+    paths = {role: folder / f"{role}.json" for role in ("recipe", "fit")}
+    write_file(make_plan(recipe, fit, None, paths), folder / "plan.json")
+    (folder / "tuning.json").unlink()
+    text = text_of(verdict_of(folder))
+    assert "? These settings were not tuned: nothing says whether the targets will be kept." in text
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    page = text_of(report(gather("tiny-llama-cpu", empty)))
+    assert "? Nothing was tuned yet: nothing says whether the targets will be kept." in page
+    assert "Measure it llmctl profile tiny-llama-cpu; llmctl fit profile.json" in page
+
+
+def test_a_plan_of_other_settings_than_the_tunings_takes_over_none_of_its_promise(folder: Path):
+    make_tuning(folder, {"ttft_p99_s": 0.75, "e2e_p95_s": 0.8})
+    recipe, fit = read_file(Plan, folder / "plan.json").recipe, read_file(Fit, folder / "fit.json")
+    paths = {role: folder / f"{role}.json" for role in ("recipe", "fit", "tuning")}
+    given = PlannedPolicy(name="sequence", parameters={})
+    write_file(make_plan(recipe, fit, None, paths, given), folder / "plan.json")
+    text = text_of(verdict_of(folder))
+    assert "These settings were not tuned" in text
+    assert "Policy sequence" in text
+    assert "the plan runs other settings than tuning.json found" in text
+
+
+def test_what_was_done_to_the_trace_is_in_the_verdict(folder: Path):
+    make_tuning(folder, {"ttft_p99_s": 0.75}, trace_notes=["prompts divided by 11.91"])
+    assert "The trace: prompts divided by 11.91." in text_of(verdict_of(folder))
+
+
+def test_tables_are_folded_but_for_the_verdicts(folder: Path):
+    make_tuning(folder, {"ttft_p99_s": 0.75})
+    page = report(gather(str(folder / "plan.json")))
+    after = page[page.index('<section id="bench"') :]
+    assert after.count("<table") == after.count("<details>") > 5
+    assert "<details open" not in page
+
+
+def test_points_and_bars_have_their_values_for_a_pointer(folder: Path):
+    make_tuning(folder, {"ttft_p99_s": 0.75})
+    page = report(gather(str(folder / "plan.json")))
+    drawn = re.findall(r"<(circle|rect) [^>]*?(/?)>(<title>)?", page)
+    legend = page.count('r="4" class="s')
+    assert sum(title == "<title>" for _, _, title in drawn) == len(drawn) - legend > 50
+    titles = "".join(re.findall(r"<title>([^<]*)</title>", page))
+    assert re.search(r"prefill: N \d+, length \d+: predicted [\d.]+ m?s, measured [\d.]+ m?s", titles)
+    assert "trial 0, slice: goodput_rps 3.2 requests/s, e2e_p95_s 6 s, in all limits; slice_tokens 128" in titles
+    assert "TTFT p99, predicted: 1.5 s, at most 2 s" in titles
+    assert "throughput_rps: +50" in titles or "throughput_rps: 50 %" in titles
+
+
 def test_everything_there_is_is_on_the_page(folder: Path):
+    make_bench(folder, "overload.json", 9.0)
     found = gather(str(folder / "plan.json"))
     assert found.why == {}
-    assert [one.role for one in found.sources] == ["plan", "profile", "tuning", "validation"]
+    assert [one.role for one in found.sources] == ["plan", "profile", "tuning", "validation", "bench"]
     page = report(found)
     assert re.findall(r'<section id="(\w+)"', page) == list(SECTIONS)
     assert "This makes it" not in page
@@ -129,8 +362,18 @@ def test_a_browser_shows_it_without_a_complaint_or_a_request(folder: Path, width
     ):
         assert page.locator("main > section").count() == len(SECTIONS)
         assert page.evaluate("document.documentElement.scrollWidth") == width
+        assert page.evaluate(CONTRAST) == []
+        first = page.locator("details").first
+        assert not first.locator("table").is_visible()
+        first.locator("summary").focus()
+        page.keyboard.press("Enter")
+        assert first.locator("table").is_visible()
+        assert page.evaluate("document.documentElement.scrollWidth") == width
         page.emulate_media(media="print")
         assert not page.locator("nav").is_visible()
+        page.set_viewport_size({"width": 720, "height": 1000})
+        assert page.evaluate("document.documentElement.scrollWidth") == 720, "an A4 page is that wide"
+        assert all(one.bounding_box()["height"] > 20 for one in page.locator("details table").all()), "printed whole"
         assert seen.complaints == []
         assert seen.hosts == {"file"}
 

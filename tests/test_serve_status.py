@@ -7,12 +7,13 @@ import threading
 from collections.abc import Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import httpx
 import orders
 import pytest
-from browser import chromium, page_of
+from browser import CONTRAST, chromium, page_of
 from hypothesis import given
 from hypothesis import strategies as st
 from serving import SETTINGS, HandWorkers, Server, ToyWorkers, fake_plan, make_driver
@@ -23,7 +24,7 @@ from toolkit.metrics import Served, meets_sla
 from toolkit.serve.api import make_app
 from toolkit.serve.driver import Driver
 from toolkit.serve.health import gauges
-from toolkit.serve.history import COLUMNS, KEPT, TRAILING, History
+from toolkit.serve.history import COLUMNS, KEPT, SAMPLE_S, TRAILING, History
 from toolkit.serve.server import Ending
 from toolkit.serve.stats import TOKEN_BUCKETS, Histogram, Stats, finer, quantile
 from toolkit.serve.status import Facts, KindFacts, Status, facts_of
@@ -436,27 +437,6 @@ def test_it_fits_and_can_be_read(browser, scheme, width):
             assert seen.complaints == []
 
 
-# WCAG 2: the contrast of each text with the ground behind it, where it is under 4.5.
-CONTRAST = """() => {
-  const channels = (color) => color.match(/[\\d.]+/g).map(Number);
-  const light = ([r, g, b]) => [r, g, b].map((c) => c / 255).map((c) => c <= 0.04045 ? c / 12.92
-    : ((c + 0.055) / 1.055) ** 2.4).reduce((sum, c, k) => sum + c * [0.2126, 0.7152, 0.0722][k], 0);
-  const ground = (node) => {
-    for (; node; node = node.parentElement) {
-      const color = channels(getComputedStyle(node).backgroundColor);
-      if (color.length === 3 || color[3] > 0) return color;
-    }
-  };
-  const found = [];
-  for (const node of document.querySelectorAll("h1,h2,h3,p,li,b,td,th,span")) {
-    if (!node.textContent.trim() || node.hidden) continue;
-    const [a, b] = [light(channels(getComputedStyle(node).color)), light(ground(node))].sort((x, y) => y - x);
-    if ((a + 0.05) / (b + 0.05) < 4.5) found.push(`${node.tagName} ${node.textContent} ${(a + 0.05) / (b + 0.05)}`);
-  }
-  return found;
-}"""
-
-
 def test_charts_can_be_walked_with_the_keyboard(browser):
     server = LiveServer()
     with server.running():
@@ -466,13 +446,119 @@ def test_charts_can_be_walked_with_the_keyboard(browser):
         with page_of(browser, f"http://127.0.0.1:{server.port}/") as (page, _):
             shows(page, SERVED, "3")
             page.keyboard.press("Tab")
+            assert page.evaluate("document.activeElement.value") == "300"
+            page.keyboard.press("Tab")
             now = page.evaluate("document.activeElement.getAttribute('aria-label')")
             assert now.startswith("Requests a second: served ")
             page.keyboard.press("ArrowLeft")
-            assert page.locator("#when").text_content().endswith(", 2 s ago")
+            assert re.fullmatch(r"The last 5 min: \d\d:\d\d:\d\d, \d+ s ago", page.locator("#when").text_content())
             assert page.evaluate("document.activeElement.getAttribute('aria-label')") != now
             page.keyboard.press("Escape")
             assert page.evaluate("document.activeElement.getAttribute('aria-label')") == now
+
+
+def test_an_hour_is_kept_and_the_memory_for_it_is_small():
+    assert KEPT * SAMPLE_S == 3600
+    stats, clock = Stats(), iter(range(10**6))
+    history = History(stats, lambda: IDLE, lambda: 2.0 * next(clock))
+    for _ in range(KEPT):
+        history.sample()
+    assert sum(len(bytes(point)) for point in history.points) < 400_000
+
+
+def test_the_range_is_chosen_and_the_axis_has_clock_times(browser):
+    server = LiveServer()
+    with server.running():
+        live_for(server, 3000.0)
+        with page_of(browser, f"http://127.0.0.1:{server.port}/", timezone_id="Asia/Kolkata") as (page, seen):
+            shows(page, "#when", "The last 5 min")
+            dots = {}
+            for name, least, most, step in (("5 min", 4, 5, 1), ("15 min", 2, 3, 5), ("1 h", 3, 4, 15)):
+                page.get_by_text(name, exact=True).click()
+                shows(page, "#when", f"The last {name}")
+                marks = page.locator(".axis").first.locator("span").all_text_contents()
+                assert least <= len(marks) <= most
+                minutes = [int(mark[-2:]) for mark in marks]
+                assert all(re.fullmatch(r"[0-2]\d:[0-5]\d", mark) for mark in marks)
+                assert all((b - a) % 60 == step for a, b in pairwise(minutes))
+                assert all(minute % step == 0 for minute in minutes), (
+                    "round times, where the zone is half an hour off too"
+                )
+                drawn = page.locator("#charts path.s0").first.get_attribute("d")
+                dots[name] = drawn.count("L") + 1
+                assert float(re.match(r"M(-?[\d.]+)", drawn)[1]) == pytest.approx({"1 h": 50}.get(name, 0), abs=2)
+            assert dots["5 min"] == pytest.approx(150, abs=2)
+            assert dots["15 min"] == pytest.approx(225, abs=2), "two points in each"
+            assert dots["1 h"] == pytest.approx(250, abs=2), "of 1,500 points: a chart is not crowded"
+            assert page.locator(".chart:visible").count() == 10
+            page.keyboard.press("ArrowLeft")
+            shows(page, "#when", "The last 15 min")
+            assert seen.complaints == []
+
+
+def live_for(server: LiveServer, seconds: float) -> None:
+    """The server is so old, and has served a request every half minute."""
+    driver = server.driver
+    driver._start_s -= seconds
+    stats, clock = Stats(), [0.0]
+    server.status.history = history = History(stats, lambda: gauges(driver), lambda: clock[0])
+    while clock[0] + SAMPLE_S < driver.now_s:
+        clock[0] += SAMPLE_S
+        if clock[0] % 30 == 0:
+            stats.count_tokens(1, clock[0], float("nan"), 0.1 + clock[0] / 1e4)
+            stats.count_end("stop", clock[0] - 3, clock[0] - 2, clock[0], 5, 0.5)
+        history.sample()
+
+
+def test_a_tile_without_data_says_what_is_missing(browser):
+    server = LiveServer(replace(FACTS, sla={}, predicted={}, parameters={"min_interval_s": 2.8622024, "eager": True}))
+    with server.running(), page_of(browser, f"http://127.0.0.1:{server.port}/") as (page, _):
+        shows(page, "#state", "ready")
+        assert page.locator(".chart:visible").count() == 9, "there are no targets to be within"
+        empty = page.locator(".empty:visible").all_text_contents()
+        assert empty == ["No point yet: the first comes 2 s after the workers are loaded."] * 9
+        server.sample()
+        shows(page, ".chart:nth-child(6) .empty", "No request ended in this range.")
+        empty = page.locator(".empty:visible").all_text_contents()
+        assert empty == [
+            "No request ended in this range.",
+            "No request of two tokens or more ended in this range.",
+            "No request had a second token in this range.",
+            "No request ended in this range.",
+            "No batch with a predicted time ended in this range.",
+        ]
+        assert not page.locator(".bare .plot:visible").count()
+        assert page.locator("#targets").text_content() == "The recipe has no targets."
+        assert page.locator("#policy").text_content() == "policyslicemin_interval_s2.86 seagertrue"
+
+
+def test_targets_are_kept_or_broken_in_words(browser):
+    server = LiveServer(replace(FACTS, sla={"ttft_p99_s": 1e-9, "e2e_mean_s": 500.0, "mtpot_p99_s": 1.0}))
+    with server.running(), page_of(browser, f"http://127.0.0.1:{server.port}/") as (page, _):
+        server.load(1)
+        server.sample()
+        shows(page, SERVED, "1")
+        now = page.locator("#targets td:nth-child(3)").all_text_contents()
+        assert re.fullmatch(r"[\d.]+ [mµ]?s ✗ broken", now[0])
+        assert re.fullmatch(r"[\d.]+ [mµ]?s ✓ kept", now[1])
+        assert re.fullmatch(r"[\d.]+ [mµ]?s ✓ kept", now[2])
+
+
+NUMBERS = re.compile(r"\d[\d,]*\.?\d*")
+
+
+def test_values_have_three_digits_and_units(browser):
+    server = LiveServer()
+    with server.running():
+        live_for(server, 300.0)
+        with page_of(browser, f"http://127.0.0.1:{server.port}/") as (page, _):
+            shows(page, "#when", "The last 5 min")
+            assert page.locator(".figures b").first.text_content() == "0.0333/s"
+            texts = page.locator(".figures b").all_text_contents()
+            digits = [re.sub(r"^0+|[,.]", "", one).lstrip("0") for text in texts for one in NUMBERS.findall(text)]
+            assert digits
+            assert all(len(one.rstrip("0")) <= 3 for one in digits), texts
+            assert all(re.search(r"(/s|%|s|×)$", text) for text in texts[:4] + texts[6:] if text != "–"), texts
 
 
 def test_the_columns_that_the_page_reads_are_there():

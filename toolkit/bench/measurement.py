@@ -13,11 +13,13 @@ from toolkit.bench.client import Progress, Replay, run
 from toolkit.bench.costs import counts_or_none, scheduling
 from toolkit.bench.foreign import tells_of_its_laws
 from toolkit.bench.predict import predict
-from toolkit.bench.report import BenchReport, Prediction, Warmup, report
+from toolkit.bench.report import Prediction, report
 from toolkit.bench.subject import Subject
 from toolkit.bench.warmup import conditions, others, times_between, warm_up
+from toolkit.files.bench import BenchReport, Warmup
 from toolkit.files.io import head
 from toolkit.files.plan import Plan
+from toolkit.traces.scale import mean_rate
 from toolkit.traces.types import Trace
 from toolkit.units import seconds
 
@@ -110,4 +112,6 @@ class Measurement:
             replay_front=front,
             in_hindsight=known,
             scheduling=scheduling(counted, later) if counted else None,
+            policy=self._plan.policy.name if self._plan else None,
+            request_rate_rps=mean_rate(self._whole) or None,
         )

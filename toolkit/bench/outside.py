@@ -15,8 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from toolkit.bench.predict import Conditions, predicted
-from toolkit.bench.report import Front, Warmup, served
+from toolkit.bench.report import served
 from toolkit.endpoints.stream import Sample
+from toolkit.files.bench import Front, Warmup
 from toolkit.files.plan import Plan
 from toolkit.metrics import Served
 from toolkit.sim.front import NO_DELAY

@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import Literal
 
 import numpy as np
-from pydantic import Field
 
 from toolkit.bench.client import Replay, send_lag_s
-from toolkit.bench.costs import Scheduling
 from toolkit.endpoints.connection import INTERRUPTED
 from toolkit.endpoints.stream import Sample
-from toolkit.files.envelope import Envelope, Strict
+from toolkit.files.bench import BenchReport, Compared, Front, Scheduling, Warmup
 from toolkit.files.io import Head
 from toolkit.metrics import Served, summarize
 from toolkit.traces.write import Line, to_ms
@@ -25,66 +23,6 @@ COMPARED = (
     *(f"{name}_{stat}_s" for name in ("ttft", "tpot", "e2e") for stat in ("mean", "p95", "p99")),
 )
 NOT_SENT = Sample.__dataclass_fields__["failure"].default
-
-
-class Front(Strict):
-    """By how much clients see tokens later than the server's driver has them, arrivals counted: means of latencies."""
-
-    first_s: float
-    last_s: float
-
-
-class Warmup(Strict):
-    """What other requests showed before the replay: how long batches take, and how long the laws say they take."""
-
-    requests: int
-    batch_s: float
-    predicted_batch_s: float
-    slowdown: float = Field(description="their ratio; the prediction takes every batch to be so many times as long")
-    front: Front | None = Field(
-        default=None, description="added to every predicted latency; none: the server was not ours alone meanwhile"
-    )
-
-
-class Compared(Strict):
-    """One metric. Errors are the prediction's: 100 (predicted / measured - 1)."""
-
-    metric: str
-    measured: float | None
-    predicted: float | None
-    error_percent: float | None
-    as_fitted: float | None = Field(description="predicted without the warm-up's slowdown")
-    as_fitted_error_percent: float | None
-
-
-class BenchReport(Envelope):
-    """bench.json, whole."""
-
-    remake: ClassVar[str] = "llmctl bench --url URL --trace TRACE"
-
-    model: str
-    lengths: Literal["hidden", "given"] = Field(
-        description="'given': output lengths were told to the server as max_tokens, which no real client can do"
-    )
-    trace_notes: list[str]
-    interrupted: bool
-    requests: int = Field(description="in the replayed part of the trace")
-    answered: int = Field(description="served or failed; the metrics are about these")
-    failures: dict[str, int] = Field(description="reason to count")
-    wrong_length: int = Field(description="served with another number of tokens than the trace has")
-    send_lag_p99_s: float = Field(description="how late the client itself was")
-    sla: dict[str, float]
-    warmup: Warmup | None
-    replay_slowdown: float | None = Field(description="as the warm-up's, of the replay's own batches: known afterwards")
-    replay_front: Front | None = Field(default=None, description="as the warm-up's, of the replay itself")
-    predicted_in_hindsight: dict[str, float] = Field(
-        default={}, description="with the replay's own slowdown and front: what is left is the laws' error"
-    )
-    scheduling: Scheduling | None = Field(description="what the server spent on scheduling meanwhile; llmctl's tell")
-    measured: dict[str, float]
-    predicted: dict[str, float]
-    predicted_as_fitted: dict[str, float] = Field(description="without what the warm-up showed")
-    compared: list[Compared]
 
 
 @dataclass(slots=True, frozen=True)
@@ -121,6 +59,8 @@ def report(
     replay_front: Front | None = None,
     in_hindsight: Mapping[str, float] | None = None,
     scheduling: Scheduling | None = None,
+    policy: str | None = None,
+    request_rate_rps: float | None = None,
 ) -> BenchReport:
     """The report of a replay.
 
@@ -133,6 +73,8 @@ def report(
     return BenchReport(
         **head,
         model=model,
+        policy=policy,
+        request_rate_rps=request_rate_rps,
         lengths=lengths,
         trace_notes=list(trace_notes),
         interrupted=replay.interrupted,

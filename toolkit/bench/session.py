@@ -15,10 +15,11 @@ from toolkit.bench.costs import counts_or_none
 from toolkit.bench.foreign import tells_of_its_laws
 from toolkit.bench.outside import seen_by_clients
 from toolkit.bench.predict import Conditions, predict, predicted
-from toolkit.bench.report import Warmup, served
+from toolkit.bench.report import served
 from toolkit.bench.subject import Subject
 from toolkit.bench.validate import Pair, metric_errors, request_errors, request_lines
 from toolkit.bench.warmup import ServerTimes, conditions, others, times_between, warm_up
+from toolkit.files.bench import Warmup
 from toolkit.files.io import head
 from toolkit.files.plan import Plan
 from toolkit.files.validation import Validation, WindowResult

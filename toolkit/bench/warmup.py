@@ -16,10 +16,10 @@ import numpy as np
 from toolkit.bench.client import Load, run
 from toolkit.bench.costs import counts
 from toolkit.bench.predict import Conditions
-from toolkit.bench.report import Front, Warmup
 from toolkit.endpoints.stream import Sample
 from toolkit.endpoints.target import Target
 from toolkit.errors import InputError
+from toolkit.files.bench import Front, Warmup
 from toolkit.sim.front import FrontDelay
 from toolkit.traces.types import Trace
 

@@ -18,7 +18,7 @@ from toolkit.cli.arguments import (
 )
 
 if TYPE_CHECKING:
-    from toolkit.bench.report import BenchReport
+    from toolkit.files.bench import BenchReport
     from toolkit.traces.types import Trace
 
 LATE_S = 0.05  # the client's own delay from which on its figures deserve a warning

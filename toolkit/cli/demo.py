@@ -36,10 +36,10 @@ def command(
 
     Each stage is one command, shown before it runs; its files stay in the output folder.
     """
-    from toolkit.bench.report import BenchReport
     from toolkit.cli.output import emit
     from toolkit.deploy.order import ALLOW_BROKEN
     from toolkit.errors import LimitsBrokenError
+    from toolkit.files.bench import BenchReport
     from toolkit.files.io import read_file
 
     out.mkdir(parents=True, exist_ok=True)

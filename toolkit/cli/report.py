@@ -27,10 +27,10 @@ def command(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Write one HTML page about a recipe: fits, tuning, validation, plan, and where each comes from.
+    """Write one HTML page about a recipe: the verdict first, then benches, validation, tuning, fit and plan.
 
-    The page needs no network and runs no script. What is not there yet is named with the command that makes it; a file
-    that is about another fit is not shown.
+    Files of `llmctl bench --out` are found by what they hold. The page needs no network and runs no script. What is
+    not there yet is named with the command that makes it; a file that is about another fit is not shown.
     """
     from toolkit.errors import InputError
     from toolkit.files.io import check_writable, write_text

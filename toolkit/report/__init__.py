@@ -1,1 +1,1 @@
-"""One offline HTML page about a recipe: its fit, its tuning, its validation, its plan, and where each came from."""
+"""One offline HTML page about a recipe: its verdict, then benches, validation, tuning, fit and plan."""

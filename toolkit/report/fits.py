@@ -13,7 +13,7 @@ from toolkit.files.profile import Profile
 from toolkit.report.material import Material
 from toolkit.report.parts import Cell, Figure, Section, Table, error_cells, missing
 from toolkit.report.svg import Axes, Series, chart
-from toolkit.units import number
+from toolkit.units import number, percent, seconds
 
 KEY, TITLE = "fit", "The fit"
 Point = tuple[int, int, float]  # batch size, length, seconds
@@ -97,15 +97,21 @@ def _law_figures(name: str, points: Sequence[Point], law: Callable[[int, int], f
     sizes = sorted({size for size, _, _ in points})
     third = -(-len(sizes) // 3) or 1
     groups = [sizes[start : start + third] for start in range(0, len(sizes), third)]
+    labels = [
+        f"N {size}, length {length}: predicted {seconds(law)}, measured {seconds(real)} ({percent(off)})"
+        for (size, length, real), law, off in zip(points, predicted, residuals, strict=True)
+    ]
     by_size = [
         Series(
             f"N {group[0]}" + (f" to {group[-1]}" if len(group) > 1 else ""),
             [length for size, length, _ in points if size in group],
             [one for (size, _, _), one in zip(points, residuals, strict=True) if size in group],
+            labels=[label for (size, _, _), label in zip(points, labels, strict=True) if size in group],
         )
         for group in groups
     ]
-    both = Axes("measured, s", "predicted, s", [Series(name, measured, predicted)], log=True, diagonal=True)
+    drawn = Series(name, measured, predicted, labels=labels)
+    both = Axes("measured, s", "predicted, s", [drawn], log=True, diagonal=True)
     errors = Axes("length, tokens", "residual, %", by_size, level=0.0)
     return [
         Figure(chart(both), f"{name}: {len(points)} points, medians of their repeats; on the line they agree"),
@@ -120,7 +126,13 @@ def _slices(laws: Laws, profile: Profile) -> Figure:
         + laws.latency.decode_s(one.batch_size, one.input_length, laws.engine.iterations(one.steps))
         for one in profile.slices
     ]
-    axes = Axes("measured, s", "predicted, s", [Series("slices", measured, predicted)], log=True, diagonal=True)
+    labels = [
+        f"N {one.batch_size}, length {one.input_length}, {one.steps} steps: predicted {seconds(law)}, "
+        f"measured {seconds(one.seconds)}"
+        for one, law in zip(profile.slices, predicted, strict=True)
+    ]
+    drawn = Series("slices", measured, predicted, labels=labels)
+    axes = Axes("measured, s", "predicted, s", [drawn], log=True, diagonal=True)
     return Figure(chart(axes), f"whole slices on all workers: {len(measured)}, overhead included")
 
 

@@ -1,16 +1,19 @@
-"""What a report is made from: the files of a recipe that lie in one folder, and belong together.
+"""What a report is made from: the files of a recipe that are in one folder, and belong together.
 
 A file that is about another fit, or cannot be read, is not shown; the page says why, and which command makes it again.
+`llmctl bench --out` takes any name, so benches are found by what they hold: any number of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
 from toolkit.errors import InputError
+from toolkit.files.bench import BenchReport
 from toolkit.files.envelope import Envelope
 from toolkit.files.fit import Fit
 from toolkit.files.io import digest, load_recipe, read_file, recipe_path
@@ -23,6 +26,11 @@ from toolkit.files.validation import Validation
 
 EnvelopeT = TypeVar("EnvelopeT", bound=Envelope)
 
+ROLES = ("recipe", "profile", "fit", "tuning", "plan", "validation")
+BENCH_KEYS = {"measured", "compared", "answered", "inputs"}  # together in no other file of the workflow
+BENCH_BYTES = 1 << 20  # a bench has about 12 KB; a larger file is something else
+SAME_RATE = 0.02  # rates that differ by less are one: people round what they type
+
 
 @dataclass(frozen=True, slots=True)
 class Source:
@@ -33,9 +41,32 @@ class Source:
     sha256: str
 
 
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """A replay against a server that ran the shown plan, or another plan of the same fit."""
+
+    name: str
+    content: BenchReport
+    of_plan: bool
+
+    @property
+    def plan_name(self) -> str:
+        """The file name of the plan that the server ran."""
+        return self.content.inputs["plan"].name
+
+    def at_rate(self, rate_rps: float | None) -> bool:
+        """Whether it replayed the trace at this mean rate; False where either is not known."""
+        rate = self.content.request_rate_rps
+        return rate is not None and rate_rps is not None and abs(rate - rate_rps) <= SAME_RATE * rate_rps
+
+
 @dataclass(slots=True)
 class Material:
-    """All there is. `why` says of a role whose file is there why it is not used."""
+    """All there is. `why` says of a role, or of a file, that is there why it is not used.
+
+    `benches` come in the order of what they tell about the plan: its own at the rate that it was tuned for, its own
+    at other rates, then those of other plans; among equals the newest first.
+    """
 
     recipe: Recipe
     profile: Profile | None = None
@@ -43,8 +74,25 @@ class Material:
     tuning: Tuning | None = None
     plan: Plan | None = None
     validation: Validation | None = None
+    benches: list[Bench] = field(default_factory=list)
     sources: list[Source] = field(default_factory=list)
     why: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def rate_rps(self) -> float | None:
+        """The mean rate that the settings were tuned for; None where nothing was tuned."""
+        if self.plan is not None:
+            return self.plan.workload.request_rate_rps if self.plan.workload else None
+        return self.tuning.request_rate_rps if self.tuning else None
+
+    def is_of_plan(self, content: Envelope) -> bool:
+        """Whether a file was made from the plan that is shown."""
+        shown = {one.sha256 for one in self.sources if one.role == "plan"}
+        return _sha256_of(content, "plan") in shown
+
+    def file_name(self, role: str) -> str:
+        """The name of the file that is shown in a role; what the commands call it by default where there is none."""
+        return next((one.name for one in self.sources if one.role == role), f"{role}.json")
 
 
 def gather(source: str, folder: Path | None = None) -> Material:
@@ -71,7 +119,43 @@ def gather(source: str, folder: Path | None = None) -> Material:
     found.profile = _take(found, Profile, "profile", folder, {}, itself=_sha256_of(found.fit, "profile"))
     found.tuning = _take(found, Tuning, "tuning", folder, {"fit": fit_sha256})
     found.validation = _take(found, Validation, "validation", folder, {"fit": fit_sha256})
+    _take_benches(found, folder, fit_sha256)
     return found
+
+
+def _take_benches(found: Material, folder: Path, fit_sha256: str) -> None:
+    """Every bench in the folder that was made with the shown fit, the most telling first."""
+    taken: list[tuple[Bench, Source]] = []
+    for path in sorted(_bench_files(folder), key=lambda path: path.stat().st_mtime, reverse=True):
+        try:
+            content = read_file(BenchReport, path)
+        except InputError as error:
+            found.why[path.name] = f"{error.message}; {error.hint}" if error.hint else error.message
+            continue
+        if "plan" not in content.inputs:
+            found.why[path.name] = f"{path.name} was made without --plan: nothing says which plan it is about"
+        elif _sha256_of(content, "fit") != fit_sha256:
+            plan = content.inputs["plan"].name
+            found.why[path.name] = f"{path.name} is about another fit ({plan}), not the one that is shown here"
+        else:
+            bench = Bench(path.name, content, found.is_of_plan(content))
+            taken.append((bench, _source("bench", path)))
+    taken.sort(key=lambda one: (not one[0].of_plan, not one[0].at_rate(found.rate_rps)))
+    found.benches = [bench for bench, _ in taken]
+    found.sources += [source for _, source in taken]
+
+
+def _bench_files(folder: Path) -> Iterator[Path]:
+    """The files of a folder that look like what `llmctl bench --out` writes."""
+    for path in sorted(folder.glob("*.json")):
+        if path.stem in ROLES or not path.is_file() or path.stat().st_size > BENCH_BYTES:
+            continue
+        try:
+            content = json.loads(path.read_bytes())
+        except (OSError, ValueError, RecursionError):
+            continue  # no file of ours
+        if isinstance(content, dict) and content.keys() >= BENCH_KEYS:
+            yield path
 
 
 def _take(

@@ -1,4 +1,7 @@
-"""How the page is put together and written: sections of words, tables and charts, one file, no scripts."""
+"""How the page is put together and written: sections of words, tables and charts, one file, no scripts.
+
+The verdict comes first. Each section has its pictures before its tables, which are folded but for the verdict's.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +12,13 @@ import jinja2
 
 import toolkit
 from toolkit.files.shipped import shipped_templates
+from toolkit.report.benches import bench_section
 from toolkit.report.environment import environment_section
 from toolkit.report.fits import fit_section
 from toolkit.report.material import Material
 from toolkit.report.parts import Section
 from toolkit.report.plans import plan_section
+from toolkit.report.summary import summary_section
 from toolkit.report.tunings import tuning_section
 from toolkit.report.validations import validation_section
 
@@ -31,9 +36,11 @@ class Report:
 def report(found: Material) -> str:
     """The page as HTML. The same files give the same text."""
     sections = [
-        fit_section(found),
-        tuning_section(found),
+        summary_section(found),
+        bench_section(found),
         validation_section(found),
+        tuning_section(found),
+        fit_section(found),
         plan_section(found),
         environment_section(found),
     ]

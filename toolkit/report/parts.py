@@ -4,15 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 from markupsafe import Markup
 
 from toolkit.files.fit import HeldOutError
-from toolkit.files.limits import Limit
 from toolkit.files.tuning import Value
-from toolkit.units import number
+from toolkit.units import number, percent, seconds
 
-Cell = str | int | float | bool | None
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """A value that was held against a limit. The page says 'kept' or 'broken' in words and in colour."""
+
+    text: str
+    kept: bool
+
+    @property
+    def word(self) -> str:
+        return "kept" if self.kept else "broken"
+
+
+Cell = str | int | float | bool | Judged | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,11 +38,12 @@ class Figure:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Cells as text; numbers are rounded for reading and go right."""
+    """Numbers are rounded for reading and go right. A folded table shows its caption until it is opened."""
 
     caption: str
     columns: Sequence[str]
     rows: Sequence[Sequence[Cell]]
+    folded: bool = True
 
     @property
     def right(self) -> list[bool]:
@@ -40,13 +54,25 @@ class Table:
         ]
 
     @property
-    def texts(self) -> list[list[str]]:
-        return [[_text(cell) for cell in row] for row in self.rows]
+    def cells(self) -> list[list[str | Judged]]:
+        """The cells as the page shows them."""
+        return [[cell if isinstance(cell, Judged) else _text(cell) for cell in row] for row in self.rows]
+
+
+@dataclass(frozen=True, slots=True)
+class Badge:
+    """A section's conclusion in one sentence. 'open': nothing decides it yet."""
+
+    state: Literal["kept", "broken", "open"]
+    text: str
 
 
 @dataclass(slots=True)
 class Section:
-    """A heading, what it says, and where nothing is there yet, the command that makes it."""
+    """A heading, what it says, and where nothing is there yet, the command that makes it.
+
+    `facts` are pairs of a name and what it is; a fact that is a command is one of `commands`, pairs as well.
+    """
 
     key: str
     title: str
@@ -55,6 +81,9 @@ class Section:
     figures: list[Figure] = field(default_factory=list)
     tables: list[Table] = field(default_factory=list)
     command: str = ""
+    badge: Badge | None = None
+    facts: list[tuple[str, str]] = field(default_factory=list)
+    commands: list[tuple[str, str]] = field(default_factory=list)
 
 
 def missing(key: str, title: str, lead: str, command: str, why: str = "") -> Section:
@@ -69,10 +98,9 @@ def error_cells(error: HeldOutError) -> tuple[str, str, str, int]:
     return median, high, worst, error.points
 
 
-def limits_table(limits: Sequence[Limit], caption: str) -> Table:
-    """Each limit, the value that is predicted beside it, and whether that keeps it."""
-    rows = [(one.name, one.allowed(), one.told(), one.kept) for one in limits]
-    return Table(caption, ["limit", "allowed", "predicted", "kept"], rows)
+def error_cell(error: float | None) -> str | None:
+    """A prediction's error with its sign; None where it has none."""
+    return None if error is None else percent(error)
 
 
 def word(value: Value) -> str:
@@ -82,7 +110,42 @@ def word(value: Value) -> str:
     return value if isinstance(value, str) else number(value)
 
 
-def _text(cell: Cell) -> str:
+def metric_name(key: str) -> str:
+    """A metric or a limit for reading: 'TTFT p99' for `ttft_p99_s`. A name that is not known stays as it is."""
+    if key in METRICS:
+        return METRICS[key]
+    metric, _, rest = key.partition("_")
+    if metric in LATENCIES and rest.endswith("_s"):
+        return f"{metric.upper()} {rest.removesuffix('_s')}"
+    return key
+
+
+def quantity(key: str, value: float) -> str:
+    """A metric's value with its unit, which the end of its name tells."""
+    for end, form in UNITS.items():
+        if key.endswith(end):
+            return form(value)
+    return number(value)
+
+
+LATENCIES = ("ttft", "tpot", "itl", "mtpot", "e2e")
+METRICS = {
+    "goodput_rps": "goodput",
+    "throughput_rps": "throughput",
+    "sla_attainment_percent": "requests within every target",
+    "sla_attainment_lower_percent": "requests within every target, at least",
+    "oom_percent": "batches out of memory",
+    "evicted_percent": "evictions per 100 requests",
+}
+UNITS = {
+    "_tokens_per_s": lambda value: f"{number(value)} tokens/s",
+    "_rps": lambda value: f"{number(value)} requests/s",
+    "_percent": lambda value: f"{number(value)} %",
+    "_s": seconds,
+}
+
+
+def _text(cell: str | float | bool | None) -> str:
     if isinstance(cell, bool) or cell is None:
         return {True: "yes", False: "no", None: "–"}[cell]
     return number(cell) if isinstance(cell, int | float) else cell

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from toolkit.report.material import Material
-from toolkit.report.parts import Section, Table, limits_table, missing
+from toolkit.report.parts import Section, Table, missing
 
 KEY, TITLE = "plan", "The plan"
 PREDICTED = "predicted "
@@ -21,7 +21,6 @@ def plan_section(found: Material) -> Section:
     predicted = [(key.removeprefix(PREDICTED), one.value) for key, one in told if key.startswith(PREDICTED)]
     section = Section(KEY, TITLE, f"Policy '{plan.policy.name}' on {plan.workers} workers.")
     section.tables.append(Table("What is planned, and because of what", ["what", "planned", "because"], decided))
-    section.tables.append(limits_table(plan.limits, "The limits, and what is predicted beside them"))
     if predicted:
         source = next(one.source for key, one in told if key.startswith(PREDICTED))
         section.tables.append(Table(f"What it should give: {source}", ["metric", "predicted"], predicted))

@@ -1,13 +1,14 @@
 """Small charts as SVG: points and lines on two axes, and bars. Elements are built, so that no text can become markup.
 
-Colours and strokes are classes, for the page's style to choose. Nothing here knows what the numbers mean.
+Colours and strokes are classes, for the page's style to choose. Nothing here knows what the numbers mean. A point or a
+bar has a `<title>`, which browsers show where the pointer rests: no script is needed for that.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 from xml.etree import ElementTree
 
@@ -25,12 +26,16 @@ Element = ElementTree.Element
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """Points of one kind. `name` is for the legend; the place in the list decides the colour."""
+    """Points of one kind. `name` is for the legend; the place in the list decides the colour.
+
+    `labels` say what each point is; without them a point shows its two values.
+    """
 
     name: str
     xs: Sequence[float]
     ys: Sequence[float]
     kind: Literal["points", "line", "marks"] = "points"  # marks: larger ones
+    labels: Sequence[str] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,37 +84,53 @@ def chart(axes: Axes) -> Markup:
     if axes.level is not None:
         _line(root, [(x.low, axes.level), (x.high, axes.level)], x, y, "rule")
     for index, one in enumerate(drawn):
-        _draw(root, one, x, y, index)
+        _draw(root, one, axes, x, y, index)
     if len(drawn) > 1:
         _legend(root, drawn)
     return _text(root)
 
 
-def bars(values: Mapping[str, float], unit: str = "") -> Markup:
-    """A bar for each value, those below 0 to the left of a common line."""
+def bars(
+    values: Mapping[str, float], unit: str = "", *, limit: float | None = None, titles: Mapping[str, str] | None = None
+) -> Markup:
+    """A bar for each value, those below 0 to the left of a common line.
+
+    With a `limit` there is a dashed line at it, and each bar says whether it is kept. `titles` say what a bar is; a bar
+    without one shows its name and its value.
+    """
     if not values:
         return Markup()
     names = 8 + 6.6 * max(len(name) for name in values)
     left = min(names, 210.0)
-    low, high = min(*values.values(), 0.0), max(*values.values(), 0.0)
-    room = WIDTH - left - 64
+    marks = [0.0] if limit is None else [0.0, limit]
+    low, high = min(*values.values(), *marks), max(*values.values(), *marks)
+    room = WIDTH - left - (64 if limit is None else 104)
     span = (high - low) or 1.0
     zero = left + (-low / span) * room
-    root = _root(ROW * len(values) + 4, "bars")
+    root = _root(ROW * len(values) + 4, f"bars: {', '.join(f'{name} {number(v)}{unit}' for name, v in values.items())}")
     for row, (name, value) in enumerate(values.items()):
         top = row * ROW + 2
+        kept = limit is None or value <= limit
+        text = f"{number(value)}{unit}" + ("" if limit is None else ", kept" if kept else ", broken")
         _add(root, "text", x=left - 6, y=top + 14, text=_short(name, 30), anchor="end")
         length = abs(value) / span * room
-        _add(root, "rect", x=zero - (length if value < 0 else 0), y=top + 2, width=max(length, 1), height=14, cls="s0")
-        _add(root, "text", x=max(zero, zero + value / span * room) + 5, y=top + 14, text=f"{number(value)}{unit}")
+        start = zero - (length if value < 0 else 0)
+        cls = "s0" if kept else "s2"
+        bar = _add(root, "rect", x=start, y=top + 2, width=max(length, 1), height=14, cls=cls)
+        _add(bar, "title", text=(titles or {}).get(name, f"{name}: {text}"))
+        end = max(zero, zero + value / span * room) if limit is None else left + room
+        _add(root, "text", x=end + 5, y=top + 14, text=text)
+    if limit is not None:
+        _add(root, "path", d=f"M{zero + limit / span * room:.1f} 0V{ROW * len(values) + 4}", cls="rule")
     return _text(root)
 
 
 def _drawable(series: Series, *, log: bool) -> Series:
-    pairs = [(x, y) for x, y in zip(series.xs, series.ys, strict=True) if not log or (x > 0 and y > 0)]
-    step = -(-len(pairs) // MOST_POINTS) or 1
-    kept = pairs[::step]
-    return Series(series.name, [x for x, _ in kept], [y for _, y in kept], series.kind)
+    labels = series.labels or [""] * len(series.xs)
+    points = [one for one in zip(series.xs, series.ys, labels, strict=True) if not log or (one[0] > 0 and one[1] > 0)]
+    step = -(-len(points) // MOST_POINTS) or 1
+    kept = points[::step]
+    return replace(series, xs=[x for x, _, _ in kept], ys=[y for _, y, _ in kept], labels=[one for _, _, one in kept])
 
 
 def _scale(values: Sequence[float], start: float, end: float, *, log: bool) -> _Scale:
@@ -146,13 +167,15 @@ def _grid(root: Element, axes: Axes, x: _Scale, y: _Scale) -> None:
     name.set("transform", f"rotate(-90 13 {(TOP + HEIGHT - BOTTOM) / 2})")
 
 
-def _draw(root: Element, series: Series, x: _Scale, y: _Scale, index: int) -> None:
+def _draw(root: Element, series: Series, axes: Axes, x: _Scale, y: _Scale, index: int) -> None:
+    cls, radius = f"s{index % 4}", {"marks": 5.0, "points": 2.6, "line": 4.0}[series.kind]
     if series.kind == "line":
-        _line(root, list(zip(series.xs, series.ys, strict=True)), x, y, f"s{index % 4}")
-        return
-    radius = 5.0 if series.kind == "marks" else 2.6
-    for at_x, at_y in zip(series.xs, series.ys, strict=True):
-        _add(root, "circle", cx=x.place(at_x), cy=y.place(at_y), r=radius, cls=f"s{index % 4}")
+        _line(root, list(zip(series.xs, series.ys, strict=True)), x, y, cls)
+        cls = "hit"  # a line's points are only there to be pointed at
+    for at_x, at_y, label in zip(series.xs, series.ys, series.labels, strict=True):
+        point = _add(root, "circle", cx=x.place(at_x), cy=y.place(at_y), r=radius, cls=cls)
+        values = f"{axes.x_name}: {number(at_x)}; {axes.y_name}: {number(at_y)}"
+        _add(point, "title", text=f"{series.name}: {label or values}")
 
 
 def _line(root: Element, points: Sequence[tuple[float, float]], x: _Scale, y: _Scale, cls: str) -> None:

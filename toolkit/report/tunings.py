@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from toolkit.files.tuning import Outcome, PolicyResult, Tuning
+from typing import Literal
+
+from toolkit.files.tuning import Outcome, PolicyResult, Trial, Tuning
 from toolkit.report.material import Material
-from toolkit.report.parts import Cell, Figure, Section, Table, limits_table, missing, word
+from toolkit.report.parts import Cell, Figure, Section, Table, missing, quantity, word
 from toolkit.report.svg import Axes, Series, bars, chart
-from toolkit.report.verdict import verdict
 from toolkit.sched.policies.servable import footnote, marked
 from toolkit.units import number
 
@@ -23,14 +24,11 @@ def tuning_section(found: Material) -> Section:
     lead = f"{len(tuning.trials):,} trials of policy '{tuning.best_held_out.policy}' and others at {rate}, simulated."
     if len(tuning.policies) < 2:
         lead = lead.replace(" and others", "")
-    section = Section(KEY, TITLE, lead, lines=[line.strip() for line in verdict(tuning)])
+    section = Section(KEY, TITLE, lead)
     section.figures += [one for one in (_front(tuning), _importance(tuning), _swings(tuning)) if one.svg]
-    what = "The recipe's settings" if tuning.keep_defaults else "The best settings"
-    caption = f"{what} beside the limits, all held-out requests together"
-    section.tables += [limits_table(tuning.limits, caption), _held_out(tuning), _parameters(tuning)]
+    section.tables += [_held_out(tuning), _parameters(tuning)]
     if tuning.policies:
         section.tables.append(_policies(tuning))
-    section.lines += [f"The trace: {note}." for note in tuning.trace_notes]
     return section
 
 
@@ -41,18 +39,29 @@ def _front(tuning: Tuning) -> Figure:
     front.sort(key=lambda one: one.outcome.metrics[latency])
     best = [one for one in known if _same(one.outcome, tuning.best_held_out)][:1]
     series = [
-        _series("trials", [one.outcome for one in known], latency),
-        _series("the front", [one.outcome for one in front], latency, "line"),
-        _series("defaults", [one.outcome for one in known if one.number == 0], latency, "marks"),
-        _series("best", [one.outcome for one in best], latency, "marks"),
+        _series("trials", known, latency),
+        _series("the front", front, latency, "line"),
+        _series("defaults", [one for one in known if one.number == 0], latency, "marks"),
+        _series("best", best, latency, "marks"),
     ]
     svg = chart(Axes(latency, "goodput, requests/s", series))
     return Figure(svg, "each trial on the search windows; on the front none is better in both")
 
 
-def _series(name: str, outcomes: list[Outcome], latency: str, kind: str = "points") -> Series:
-    xs, ys = ([one.metrics[key] for one in outcomes] for key in (latency, "goodput_rps"))
-    return Series(name, xs, ys, "line" if kind == "line" else "marks" if kind == "marks" else "points")
+def _series(
+    name: str, trials: list[Trial], latency: str, kind: Literal["points", "line", "marks"] = "points"
+) -> Series:
+    xs, ys = ([one.outcome.metrics[key] for one in trials] for key in (latency, "goodput_rps"))
+    return Series(name, xs, ys, kind, [_label(one, latency) for one in trials])
+
+
+def _label(trial: Trial, latency: str) -> str:
+    """A trial in one line, for where a pointer rests on it."""
+    outcome = trial.outcome
+    settings = ", ".join(f"{name} {word(value)}" for name, value in outcome.parameters.items())
+    values = ", ".join(f"{key} {quantity(key, outcome.metrics[key])}" for key in ("goodput_rps", latency))
+    limits = "in all limits" if trial.feasible else "breaks a limit"
+    return f"trial {trial.number}, {outcome.policy}: {values}, {limits}; {settings}"
 
 
 def _same(one: Outcome, other: Outcome) -> bool:

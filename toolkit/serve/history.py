@@ -1,4 +1,4 @@
-"""The last minutes of a server: a point every few seconds, percentiles over the last minute, what went wrong when.
+"""The last hour of a server: a point every few seconds, percentiles over the last minute, what went wrong when.
 
 Made from what `Stats` counts anyway: nothing is added to the path of a request. Memory is bounded, whatever the load.
 """
@@ -16,7 +16,7 @@ from toolkit.serve.metrics import Gauges
 from toolkit.serve.stats import Histogram, Stats, quantile
 
 SAMPLE_S = 2.0
-KEPT = 300  # points: ten minutes
+KEPT = 1800  # points: an hour, at about 200 bytes each
 TRAILING = 30  # points that rates and percentiles are of: one minute
 EVENTS = 20
 LATENCIES = ("ttft", "tpot", "itl", "e2e")  # charts

@@ -1,0 +1,93 @@
+"""bench.json: what a replay of a trace against a server measured, beside what was predicted before it."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from pydantic import Field
+
+from toolkit.files.envelope import Envelope, Strict
+
+
+class Front(Strict):
+    """By how much clients see tokens later than the server's driver has them, arrivals counted: means of latencies."""
+
+    first_s: float
+    last_s: float
+
+
+class Warmup(Strict):
+    """What other requests showed before the replay: how long batches take, and how long the laws say they take."""
+
+    requests: int
+    batch_s: float
+    predicted_batch_s: float
+    slowdown: float = Field(description="their ratio; the prediction takes every batch to be so many times as long")
+    front: Front | None = Field(
+        default=None, description="added to every predicted latency; none: the server was not ours alone meanwhile"
+    )
+
+
+class Compared(Strict):
+    """One metric. Errors are the prediction's: 100 (predicted / measured - 1)."""
+
+    metric: str
+    measured: float | None
+    predicted: float | None
+    error_percent: float | None
+    as_fitted: float | None = Field(description="predicted without the warm-up's slowdown")
+    as_fitted_error_percent: float | None
+
+
+class Scheduling(Strict):
+    """What a server spent beside running the model, over all its workers. Seconds are of wall time."""
+
+    batches: int = Field(description="slices or rounds")
+    steps: int
+    engine_s: float = Field(description="inside the engines, reporting included")
+    reporting_s: float = Field(description="between two steps, to send tokens and hear of cancellations")
+    deciding_s: float = Field(description="in the scheduler, in the front's process")
+    hops: int = Field(description="batches that followed one at once")
+    hop_s: float = Field(description="from the end of the batch before to their start, deciding included")
+
+    def text(self) -> str:
+        """One line for people. Shares are of the engine's time, which the front's other work is not part of."""
+        shares = [100.0 * value / self.engine_s for value in (self.deciding_s, self.hop_s, self.reporting_s)]
+        each_ms = [1e3 * self.deciding_s / self.batches, 1e3 * self.hop_s / max(self.hops, 1)]
+        step = f"{self.steps / self.batches:.1f} steps of {1e3 * self.engine_s / max(self.steps, 1):.2f} ms"
+        parts = f"deciding {shares[0]:.2f} %, hop {shares[1]:.2f} %, reporting {shares[2]:.2f} % of engine time"
+        return f"scheduler: {parts}; per batch of {step}: {each_ms[0]:.3f} and {each_ms[1]:.3f} ms"
+
+
+class BenchReport(Envelope):
+    """bench.json, whole."""
+
+    remake: ClassVar[str] = "llmctl bench --url URL --trace TRACE"
+
+    model: str
+    policy: str | None = Field(default=None, description="the plan's; none: made without a plan, or by an older llmctl")
+    request_rate_rps: float | None = Field(
+        default=None, description="mean rate of the whole trace as it was scaled; none: its requests come all at once"
+    )
+    lengths: Literal["hidden", "given"] = Field(
+        description="'given': output lengths were told to the server as max_tokens, which no real client can do"
+    )
+    trace_notes: list[str]
+    interrupted: bool
+    requests: int = Field(description="in the replayed part of the trace")
+    answered: int = Field(description="served or failed; the metrics are about these")
+    failures: dict[str, int] = Field(description="reason to count")
+    wrong_length: int = Field(description="served with another number of tokens than the trace has")
+    send_lag_p99_s: float = Field(description="how late the client itself was")
+    sla: dict[str, float]
+    warmup: Warmup | None
+    replay_slowdown: float | None = Field(description="as the warm-up's, of the replay's own batches: known afterwards")
+    replay_front: Front | None = Field(default=None, description="as the warm-up's, of the replay itself")
+    predicted_in_hindsight: dict[str, float] = Field(
+        default={}, description="with the replay's own slowdown and front: what is left is the laws' error"
+    )
+    scheduling: Scheduling | None = Field(description="what the server spent on scheduling meanwhile; llmctl's tell")
+    measured: dict[str, float]
+    predicted: dict[str, float]
+    predicted_as_fitted: dict[str, float] = Field(description="without what the warm-up showed")
+    compared: list[Compared]
