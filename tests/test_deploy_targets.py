@@ -406,6 +406,8 @@ def test_workers_that_share_a_model_take_a_gpu_each(tmp_path: Path) -> None:
         "spec"
     ]
     assert pod["containers"][0]["resources"]["limits"] == {"nvidia.com/gpu": "8"}
+    assert {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "1Gi"}} in pod["volumes"]
+    assert {"name": "shm", "mountPath": "/dev/shm"} in pod["containers"][0]["volumeMounts"]
     assert "  --tensor-parallel-size 4 \\\n" in render_target("vllm", orders.order(plan))["serve.sh"]
 
 

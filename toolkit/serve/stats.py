@@ -107,7 +107,7 @@ class Stats:
     """All counters of one server. Times in seconds.
 
     `max_batch_size` and `max_length` say how far the latency laws were measured, `sla` what each request should keep.
-    Each target's limit is a bound of its histogram, so that whoever reads the buckets knows exactly how many kept it.
+    Each target's limit is a bound of its histogram, so that the buckets say exactly how many requests kept it.
     """
 
     max_batch_size: int = 1 << 62

@@ -40,6 +40,8 @@ SECRET_KEY = "api-key"
 HUB_KEY = "hf-token"
 PLAN_FOLDER = "/etc/llmctl"
 TMP = Volume(name="tmp", empty_dir=EmptyDir())
+SHARED = Volume(name="shm", empty_dir=EmptyDir(medium="Memory", size_limit="1Gi"))
+SHARED_MOUNT = VolumeMount(name="shm", mount_path="/dev/shm")
 HTTP = ContainerPort(name="http", container_port=PORT)
 FOLDERS = {"HOME": "/tmp", "HF_HOME": "/models", "NUMBA_CACHE_DIR": "/tmp/numba"}
 
@@ -85,8 +87,13 @@ def pod(order: Order, notice_s: int) -> PodSpec:
         affinity=on_products(order, order.plan.kinds[0]) if gpus(order.plan.recipe).value else None,
         tolerations=tolerations(order.plan.recipe),
         containers=[_container(order, notice_s)],
-        volumes=volumes(order),
+        volumes=[*volumes(order), *([SHARED] if _shares(order) else [])],
     )
+
+
+def _shares(order: Order) -> bool:
+    """Whether processes of one worker exchange tensors: NCCL asks for more than the 64 MB of a pod's /dev/shm."""
+    return order.plan.recipe.engine.tensor_parallel_size > 1
 
 
 def _container(order: Order, notice_s: int) -> Container:
@@ -104,7 +111,7 @@ def _container(order: Order, notice_s: int) -> Container:
         startup_probe=started(order),
         readiness_probe=READY,
         liveness_probe=ALIVE,
-        volume_mounts=mounts(),
+        volume_mounts=[*mounts(), *([SHARED_MOUNT] if _shares(order) else [])],
     )
 
 
