@@ -12,8 +12,8 @@ from pathlib import Path
 from toolkit.bench.client import Progress, Replay, run
 from toolkit.bench.costs import counts_or_none, scheduling
 from toolkit.bench.foreign import tells_of_its_laws
-from toolkit.bench.predict import predict
-from toolkit.bench.report import BenchReport, Prediction, Warmup, report
+from toolkit.bench.predict import predict, predicted
+from toolkit.bench.report import BenchReport, Prediction, Warmup, report, values_of
 from toolkit.bench.subject import Subject
 from toolkit.bench.warmup import conditions, others, times_between, warm_up
 from toolkit.files.io import head
@@ -53,18 +53,18 @@ class Measurement:
         """Serve the requests behind `after_s` of the trace for `about_s` seconds, and predict; False: interrupted."""
         if self._plan is None:
             return True
-        as_fitted = predict(self._plan, self._part, self._sla)
+        found = predicted(self._plan, self._part)
+        as_fitted = found.metrics(self._sla)
         count = round(about_s * as_fitted["throughput_rps"]) if tells_of_its_laws(self._plan, self._target) else 0
         trace = others(self._whole, after_s, count)
         warm, interrupted = self._warm_up(trace, about_s) if count else (None, False)
         if interrupted:
             return False
         self._finished = trace.output_tokens.tolist()
-        metrics = as_fitted
         if warm:
-            shown = conditions(warm.slowdown, warm.front, self._finished)
-            metrics = predict(self._plan, self._part, self._sla, shown)
-        self._predicted = Prediction(metrics, as_fitted, warm)
+            found = predicted(self._plan, self._part, conditions(warm.slowdown, warm.front, self._finished))
+        metrics, targets = found.metrics(self._sla), values_of(found.sla_ratios(self._sla), self._sla)
+        self._predicted = Prediction(metrics, as_fitted, warm, targets)
         return True
 
     def _warm_up(self, trace: Trace, about_s: float) -> tuple[Warmup | None, bool]:

@@ -2,28 +2,30 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import numpy as np
 from pydantic import Field
 
-from toolkit.bench.client import Replay, send_lag_s
+from toolkit.bench.client import Lengths, Replay, send_lag_s
 from toolkit.bench.costs import Scheduling
 from toolkit.endpoints.connection import INTERRUPTED
 from toolkit.endpoints.stream import Sample
 from toolkit.files.envelope import Envelope, Strict
 from toolkit.files.io import Head
-from toolkit.metrics import Served, summarize
+from toolkit.metrics import Served, sla_ratios, summarize
 from toolkit.traces.write import Line, to_ms
 
 COMPARED = (
     "throughput_rps",
     "goodput_rps",
+    "sla_attainment_percent",
     *(f"{name}_{stat}_s" for name in ("ttft", "tpot", "e2e") for stat in ("mean", "p95", "p99")),
 )
+NUMBER = re.compile(r"\d+(\.\d+)?")
 NOT_SENT = Sample.__dataclass_fields__["failure"].default
 
 
@@ -57,20 +59,40 @@ class Compared(Strict):
     as_fitted_error_percent: float | None
 
 
+class TargetResult(Strict):
+    """A latency target: its limit, and the value that was measured and predicted, in seconds.
+
+    Over the requests that were served; those that failed miss every target, which attainment counts.
+    """
+
+    target: str
+    limit_s: float
+    measured_s: float
+    predicted_s: float | None = Field(description="none: nothing was predicted")
+    kept: bool = Field(description="whether the measured value is within the limit")
+    predicted_kept: bool | None
+
+
 class BenchReport(Envelope):
     """bench.json, whole."""
 
     remake: ClassVar[str] = "llmctl bench --url URL --trace TRACE"
 
     model: str
-    lengths: Literal["hidden", "given"] = Field(
-        description="'given': output lengths were told to the server as max_tokens, which no real client can do"
+    lengths: Lengths = Field(
+        description="'given': each request asked for exactly its output as max_tokens, so the scheduler knew the "
+        "lengths as limits, which it does not of real traffic; the prediction simulates the same"
     )
     trace_notes: list[str]
     interrupted: bool
     requests: int = Field(description="in the replayed part of the trace")
     answered: int = Field(description="served or failed; the metrics are about these")
-    failures: dict[str, int] = Field(description="reason to count")
+    failures: dict[str, int] = Field(description="reason to count; '...' where reasons differ in numbers alone")
+    refused: int = Field(
+        default=0,
+        description="of the failures: refused for load (HTTP 429 or 503). They count as missed in attainment; the "
+        "prediction serves every request",
+    )
     wrong_length: int = Field(description="served with another number of tokens than the trace has")
     send_lag_p99_s: float = Field(description="how late the client itself was")
     sla: dict[str, float]
@@ -85,6 +107,7 @@ class BenchReport(Envelope):
     predicted: dict[str, float]
     predicted_as_fitted: dict[str, float] = Field(description="without what the warm-up showed")
     compared: list[Compared]
+    targets: list[TargetResult] = Field(default=[], description="each target of `sla`; none where nothing was served")
 
 
 @dataclass(slots=True, frozen=True)
@@ -94,6 +117,7 @@ class Prediction:
     metrics: Mapping[str, float] = field(default_factory=dict)
     as_fitted: Mapping[str, float] = field(default_factory=dict)
     warmup: Warmup | None = None
+    targets: Mapping[str, float] = field(default_factory=dict)  # each target's value in seconds
 
 
 def served(samples: Sequence[Sample]) -> Served:
@@ -113,7 +137,7 @@ def report(
     head: Head,
     *,
     model: str,
-    lengths: Literal["hidden", "given"],
+    lengths: Lengths,
     trace_notes: Sequence[str],
     sla: Mapping[str, float],
     predicted: Prediction,
@@ -127,7 +151,8 @@ def report(
     An interrupted replay is not compared: the prediction is about all of it.
     """
     answered = [one for one in replay.samples if one.failure not in (INTERRUPTED, NOT_SENT)]
-    measured = summarize(served(answered), sla) if answered else {}
+    seen = served(answered)
+    measured = summarize(seen, sla) if answered else {}
     if replay.interrupted:
         predicted = Prediction(warmup=predicted.warmup)
     return BenchReport(
@@ -138,7 +163,8 @@ def report(
         interrupted=replay.interrupted,
         requests=len(replay.samples),
         answered=len(answered),
-        failures=dict(Counter(one.failure for one in answered if one.failure)),
+        failures=_failures(one.failure for one in answered if one.failure),
+        refused=sum(one.refused for one in answered),
         wrong_length=sum(not one.failure and one.output_tokens != one.wanted_tokens for one in answered),
         send_lag_p99_s=send_lag_s(replay.samples),
         sla=dict(sla),
@@ -151,7 +177,36 @@ def report(
         predicted=dict(predicted.metrics),
         predicted_as_fitted=dict(predicted.as_fitted),
         compared=compare(measured, predicted.metrics, predicted.as_fitted),
+        targets=_targets(seen, sla, predicted.targets) if seen.ok.any() else [],
     )
+
+
+def values_of(ratios: Mapping[str, float], sla: Mapping[str, float]) -> dict[str, float]:
+    """Each target's value in seconds, from its ratio to its limit (`toolkit.metrics.sla_ratios`)."""
+    return {target: ratio * sla[target] for target, ratio in ratios.items()}
+
+
+def _targets(seen: Served, sla: Mapping[str, float], predicted: Mapping[str, float]) -> list[TargetResult]:
+    return [
+        TargetResult(
+            target=target,
+            limit_s=sla[target],
+            measured_s=value,
+            predicted_s=predicted.get(target),
+            kept=value <= sla[target],
+            predicted_kept=predicted[target] <= sla[target] if target in predicted else None,
+        )
+        for target, value in values_of(sla_ratios(seen, sla), sla).items()
+    ]
+
+
+def _failures(reasons: Iterable[str]) -> dict[str, int]:
+    """Reason to count. Reasons that differ in numbers alone, such as forecast seconds, are one, with dots for them."""
+    alike: dict[str, list[str]] = {}
+    for reason in reasons:
+        status, _, words = reason.partition(": ")
+        alike.setdefault(f"{status}: {NUMBER.sub('...', words)}" if words else reason, []).append(reason)
+    return {(same[0] if len(set(same)) == 1 else form): len(same) for form, same in alike.items()}
 
 
 def compare(

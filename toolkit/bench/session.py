@@ -40,6 +40,7 @@ class Session:
 
     def __init__(self, subject: Subject, plan: Plan, warmup_s: float, progress: Progress) -> None:
         self._target, self._whole, self._load = subject.target, subject.trace, subject.load
+        self._notes = subject.notes
         self._plan, self._warmup_s, self._progress = plan, warmup_s, progress
         self._tells = tells_of_its_laws(plan, subject.target)
         self.results: list[WindowResult] = []
@@ -61,7 +62,7 @@ class Session:
             **head({"plan": plan, "trace": trace}),
             model=self._target.model,
             policy=self._plan.policy.name,
-            notes=list(self._whole.notes),
+            notes=[*self._whole.notes, *self._notes],
             windows=self.results,
             metrics=metric_errors(self.results),
             requests=request_errors(self._pairs),
@@ -124,6 +125,7 @@ class Session:
             end_s=window.end_s,
             requests=len(replay.samples),
             failed=sum(bool(sample.failure) for sample in replay.samples),
+            refused=sum(sample.refused for sample in replay.samples),
             slowdown=shown.slowdown,
             front_first_s=shown.front.first_s if shown.front else 0.0,
             front_last_s=shown.front.last_s if shown.front else 0.0,

@@ -66,9 +66,14 @@ def times_between(before: dict[str, float], after: dict[str, float], samples: Se
 
 
 def _front_delay(before: dict[str, float], after: dict[str, float], samples: Sequence[Sample]) -> Front | None:
-    """Mean latencies at the clients less those at the server's driver, of the same requests."""
-    clients = [(one.first_token_s - one.scheduled_s, one.last_token_s - one.scheduled_s) for one in samples]
-    if any(one.failure for one in samples) or not clients:
+    """Mean latencies at the clients less those at the server's driver, of the same requests.
+
+    Requests that were refused never came to the driver; where it counted others than those that were
+    served, the delay is not known.
+    """
+    served = [one for one in samples if not one.failure]
+    clients = [(one.first_token_s - one.scheduled_s, one.last_token_s - one.scheduled_s) for one in served]
+    if not clients or any(one.failure and not one.refused for one in samples):
         return None
     delays_s = []
     for name, seen_s in zip((TTFT, E2E), np.mean(clients, axis=0).tolist(), strict=True):

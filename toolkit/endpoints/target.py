@@ -122,9 +122,9 @@ def get(target: Target, path: str) -> bytes:
     return answer.content
 
 
-def refusal(target: Target, path: str, status: int, body: bytes) -> InputError:
-    """A server's no, in its own words."""
-    hint = "give the key in LLMCTL_API_KEY" if status in (401, 403) else ""
+def refusal(target: Target, path: str, status: int, body: bytes, hint: str = "") -> InputError:
+    """The server's refusal in its own words, with the `hint` or that a key is missing."""
+    hint = "give the key in LLMCTL_API_KEY" if status in (401, 403) else hint
     return InputError(f"{target.url}{path}: HTTP {status}: {error_text(body)}", hint)
 
 

@@ -18,6 +18,9 @@ class WindowResult(Strict):
     end_s: float
     requests: int
     failed: int
+    refused: int = Field(
+        default=0, description="of the failed: refused for load (HTTP 429 or 503); the prediction serves every request"
+    )
     slowdown: float = Field(description="batches took so many times as long as fitted, just before; 1: nobody tells")
     front_first_s: float = Field(
         default=0.0, description="clients saw first tokens so much later than the server's driver, just before"
@@ -60,7 +63,7 @@ class Validation(Envelope):
 
     model: str
     policy: str
-    notes: list[str]
+    notes: list[str] = Field(description="what was done to the trace, and how the server was asked for its lengths")
     windows: list[WindowResult]
     metrics: list[MetricError]
     requests: list[RequestError]
