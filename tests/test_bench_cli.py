@@ -231,6 +231,8 @@ def test_every_target_stands_with_its_limit_what_was_measured_and_predicted_and_
     lines = [line.split() for line in out.splitlines() if line.startswith((" ttft_p99_s ", " e2e_p95_s "))]
     assert [line[0] for line in lines if "yes" in line] == ["ttft_p99_s"]
     assert [line[0] for line in lines if "NO" in line] == ["e2e_p95_s"]
+    within = next(line for line in out.splitlines() if line.startswith(" requests within all "))
+    assert within.count("%") == 2
 
 
 def test_another_rate_than_the_plan_was_tuned_for_is_said(capsys, tmp_path, trace):
@@ -254,6 +256,16 @@ def test_without_a_url_the_plans_own_address_is_asked(capsys, tmp_path, trace):
         code, _, _ = llmctl(capsys, "--trace", trace, "--plan", plan, "--warmup", 0)
     assert code == 0
     assert len(server.bodies) == 1 + 5
+
+
+@pytest.mark.parametrize("owner", ["llmctl", "vllm"])
+def test_a_server_that_is_still_loading_says_to_try_again(capsys, trace, owner):
+    refusal = whole({"error": {"message": "the server is loading"}}, 503)
+    with sse_server(lambda body: refusal, models={"data": [{"id": "m", "owned_by": owner}]}) as server:
+        code, _, err = llmctl(capsys, "--url", server.url, "--trace", trace)
+    assert code == 2
+    assert "HTTP 503: the server is loading" in err
+    assert "hint: try again when it is ready" in err
 
 
 def test_a_wrong_key_says_where_to_put_it(capsys, trace):

@@ -22,7 +22,6 @@ from toolkit.traces.write import Line, to_ms
 COMPARED = (
     "throughput_rps",
     "goodput_rps",
-    "sla_attainment_percent",
     *(f"{name}_{stat}_s" for name in ("ttft", "tpot", "e2e") for stat in ("mean", "p95", "p99")),
 )
 NUMBER = re.compile(r"\d+(\.\d+)?")

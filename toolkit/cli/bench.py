@@ -176,8 +176,15 @@ def _show_targets(result: BenchReport) -> None:
         + ([one.predicted_s, words[one.predicted_kept]] if result.predicted else [])
         for one in result.targets
     ]
+    attained = [told.get("sla_attainment_percent") for told in (result.measured, result.predicted)]
+    rows.append(["requests within all", None, _share(attained[0]), None])
+    rows[-1] += [_share(attained[1]), None] if result.predicted else []
     columns = ["target", ">limit", ">measured", "kept"]
     table(columns + ([">predicted", "kept"] if result.predicted else []), rows)
+
+
+def _share(percent: float | None) -> str | None:
+    return None if percent is None else f"{percent:.1f} %"
 
 
 def _remark(result: BenchReport) -> None:
