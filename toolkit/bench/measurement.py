@@ -62,7 +62,8 @@ class Measurement:
             return False
         self._finished = trace.output_tokens.tolist()
         if warm:
-            found = predicted(self._plan, self._part, conditions(warm.slowdown, warm.front, self._finished))
+            shown = conditions(warm.slowdown, warm.front, self._finished, warm.arrival_cost_s)
+            found = predicted(self._plan, self._part, shown)
         metrics, targets = found.metrics(self._sla), values_of(found.sla_ratios(self._sla), self._sla)
         self._predicted = Prediction(metrics, as_fitted, warm, targets)
         return True
@@ -74,7 +75,9 @@ class Measurement:
             warm, interrupted = warm_up(self._target, trace, self._load, advance)
         if warm:
             slow = f"batches take {warm.slowdown:.2f} times as long as fitted"
-            self._note(f"warm-up: {slow}; the prediction takes that over")
+            each = seconds(warm.arrival_cost_s)
+            more = f", and {each} more for each request that arrives meanwhile" if warm.arrival_cost_s else ""
+            self._note(f"warm-up: {slow}{more}; the prediction takes that over")
         if warm and warm.front:
             delays = f"{seconds(warm.front.first_s)} to first tokens and {seconds(warm.front.last_s)} to last ones"
             self._note(f"warm-up: HTTP and the front add {delays}; so do the prediction's latencies")
@@ -95,9 +98,10 @@ class Measurement:
         counted, later = self._counted, self._counted_later
         times = times_between(counted, later, replay.samples) if self._predicted.warmup else None
         slowdown, front = (times.slowdown, times.front) if times else (None, None)
+        cost_s = times.intake.cost_s if times else 0.0
         known: dict[str, float] = {}
         if self._plan and slowdown:
-            known = predict(self._plan, self._part, self._sla, conditions(slowdown, front, self._finished))
+            known = predict(self._plan, self._part, self._sla, conditions(slowdown, front, self._finished, cost_s))
         return report(
             replay,
             head(dict(inputs)),
@@ -107,6 +111,7 @@ class Measurement:
             sla=self._sla,
             predicted=self._predicted,
             replay_slowdown=slowdown,
+            replay_arrival_cost_s=cost_s,
             replay_front=front,
             in_hindsight=known,
             scheduling=scheduling(counted, later) if counted else None,

@@ -41,7 +41,12 @@ class Warmup(Strict):
     requests: int
     batch_s: float
     predicted_batch_s: float
-    slowdown: float = Field(description="their ratio; the prediction takes every batch to be so many times as long")
+    slowdown: float = Field(
+        description="their ratio, without the arrivals' cost; the prediction takes every batch to be so much longer"
+    )
+    arrival_cost_s: float = Field(
+        default=0.0, description="what each request that arrived added to every slice that ran then"
+    )
     front: Front | None = Field(
         default=None, description="added to every predicted latency; none: the server was not ours alone meanwhile"
     )
@@ -97,6 +102,7 @@ class BenchReport(Envelope):
     sla: dict[str, float]
     warmup: Warmup | None
     replay_slowdown: float | None = Field(description="as the warm-up's, of the replay's own batches: known afterwards")
+    replay_arrival_cost_s: float = Field(default=0.0, description="as the warm-up's, of the replay itself")
     replay_front: Front | None = Field(default=None, description="as the warm-up's, of the replay itself")
     predicted_in_hindsight: dict[str, float] = Field(
         default={}, description="with the replay's own slowdown and front: what is left is the laws' error"
@@ -141,6 +147,7 @@ def report(
     sla: Mapping[str, float],
     predicted: Prediction,
     replay_slowdown: float | None = None,
+    replay_arrival_cost_s: float = 0.0,
     replay_front: Front | None = None,
     in_hindsight: Mapping[str, float] | None = None,
     scheduling: Scheduling | None = None,
@@ -169,6 +176,7 @@ def report(
         sla=dict(sla),
         warmup=predicted.warmup,
         replay_slowdown=replay_slowdown,
+        replay_arrival_cost_s=replay_arrival_cost_s,
         replay_front=replay_front,
         predicted_in_hindsight={} if replay.interrupted else dict(in_hindsight or {}),
         scheduling=scheduling,

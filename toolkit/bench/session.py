@@ -82,7 +82,9 @@ class Session:
         if interrupted:
             return None
         self._finished += trace.output_tokens.tolist()
-        return conditions(warm.slowdown, warm.front, self._finished) if warm else self._unwarmed()
+        if warm is None:
+            return self._unwarmed()
+        return conditions(warm.slowdown, warm.front, self._finished, warm.arrival_cost_s)
 
     def _unwarmed(self) -> Conditions:
         return Conditions(finished=tuple(self._finished))
@@ -118,7 +120,7 @@ class Session:
         sla, meanwhile = self._plan.recipe.sla, times.slowdown if times else None
         known: dict[str, float] = {}
         if times and meanwhile:
-            then = conditions(meanwhile, times.front, shown.finished)
+            then = conditions(meanwhile, times.front, shown.finished, times.intake.cost_s)
             known = predicted(self._plan, window.trace, then).metrics(sla)
         return WindowResult(
             start_s=window.start_s,
@@ -127,6 +129,7 @@ class Session:
             failed=sum(bool(sample.failure) for sample in replay.samples),
             refused=sum(sample.refused for sample in replay.samples),
             slowdown=shown.slowdown,
+            arrival_cost_s=shown.arrival_cost_s,
             front_first_s=shown.front.first_s if shown.front else 0.0,
             front_last_s=shown.front.last_s if shown.front else 0.0,
             measured=summarize(served(replay.samples), sla),

@@ -192,8 +192,11 @@ def _remark(result: BenchReport) -> None:
     from toolkit.cli.output import note, seconds
 
     if result.warmup and result.replay_slowdown:
-        slow = f"{result.replay_slowdown:.2f} times as long as fitted; in the warm-up {result.warmup.slowdown:.2f}"
+        warm, costs_s = result.warmup, (result.replay_arrival_cost_s, result.warmup.arrival_cost_s)
+        slow = f"{result.replay_slowdown:.2f} times as long as fitted; in the warm-up {warm.slowdown:.2f}"
         note(f"during the replay batches took {slow}")
+        if any(costs_s):
+            note(f"a request that arrived cost each {seconds(costs_s[0])}; in the warm-up {seconds(costs_s[1])}")
         note(_hindsight(result))
     if result.scheduling:
         note(result.scheduling.text())

@@ -22,6 +22,9 @@ class WindowResult(Strict):
         default=0, description="of the failed: refused for load (HTTP 429 or 503); the prediction serves every request"
     )
     slowdown: float = Field(description="batches took so many times as long as fitted, just before; 1: nobody tells")
+    arrival_cost_s: float = Field(
+        default=0.0, description="each request that arrived added so much to every slice that ran then, just before"
+    )
     front_first_s: float = Field(
         default=0.0, description="clients saw first tokens so much later than the server's driver, just before"
     )
