@@ -98,7 +98,7 @@ class Measurement:
         counted, later = self._counted, self._counted_later
         times = times_between(counted, later, replay.samples) if self._predicted.warmup else None
         slowdown, front = (times.slowdown, times.front) if times else (None, None)
-        cost_s = times.intake.cost_s if times else 0.0
+        cost_s = times.arrivals.cost_s if times else 0.0
         known: dict[str, float] = {}
         if self._plan and slowdown:
             known = predict(self._plan, self._part, self._sla, conditions(slowdown, front, self._finished, cost_s))

@@ -120,7 +120,7 @@ class Session:
         sla, meanwhile = self._plan.recipe.sla, times.slowdown if times else None
         known: dict[str, float] = {}
         if times and meanwhile:
-            then = conditions(meanwhile, times.front, shown.finished, times.intake.cost_s)
+            then = conditions(meanwhile, times.front, shown.finished, times.arrivals.cost_s)
             known = predicted(self._plan, window.trace, then).metrics(sla)
         return WindowResult(
             start_s=window.start_s,

@@ -53,14 +53,14 @@ def others(trace: Trace, after_s: float, count: int) -> Trace:
     )
 
 
-class Intake(NamedTuple):
+class ArrivalCost(NamedTuple):
     """What each request that arrives adds to the batches that run then, and how many such meetings there were."""
 
     cost_s: float = 0.0
     arrived: float = 0.0
 
 
-NO_INTAKE = Intake()
+NO_COST = ArrivalCost()
 
 
 @dataclass(slots=True, frozen=True)
@@ -70,7 +70,7 @@ class ServerTimes:
     batch_s: float
     predicted_batch_s: float  # what its laws say of the same batches
     front: Front | None  # None: it counted other requests than the clients did
-    intake: Intake = NO_INTAKE
+    arrivals: ArrivalCost = NO_COST
 
     @property
     def slowdown(self) -> float | None:
@@ -80,11 +80,11 @@ class ServerTimes:
         """
         if self.predicted_batch_s <= 0.0:
             return None
-        return (self.batch_s - self.intake.cost_s * self.intake.arrived) / self.predicted_batch_s
+        return (self.batch_s - self.arrivals.cost_s * self.arrivals.arrived) / self.predicted_batch_s
 
 
-def intake_of(sums: Mapping[str, float]) -> Intake:
-    """The intake that a server's `llmctl_slice_sums` over some batches show, by least squares.
+def arrival_cost_of(sums: Mapping[str, float]) -> ArrivalCost:
+    """The cost that a server's `llmctl_slice_sums` over some batches show, by least squares.
 
     A batch takes `slowdown` times what the law says, and `cost_s` for each request that arrives meanwhile; together
     they are what all batches took. Where the cost does not stand out of its error (`SURE` standard errors), as where
@@ -92,7 +92,7 @@ def intake_of(sums: Mapping[str, float]) -> Intake:
     """
     count, took, expected, arrived = (sums[name] for name in ("batches", "took", "expected", "arrived"))
     if count < FEWEST or expected <= 0.0 or arrived <= 0.0:
-        return NO_INTAKE
+        return NO_COST
     ratio, each = took / expected, arrived / expected
     # of what a batch took, and of its arrivals, that is left when their shares by the law's time are taken away
     both = sums["took_arrived"] - each * sums["took_expected"] - ratio * sums["expected_arrived"]
@@ -101,12 +101,12 @@ def intake_of(sums: Mapping[str, float]) -> Intake:
     arrivals += each * each * sums["expected_expected"]
     times = sums["took_took"] - 2.0 * ratio * sums["took_expected"] + ratio * ratio * sums["expected_expected"]
     if arrivals <= 0.0 or both <= 0.0:
-        return NO_INTAKE
+        return NO_COST
     cost_s = both / arrivals
     error_s = math.sqrt(max(times - cost_s * both, 0.0) / (count - 2) / arrivals)
     if cost_s < SURE * error_s:
-        return NO_INTAKE
-    return Intake(min(cost_s, MOST_OF_IT * took / arrived), arrived)
+        return NO_COST
+    return ArrivalCost(min(cost_s, MOST_OF_IT * took / arrived), arrived)
 
 
 def times_between(before: dict[str, float], after: dict[str, float], samples: Sequence[Sample]) -> ServerTimes | None:
@@ -118,7 +118,7 @@ def times_between(before: dict[str, float], after: dict[str, float], samples: Se
         after[TOOK] - before[TOOK],
         after[PREDICTED] - before[PREDICTED],
         _front_delay(before, after, samples),
-        intake_of(sums),
+        arrival_cost_of(sums),
     )
 
 
@@ -168,7 +168,7 @@ def warm_up(target: Target, trace: Trace, load: Load, on_done: Callable[[], None
             batch_s=times.batch_s,
             predicted_batch_s=times.predicted_batch_s,
             slowdown=times.slowdown,
-            arrival_cost_s=times.intake.cost_s,
+            arrival_cost_s=times.arrivals.cost_s,
             front=times.front,
         ),
         False,

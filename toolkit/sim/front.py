@@ -10,7 +10,7 @@ costs each of them the same time. A crowd's batches are slower while it arrives 
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -58,7 +58,7 @@ class Intake:
         if not self._cost_s:
             return end_s
         arrivals_s, met = self._arrivals_s, 0
-        first = bisect_left(arrivals_s, start_s)
+        first = bisect_right(arrivals_s, start_s)  # those that it waited for were taken in before it
         while (now_met := bisect_left(arrivals_s, end_s, first + met) - first) > met:
             met = now_met
             end_s = start_s + work_s + met * self._cost_s
