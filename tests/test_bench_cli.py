@@ -11,6 +11,7 @@ from sse_server import serve_request, sse_server, whole
 
 from toolkit.deploy.plan import make_plan
 from toolkit.files.io import write_file
+from toolkit.files.plan import PlannedWorkload
 from toolkit.traces.read import read_trace
 from toolkit.traces.write import Line, write_lines
 
@@ -75,7 +76,7 @@ def test_another_server_is_told_the_lengths_and_the_report_says_so(capsys, trace
         code, out, err = llmctl(capsys, "--url", server.url, "--trace", trace)
     assert code == 0
     assert "predicted" not in out
-    assert "lengths given away" in err
+    assert "replay: each request asks for exactly its output: the scheduler knows the lengths as limits" in err
     assert sorted(body["max_tokens"] for body in server.bodies[1:]) == [3, 4, 5, 6, 7]
 
 
@@ -150,13 +151,122 @@ def test_ctrl_c_reports_what_was_answered(capsys, tmp_path):
     assert json.loads(out.read_text())["interrupted"] is True
 
 
-def test_a_server_that_cannot_hide_lengths_is_found_out_before_the_replay(capsys, trace):
-    refusal = whole({"error": {"message": "'llmctl_end_after' needs a server started with --allow-end-after"}}, 400)
-    with sse_server(lambda body: refusal) as server:
-        code, out, err = llmctl(capsys, "--url", server.url, "--trace", trace)
+NO_END_AFTER = whole({"error": {"message": "'llmctl_end_after' needs a server started with --allow-end-after"}}, 400)
+
+
+def without_end_after(body: dict) -> bytes | None:
+    """What a server answers that was started without --allow-end-after."""
+    return NO_END_AFTER if "llmctl_end_after" in body else serve_request(body)
+
+
+def test_a_server_that_does_not_hide_lengths_is_asked_for_exactly_the_outputs(capsys, trace, plan):
+    with sse_server(without_end_after) as server:
+        options = ["--trace", trace, "--plan", plan, "--warmup", 0, "--json"]
+        code, printed, err = llmctl(capsys, "--url", server.url, *options)
+    assert code == 0
+    report = json.loads(printed)
+    assert (report["lengths"], report["answered"], report["failures"], report["wrong_length"]) == ("given", 5, {}, 0)
+    *_, a, b, c, d, e = server.bodies
+    assert sorted(body["max_tokens"] for body in (a, b, c, d, e)) == [3, 4, 5, 6, 7]
+    assert all(body["ignore_eos"] for body in (a, b, c, d, e))
+    assert "replay: each request asks for exactly its output: the scheduler knows the lengths as limits" in err
+
+
+def test_the_prediction_knows_as_limits_what_the_requests_ask_for(capsys, tmp_path):
+    """A policy that reserves each request's limit has room for more at once where the limit is the output."""
+    recipe = samples.recipe(policy={"name": "conservative"}, workers=1)
+    plan, path, found = tmp_path / "plan.json", tmp_path / "trace.jsonl", {}
+    write_file(make_plan(recipe, samples.fit(capacity_tokens=512, workers=1), None, {}), plan)
+    write_lines([Line(0, 20, 8)] * 24, path)
+    for name, answer in {"hidden": serve_request, "given": without_end_after}.items():
+        with sse_server(answer) as server:
+            options = ["--trace", path, "--plan", plan, "--warmup", 0, "--json"]
+            code, printed, _ = llmctl(capsys, "--url", server.url, *options)
+        assert code == 0
+        found[name] = json.loads(printed)
+        assert found[name]["lengths"] == name
+    assert found["given"]["predicted"]["batch_size_mean"] > found["hidden"]["predicted"]["batch_size_mean"]
+
+
+def test_lengths_that_must_be_hidden_and_cannot_be_name_the_flag(capsys, trace):
+    with sse_server(without_end_after) as server:
+        code, out, err = llmctl(capsys, "--url", server.url, "--trace", trace, "--lengths", "hidden")
     assert (code, out) == (2, "")
     assert "HTTP 400: 'llmctl_end_after' needs a server started with --allow-end-after" in err
+    assert "hint: start it with: llmctl serve --allow-end-after; or leave --lengths hidden out" in err
     assert len(server.bodies) == 1
+
+
+def test_refused_requests_are_counted_and_the_prediction_says_that_it_serves_them(capsys, trace, plan):
+    def answer(body):
+        late_s = len(body["prompt"]) / 10
+        if body["stream"] and late_s > 2.1:
+            return whole({"error": {"message": f"too many wait: the first token would come in {late_s} s"}}, 503)
+        return serve_request(body)
+
+    with sse_server(answer) as server:
+        options = ["--trace", trace, "--plan", plan, "--warmup", 0, "--json"]
+        code, printed, err = llmctl(capsys, "--url", server.url, *options)
+    assert code == 0
+    report = json.loads(printed)
+    assert report["refused"] == 3
+    assert report["failures"] == {"HTTP 503: too many wait: the first token would come in ... s": 3}
+    assert report["measured"]["sla_attainment_percent"] == pytest.approx(40.0)
+    assert "3 of 5 requests were refused for load: attainment and goodput count them as missed" in err
+    assert "the prediction serves every request" in err
+
+
+def test_every_target_stands_with_its_limit_what_was_measured_and_predicted_and_whether_it_was_kept(
+    capsys, trace, plan
+):
+    with sse_server() as server:
+        options = ["--trace", trace, "--plan", plan, "--warmup", 0]
+        sla = ["--sla", "ttft_p99_s=30", "--sla", "e2e_p95_s=0.000001"]
+        code, out, _ = llmctl(capsys, "--url", server.url, *options, *sla)
+        assert code == 0
+        code, printed, _ = llmctl(capsys, "--url", server.url, *options, *sla, "--json")
+    kept = {
+        row["target"]: (row["limit_s"], row["kept"], row["predicted_kept"]) for row in json.loads(printed)["targets"]
+    }
+    assert kept == {"ttft_p99_s": (30.0, True, True), "e2e_p95_s": (1e-6, False, False)}
+    lines = [line.split() for line in out.splitlines() if line.startswith((" ttft_p99_s ", " e2e_p95_s "))]
+    assert [line[0] for line in lines if "yes" in line] == ["ttft_p99_s"]
+    assert [line[0] for line in lines if "NO" in line] == ["e2e_p95_s"]
+    within = next(line for line in out.splitlines() if line.startswith(" requests within all "))
+    assert within.count("%") == 2
+
+
+def test_another_rate_than_the_plan_was_tuned_for_is_said(capsys, tmp_path, trace):
+    plan = tmp_path / "plan.json"
+    tuned = make_plan(samples.recipe(), samples.fit(), None, {})
+    workload = PlannedWorkload(trace="trace.jsonl", request_rate_rps=50.0)
+    write_file(tuned.model_copy(update={"workload": workload}), plan)
+    with sse_server() as server:
+        _, _, err = llmctl(capsys, "--url", server.url, "--trace", trace, "--plan", plan, "--warmup", 0)
+        _, _, same = llmctl(capsys, "--url", server.url, "--trace", trace, "--plan", plan, "--warmup", 0, "--rate", 50)
+    assert "the plan was tuned for 50 requests/s, and this replays 100; its promise: --rate 50" in err
+    assert "its promise" not in same
+
+
+def test_without_a_url_the_plans_own_address_is_asked(capsys, tmp_path, trace):
+    with sse_server() as server:
+        port = int(server.url.rpartition(":")[2])
+        plan = tmp_path / "plan.json"
+        recipe = samples.recipe(serve={"port": port, "max_new_tokens": 128})
+        write_file(make_plan(recipe, samples.fit(), None, {}), plan)
+        code, _, _ = llmctl(capsys, "--trace", trace, "--plan", plan, "--warmup", 0)
+    assert code == 0
+    assert len(server.bodies) == 1 + 5
+
+
+@pytest.mark.parametrize("owner", ["llmctl", "vllm"])
+def test_a_server_that_is_still_loading_says_to_try_again(capsys, trace, owner):
+    refusal = whole({"error": {"message": "the server is loading"}}, 503)
+    with sse_server(lambda body: refusal, models={"data": [{"id": "m", "owned_by": owner}]}) as server:
+        code, _, err = llmctl(capsys, "--url", server.url, "--trace", trace)
+    assert code == 2
+    assert "HTTP 503: the server is loading" in err
+    assert "hint: try again when it is ready" in err
 
 
 def test_a_wrong_key_says_where_to_put_it(capsys, trace):

@@ -1,6 +1,7 @@
 """The warm-up before a replay: which requests it takes, and what it makes of the server's own figures."""
 
 import json
+from dataclasses import asdict
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from sse_server import serve_request, sse_server
 from toolkit.bench.client import Load
 from toolkit.bench.costs import counts_or_none
 from toolkit.bench.predict import Conditions, predict
-from toolkit.bench.warmup import conditions, others, times_between, warm_up
+from toolkit.bench.warmup import ServerTimes, arrival_cost_of, conditions, others, times_between, warm_up
 from toolkit.cli.main import run
 from toolkit.deploy.plan import make_plan
 from toolkit.endpoints.stream import Sample
@@ -18,6 +19,7 @@ from toolkit.endpoints.target import find_target
 from toolkit.errors import InputError
 from toolkit.files.bench import Front
 from toolkit.files.io import write_file
+from toolkit.serve.stats import SliceSums
 from toolkit.sim.front import NO_DELAY, FrontDelay
 from toolkit.traces.types import Trace
 from toolkit.traces.write import Line, write_lines
@@ -117,6 +119,90 @@ def test_where_a_request_failed_the_fronts_share_is_not_known():
     failed = seen_by_clients(4, 0.5, 2.0)
     failed[2].failure = "the connection was lost"
     assert times_between(counters(0, 0.0, 0.0), counters(4, 0.375, 1.75), failed).front is None
+
+
+def test_refused_requests_never_came_to_the_driver_and_say_nothing_of_the_fronts_share():
+    refused = seen_by_clients(5, 0.5, 2.0)
+    refused[2].failure, refused[2].refused = "HTTP 503: too many wait", True
+    times = times_between(counters(0, 0.0, 0.0), counters(4, 0.375, 1.75), refused)
+    assert times.front == Front(first_s=0.125, last_s=0.25)
+
+
+def slices(times_s: list[tuple[float, float, int]]) -> dict[str, float]:
+    """What a server has counted after slices that took, should have taken, and met so many arrivals."""
+    sums = SliceSums()
+    for took_s, expected_s, arrived in times_s:
+        sums.add(took_s, expected_s, arrived)
+    return asdict(sums)
+
+
+def crowded(slowdown: float, cost_s: float, count: int = 20, noise_s: float = 0.0) -> dict[str, float]:
+    """Requests arrive during the first half of the slices alone."""
+    found = []
+    for k in range(count):
+        expected_s, arrived = 0.5 + 0.01 * (k % 7), 300 + 10 * (k % 5) if 2 * k < count else 0
+        wrong_s = noise_s if k % 2 else -noise_s
+        found.append((slowdown * expected_s + cost_s * arrived + wrong_s, expected_s, arrived))
+    return slices(found)
+
+
+@pytest.mark.parametrize(("slowdown", "cost_s"), [(1.0, 0.0007), (1.2, 0.0005), (0.9, 0.002)])
+def test_what_arrivals_cost_is_told_apart_from_a_slow_machine(slowdown: float, cost_s: float):
+    found = arrival_cost_of(crowded(slowdown, cost_s))
+    assert found.cost_s == pytest.approx(cost_s, rel=0.02)
+    sums = crowded(slowdown, cost_s)
+    times = ServerTimes(sums["took"], sums["expected"], None, found)
+    assert times.slowdown == pytest.approx(slowdown, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    "sums",
+    [
+        crowded(1.2, 0.0),  # arrivals cost nothing
+        crowded(1.2, 0.0007, count=6),  # too few slices
+        crowded(1.2, 0.00001, noise_s=0.2),  # lost in the noise
+        slices([(0.6, 0.5, 100)] * 20),  # all alike: nothing tells the two apart
+        slices([(0.6, 0.5, 0)] * 20),
+        slices([]),
+    ],
+)
+def test_where_the_cost_cannot_be_told_the_slowdown_has_it_all(sums: dict[str, float]):
+    assert arrival_cost_of(sums) == (0.0, 0.0)
+
+
+def test_what_all_slices_took_is_kept_however_it_is_shared():
+    sums = crowded(1.1, 0.0006, noise_s=0.01)
+    found = arrival_cost_of(sums)
+    slowdown = ServerTimes(sums["took"], sums["expected"], None, found).slowdown
+    assert slowdown is not None
+    assert slowdown * sums["expected"] + found.cost_s * sums["arrived"] == pytest.approx(sums["took"])
+
+
+def test_the_command_says_and_predicts_what_arrivals_cost(capsys, tmp_path):
+    def answer(body):
+        ran.append(body)
+        at = len(ran)
+        times_s.append((0.06 if at % 2 else 0.05, 0.05, 5 if at % 2 else 0))
+        sums = slices(times_s)
+        server.metrics = "".join(f'llmctl_slice_sums_total{{of="{of}"}} {value}\n' for of, value in sums.items())
+        server.batch_s = (sums["took"], sums["expected"])
+        return serve_request(body)
+
+    ran: list[dict] = []
+    times_s: list[tuple[float, float, int]] = []
+    lines, plan = tmp_path / "trace.jsonl", tmp_path / "plan.json"
+    write_lines([Line(2 * k, 20 + k, 3 + k % 9) for k in range(40)], lines)
+    write_file(make_plan(samples.recipe(), samples.fit(), None, {}), plan)
+    options = ["--trace", lines, "--plan", plan, "--warmup", 0.2, "--json"]
+    with sse_server(answer) as server, pytest.raises(SystemExit) as ended:
+        run(["bench", "--url", server.url, *map(str, options)])
+    printed, err = capsys.readouterr()
+    assert ended.value.code == 0
+    report = json.loads(printed)
+    assert report["warmup"]["arrival_cost_s"] == pytest.approx(0.002, rel=0.02)
+    assert report["warmup"]["slowdown"] == pytest.approx(1.0, rel=0.02)
+    assert "and 2 ms more for each request that arrives meanwhile" in err
+    assert report["predicted"]["ttft_mean_s"] > report["predicted_as_fitted"]["ttft_mean_s"]
 
 
 def test_a_slow_machine_makes_batches_longer_and_decides_nothing_else():

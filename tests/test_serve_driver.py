@@ -228,6 +228,25 @@ def test_the_scheduler_never_sees_where_a_replayed_request_ends():
     drive(test)
 
 
+def test_requests_that_arrive_while_a_slice_runs_are_counted_with_it():
+    async def test(driver: Driver, hands: HandWorkers) -> None:
+        submit(driver, ask("first", limit=8))
+        await turns()
+        for name in ("second", "third"):
+            submit(driver, ask(name, limit=8))
+        hands.finish()
+        sums = driver.stats.slice_sums
+        assert (sums.batches, sums.arrived, sums.arrived_arrived) == (1, 2, 4)
+        assert sums.took == pytest.approx(driver.stats.batch_s)
+        assert sums.expected == pytest.approx(driver.stats.predicted_batch_s)
+        assert sums.took_arrived == pytest.approx(2 * sums.took)
+        await turns()
+        hands.finish()
+        assert (sums.batches, sums.arrived, sums.arrived_arrived) == (2, 2, 4)
+
+    drive(test)
+
+
 def test_a_request_beyond_all_memory_is_refused():
     async def test(driver: Driver, hands: HandWorkers) -> None:
         with pytest.raises(RefusedError, match="memory holds 40"):

@@ -23,6 +23,7 @@ from toolkit.endpoints.stream import Sample
 from toolkit.endpoints.target import Target, post, refusal
 from toolkit.traces.types import Trace
 
+END_AFTER = b"llmctl_end_after"  # stands in the refusal of a server that does not take the field
 PREPARED = 2000  # requests made before the clock starts: making one costs the machine that is measured
 
 Lengths = Literal["hidden", "given"]
@@ -33,8 +34,9 @@ Progress = Callable[[str, int], AbstractContextManager[Callable[..., None]]]  # 
 class Load:
     """How a trace becomes requests.
 
-    With `lengths` 'hidden', requests say max_tokens = their client's limit (`max_new_tokens` where the trace has none),
-    and the length that the trace knows goes to the engine alone; with 'given', max_tokens is that length.
+    With `lengths` 'hidden', requests say max_tokens = their client's limit (`max_new_tokens` where the
+    trace has none), and the length that the trace knows goes to the engine alone; with 'given',
+    max_tokens is that length, so the scheduler knows it as the request's limit.
     """
 
     lengths: Lengths
@@ -53,19 +55,29 @@ class Replay:
     interrupted: bool
 
 
-def try_out(target: Target, lengths: Lengths, max_tokens: int) -> Dialect:
-    """How the server wants to be asked, found out with a request of one token or a few of them.
+def try_out(target: Target, lengths: Lengths | None, max_tokens: int) -> tuple[Lengths, Dialect]:
+    """How the server is asked for a trace's lengths, found out with a request of one token or a few of them.
 
-    Raises InputError with the server's own words where it is refused.
+    Where `lengths` is None, they are hidden if the server allows it: llmctl's own does with
+    `--allow-end-after`. Raises `InputError` with the server's own words where it refuses.
     """
-    if lengths == "given":
-        return learn(target)
-    dialect = FULL
-    fields = dialect.request(target.model, [1], max_tokens, end_after=1, stream=False)
+    if lengths == "given" or (lengths is None and not target.own):
+        return "given", learn(target)
+    fields = FULL.request(target.model, [1], max_tokens, end_after=1, stream=False)
     status, body = post(target, "/v1/completions", fields)
-    if status != 200:
+    if status == 200:
+        return "hidden", FULL
+    if END_AFTER not in body:
         raise refusal(target, "/v1/completions", status, body)
-    return dialect
+    if lengths is None:
+        return "given", learn(target)
+    raise refusal(
+        target,
+        "/v1/completions",
+        status,
+        body,
+        "start it with: llmctl serve --allow-end-after; or leave --lengths hidden out",
+    )
 
 
 def run(target: Target, trace: Trace, load: Load, on_done: Callable[[], None]) -> Replay:

@@ -19,8 +19,14 @@ COUNTED = {  # field of `Scheduling`, and the series it is the growth of
 
 
 def counts(target: Target) -> dict[str, float]:
-    """What a server of llmctl's counts, by series. InputError where it is silent."""
-    return {sample.name: sample.value for sample in scrape(target)}
+    """What a server of llmctl's counts, by series, and sums of several kinds by `name:kind`.
+
+    `InputError` where it does not answer.
+    """
+    return {
+        f"{sample.name}:{sample.labels['of']}" if "of" in sample.labels else sample.name: sample.value
+        for sample in scrape(target)
+    }
 
 
 def counts_or_none(target: Target) -> dict[str, float]:

@@ -12,8 +12,8 @@ from pathlib import Path
 from toolkit.bench.client import Progress, Replay, run
 from toolkit.bench.costs import counts_or_none, scheduling
 from toolkit.bench.foreign import tells_of_its_laws
-from toolkit.bench.predict import predict
-from toolkit.bench.report import Prediction, report
+from toolkit.bench.predict import predict, predicted
+from toolkit.bench.report import Prediction, report, values_of
 from toolkit.bench.subject import Subject
 from toolkit.bench.warmup import conditions, others, times_between, warm_up
 from toolkit.files.bench import BenchReport, Warmup
@@ -55,18 +55,19 @@ class Measurement:
         """Serve the requests behind `after_s` of the trace for `about_s` seconds, and predict; False: interrupted."""
         if self._plan is None:
             return True
-        as_fitted = predict(self._plan, self._part, self._sla)
+        found = predicted(self._plan, self._part)
+        as_fitted = found.metrics(self._sla)
         count = round(about_s * as_fitted["throughput_rps"]) if tells_of_its_laws(self._plan, self._target) else 0
         trace = others(self._whole, after_s, count)
         warm, interrupted = self._warm_up(trace, about_s) if count else (None, False)
         if interrupted:
             return False
         self._finished = trace.output_tokens.tolist()
-        metrics = as_fitted
         if warm:
-            shown = conditions(warm.slowdown, warm.front, self._finished)
-            metrics = predict(self._plan, self._part, self._sla, shown)
-        self._predicted = Prediction(metrics, as_fitted, warm)
+            shown = conditions(warm.slowdown, warm.front, self._finished, warm.arrival_cost_s)
+            found = predicted(self._plan, self._part, shown)
+        metrics, targets = found.metrics(self._sla), values_of(found.sla_ratios(self._sla), self._sla)
+        self._predicted = Prediction(metrics, as_fitted, warm, targets)
         return True
 
     def _warm_up(self, trace: Trace, about_s: float) -> tuple[Warmup | None, bool]:
@@ -76,7 +77,9 @@ class Measurement:
             warm, interrupted = warm_up(self._target, trace, self._load, advance)
         if warm:
             slow = f"batches take {warm.slowdown:.2f} times as long as fitted"
-            self._note(f"warm-up: {slow}; the prediction takes that over")
+            each = seconds(warm.arrival_cost_s)
+            more = f", and {each} more for each request that arrives meanwhile" if warm.arrival_cost_s else ""
+            self._note(f"warm-up: {slow}{more}; the prediction takes that over")
         if warm and warm.front:
             delays = f"{seconds(warm.front.first_s)} to first tokens and {seconds(warm.front.last_s)} to last ones"
             self._note(f"warm-up: HTTP and the front add {delays}; so do the prediction's latencies")
@@ -97,9 +100,10 @@ class Measurement:
         counted, later = self._counted, self._counted_later
         times = times_between(counted, later, replay.samples) if self._predicted.warmup else None
         slowdown, front = (times.slowdown, times.front) if times else (None, None)
+        cost_s = times.arrivals.cost_s if times else 0.0
         known: dict[str, float] = {}
         if self._plan and slowdown:
-            known = predict(self._plan, self._part, self._sla, conditions(slowdown, front, self._finished))
+            known = predict(self._plan, self._part, self._sla, conditions(slowdown, front, self._finished, cost_s))
         return report(
             replay,
             head(dict(inputs)),
@@ -109,6 +113,7 @@ class Measurement:
             sla=self._sla,
             predicted=self._predicted,
             replay_slowdown=slowdown,
+            replay_arrival_cost_s=cost_s,
             replay_front=front,
             in_hindsight=known,
             scheduling=scheduling(counted, later) if counted else None,

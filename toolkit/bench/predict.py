@@ -20,12 +20,14 @@ class Conditions:
 
     Every batch takes `slowdown` times as long as the scheduler believes; clients see tokens later by the `front`'s
     delay (None: what the fit knows of it). `finished` are the output lengths that the scheduler has seen before:
-    Past-Future admits by them.
+    Past-Future admits by them. `arrival_cost_s` is what each request that arrives adds to every static batch
+    that runs then.
     """
 
     slowdown: float = 1.0
     front: FrontDelay | None = None
     finished: tuple[int, ...] = ()
+    arrival_cost_s: float = 0.0
 
 
 AS_FITTED = Conditions()
@@ -42,13 +44,18 @@ def predicted(plan: Plan, trace: Trace, conditions: Conditions = AS_FITTED) -> S
     world = world_of(plan.kinds, max_new_tokens=recipe.serve.max_new_tokens, seed=recipe.tune.seed)
     policy = make_any(plan.policy.name, plan.policy.parameters)
     world = world.under(policy)
-    world = fleet([_slowed(kind, conditions.slowdown) for kind in world.kinds])
+    world = fleet([_slowed(kind, conditions) for kind in world.kinds])
     paged = world.paged.slowed(conditions.slowdown) if world.paged else None
     front = world.front if conditions.front is None else conditions.front
     world = replace(world, finished=conditions.finished, front=front, paged=paged)
     return simulate(trace, policy, world)
 
 
-def _slowed(world: World, slowdown: float) -> World:
-    """Its workers take so many times as long as their scheduler believes."""
-    return replace(world, latency=WithOverhead(world.latency, 0.0, slowdown), believed=world.latency)
+def _slowed(world: World, conditions: Conditions) -> World:
+    """Its workers take so much longer than their scheduler believes."""
+    return replace(
+        world,
+        latency=WithOverhead(world.latency, 0.0, conditions.slowdown),
+        believed=world.latency,
+        arrival_cost_s=conditions.arrival_cost_s,
+    )

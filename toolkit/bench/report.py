@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
 import numpy as np
 
-from toolkit.bench.client import Replay, send_lag_s
+from toolkit.bench.client import Lengths, Replay, send_lag_s
 from toolkit.endpoints.connection import INTERRUPTED
 from toolkit.endpoints.stream import Sample
-from toolkit.files.bench import BenchReport, Compared, Front, Scheduling, Warmup
+from toolkit.files.bench import BenchReport, Compared, Front, Scheduling, TargetResult, Warmup
 from toolkit.files.io import Head
-from toolkit.metrics import Served, summarize
+from toolkit.metrics import Served, sla_ratios, summarize
 from toolkit.traces.write import Line, to_ms
 
 COMPARED = (
@@ -22,6 +21,7 @@ COMPARED = (
     "goodput_rps",
     *(f"{name}_{stat}_s" for name in ("ttft", "tpot", "e2e") for stat in ("mean", "p95", "p99")),
 )
+NUMBER = re.compile(r"\d+(\.\d+)?")
 NOT_SENT = Sample.__dataclass_fields__["failure"].default
 
 
@@ -32,6 +32,7 @@ class Prediction:
     metrics: Mapping[str, float] = field(default_factory=dict)
     as_fitted: Mapping[str, float] = field(default_factory=dict)
     warmup: Warmup | None = None
+    targets: Mapping[str, float] = field(default_factory=dict)  # each target's value in seconds
 
 
 def served(samples: Sequence[Sample]) -> Served:
@@ -51,11 +52,12 @@ def report(
     head: Head,
     *,
     model: str,
-    lengths: Literal["hidden", "given"],
+    lengths: Lengths,
     trace_notes: Sequence[str],
     sla: Mapping[str, float],
     predicted: Prediction,
     replay_slowdown: float | None = None,
+    replay_arrival_cost_s: float = 0.0,
     replay_front: Front | None = None,
     in_hindsight: Mapping[str, float] | None = None,
     scheduling: Scheduling | None = None,
@@ -67,7 +69,8 @@ def report(
     An interrupted replay is not compared: the prediction is about all of it.
     """
     answered = [one for one in replay.samples if one.failure not in (INTERRUPTED, NOT_SENT)]
-    measured = summarize(served(answered), sla) if answered else {}
+    seen = served(answered)
+    measured = summarize(seen, sla) if answered else {}
     if replay.interrupted:
         predicted = Prediction(warmup=predicted.warmup)
     return BenchReport(
@@ -80,12 +83,14 @@ def report(
         interrupted=replay.interrupted,
         requests=len(replay.samples),
         answered=len(answered),
-        failures=dict(Counter(one.failure for one in answered if one.failure)),
+        failures=_failures(one.failure for one in answered if one.failure),
+        refused=sum(one.refused for one in answered),
         wrong_length=sum(not one.failure and one.output_tokens != one.wanted_tokens for one in answered),
         send_lag_p99_s=send_lag_s(replay.samples),
         sla=dict(sla),
         warmup=predicted.warmup,
         replay_slowdown=replay_slowdown,
+        replay_arrival_cost_s=replay_arrival_cost_s,
         replay_front=replay_front,
         predicted_in_hindsight={} if replay.interrupted else dict(in_hindsight or {}),
         scheduling=scheduling,
@@ -93,7 +98,36 @@ def report(
         predicted=dict(predicted.metrics),
         predicted_as_fitted=dict(predicted.as_fitted),
         compared=compare(measured, predicted.metrics, predicted.as_fitted),
+        targets=_targets(seen, sla, predicted.targets) if seen.ok.any() else [],
     )
+
+
+def values_of(ratios: Mapping[str, float], sla: Mapping[str, float]) -> dict[str, float]:
+    """Each target's value in seconds, from its ratio to its limit (`toolkit.metrics.sla_ratios`)."""
+    return {target: ratio * sla[target] for target, ratio in ratios.items()}
+
+
+def _targets(seen: Served, sla: Mapping[str, float], predicted: Mapping[str, float]) -> list[TargetResult]:
+    return [
+        TargetResult(
+            target=target,
+            limit_s=sla[target],
+            measured_s=value,
+            predicted_s=predicted.get(target),
+            kept=value <= sla[target],
+            predicted_kept=predicted[target] <= sla[target] if target in predicted else None,
+        )
+        for target, value in values_of(sla_ratios(seen, sla), sla).items()
+    ]
+
+
+def _failures(reasons: Iterable[str]) -> dict[str, int]:
+    """Reason to count. Reasons that differ in numbers alone, such as forecast seconds, are one, with dots for them."""
+    alike: dict[str, list[str]] = {}
+    for reason in reasons:
+        status, _, words = reason.partition(": ")
+        alike.setdefault(f"{status}: {NUMBER.sub('...', words)}" if words else reason, []).append(reason)
+    return {(same[0] if len(set(same)) == 1 else form): len(same) for form, same in alike.items()}
 
 
 def compare(

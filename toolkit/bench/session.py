@@ -41,6 +41,7 @@ class Session:
 
     def __init__(self, subject: Subject, plan: Plan, warmup_s: float, progress: Progress) -> None:
         self._target, self._whole, self._load = subject.target, subject.trace, subject.load
+        self._notes = subject.notes
         self._plan, self._warmup_s, self._progress = plan, warmup_s, progress
         self._tells = tells_of_its_laws(plan, subject.target)
         self.results: list[WindowResult] = []
@@ -62,7 +63,7 @@ class Session:
             **head({"plan": plan, "trace": trace}),
             model=self._target.model,
             policy=self._plan.policy.name,
-            notes=list(self._whole.notes),
+            notes=[*self._whole.notes, *self._notes],
             windows=self.results,
             metrics=metric_errors(self.results),
             requests=request_errors(self._pairs),
@@ -82,7 +83,9 @@ class Session:
         if interrupted:
             return None
         self._finished += trace.output_tokens.tolist()
-        return conditions(warm.slowdown, warm.front, self._finished) if warm else self._unwarmed()
+        if warm is None:
+            return self._unwarmed()
+        return conditions(warm.slowdown, warm.front, self._finished, warm.arrival_cost_s)
 
     def _unwarmed(self) -> Conditions:
         return Conditions(finished=tuple(self._finished))
@@ -118,14 +121,16 @@ class Session:
         sla, meanwhile = self._plan.recipe.sla, times.slowdown if times else None
         known: dict[str, float] = {}
         if times and meanwhile:
-            then = conditions(meanwhile, times.front, shown.finished)
+            then = conditions(meanwhile, times.front, shown.finished, times.arrivals.cost_s)
             known = predicted(self._plan, window.trace, then).metrics(sla)
         return WindowResult(
             start_s=window.start_s,
             end_s=window.end_s,
             requests=len(replay.samples),
             failed=sum(bool(sample.failure) for sample in replay.samples),
+            refused=sum(sample.refused for sample in replay.samples),
             slowdown=shown.slowdown,
+            arrival_cost_s=shown.arrival_cost_s,
             front_first_s=shown.front.first_s if shown.front else 0.0,
             front_last_s=shown.front.last_s if shown.front else 0.0,
             measured=summarize(served(replay.samples), sla),

@@ -2,14 +2,17 @@
 
 A machine that others share is not as fast as it was while it was profiled. The server knows how long its batches took
 and how long its laws say they take; the ratio, over requests that are not replayed, corrects the prediction before
-anything is measured. The server also knows when it had each token: clients see it later, by what HTTP, tokenizing and
-streams take, which is in no law.
+anything is measured. Where workers compute on the front's cores, a request that arrives takes time from the batches
+that run; the server counts how many arrived during each, which tells the two apart. It also knows when it had each
+token: clients see it later, by what HTTP, tokenizing and streams take, which is in no law.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -24,6 +27,14 @@ from toolkit.sim.front import FrontDelay
 from toolkit.traces.types import Trace
 
 TOOK, PREDICTED = "llmctl_batch_seconds_total", "llmctl_predicted_batch_seconds_total"
+SUM_NAMES = (
+    *("batches", "took", "expected", "arrived", "took_took", "took_expected", "took_arrived"),
+    *("expected_expected", "expected_arrived", "arrived_arrived"),
+)
+SUMS = {name: f"llmctl_slice_sums_total:{name}" for name in SUM_NAMES}
+FEWEST = 8  # batches: the least squares of fewer say nothing
+SURE = 2.0  # standard errors that a cost must be above 0
+MOST_OF_IT = 0.9  # of what batches took: arrivals cost no more
 TTFT, E2E = "llmctl_ttft_seconds", "llmctl_e2e_seconds"  # from submission to the driver's having a token
 
 
@@ -42,6 +53,16 @@ def others(trace: Trace, after_s: float, count: int) -> Trace:
     )
 
 
+class ArrivalCost(NamedTuple):
+    """What each request that arrives adds to the batches that run then, and how many such meetings there were."""
+
+    cost_s: float = 0.0
+    arrived: float = 0.0
+
+
+NO_COST = ArrivalCost()
+
+
 @dataclass(slots=True, frozen=True)
 class ServerTimes:
     """What a server of llmctl's counted between two looks at its metrics, in seconds."""
@@ -49,26 +70,67 @@ class ServerTimes:
     batch_s: float
     predicted_batch_s: float  # what its laws say of the same batches
     front: Front | None  # None: it counted other requests than the clients did
+    arrivals: ArrivalCost = NO_COST
 
     @property
     def slowdown(self) -> float | None:
-        """How many times as long as the laws say batches took; None where none ended that they can be held against."""
-        return self.batch_s / self.predicted_batch_s if self.predicted_batch_s > 0.0 else None
+        """How many times as long as the laws say batches took, without what requests that arrived meanwhile took.
+
+        None where none ended that they can be held against.
+        """
+        if self.predicted_batch_s <= 0.0:
+            return None
+        return (self.batch_s - self.arrivals.cost_s * self.arrivals.arrived) / self.predicted_batch_s
+
+
+def arrival_cost_of(sums: Mapping[str, float]) -> ArrivalCost:
+    """The cost that a server's `llmctl_slice_sums` over some batches show, by least squares.
+
+    A batch takes `slowdown` times what the law says, and `cost_s` for each request that arrives meanwhile; together
+    they are what all batches took. Where the cost does not stand out of its error (`SURE` standard errors), as where
+    requests arrive so evenly that the two cannot be told apart, it is 0 and the slowdown has it all.
+    """
+    count, took, expected, arrived = (sums[name] for name in ("batches", "took", "expected", "arrived"))
+    if count < FEWEST or expected <= 0.0 or arrived <= 0.0:
+        return NO_COST
+    ratio, each = took / expected, arrived / expected
+    # of what a batch took, and of its arrivals, that is left when their shares by the law's time are taken away
+    both = sums["took_arrived"] - each * sums["took_expected"] - ratio * sums["expected_arrived"]
+    both += ratio * each * sums["expected_expected"]
+    arrivals = sums["arrived_arrived"] - 2.0 * each * sums["expected_arrived"]
+    arrivals += each * each * sums["expected_expected"]
+    times = sums["took_took"] - 2.0 * ratio * sums["took_expected"] + ratio * ratio * sums["expected_expected"]
+    if arrivals <= 0.0 or both <= 0.0:
+        return NO_COST
+    cost_s = both / arrivals
+    error_s = math.sqrt(max(times - cost_s * both, 0.0) / (count - 2) / arrivals)
+    if cost_s < SURE * error_s:
+        return NO_COST
+    return ArrivalCost(min(cost_s, MOST_OF_IT * took / arrived), arrived)
 
 
 def times_between(before: dict[str, float], after: dict[str, float], samples: Sequence[Sample]) -> ServerTimes | None:
     """The growth of a server's counters while `samples` were served; None where it does not count."""
     if not {TOOK, PREDICTED} <= before.keys() & after.keys():
         return None
+    sums = {name: after.get(key, 0.0) - before.get(key, 0.0) for name, key in SUMS.items()}
     return ServerTimes(
-        after[TOOK] - before[TOOK], after[PREDICTED] - before[PREDICTED], _front_delay(before, after, samples)
+        after[TOOK] - before[TOOK],
+        after[PREDICTED] - before[PREDICTED],
+        _front_delay(before, after, samples),
+        arrival_cost_of(sums),
     )
 
 
 def _front_delay(before: dict[str, float], after: dict[str, float], samples: Sequence[Sample]) -> Front | None:
-    """Mean latencies at the clients less those at the server's driver, of the same requests."""
-    clients = [(one.first_token_s - one.scheduled_s, one.last_token_s - one.scheduled_s) for one in samples]
-    if any(one.failure for one in samples) or not clients:
+    """Mean latencies at the clients less those at the server's driver, of the same requests.
+
+    Requests that were refused never came to the driver; where it counted others than those that were
+    served, the delay is not known.
+    """
+    served = [one for one in samples if not one.failure]
+    clients = [(one.first_token_s - one.scheduled_s, one.last_token_s - one.scheduled_s) for one in served]
+    if not clients or any(one.failure and not one.refused for one in samples):
         return None
     delays_s = []
     for name, seen_s in zip((TTFT, E2E), np.mean(clients, axis=0).tolist(), strict=True):
@@ -106,13 +168,16 @@ def warm_up(target: Target, trace: Trace, load: Load, on_done: Callable[[], None
             batch_s=times.batch_s,
             predicted_batch_s=times.predicted_batch_s,
             slowdown=times.slowdown,
+            arrival_cost_s=times.arrivals.cost_s,
             front=times.front,
         ),
         False,
     )
 
 
-def conditions(slowdown: float, front: Front | None, finished: Sequence[int]) -> Conditions:
+def conditions(
+    slowdown: float, front: Front | None, finished: Sequence[int], arrival_cost_s: float = 0.0
+) -> Conditions:
     """What a prediction may know; without a `front`, what the fit knows of one."""
     delay = FrontDelay(front.first_s, front.last_s) if front else None
-    return Conditions(slowdown, delay, tuple(finished))
+    return Conditions(slowdown, delay, tuple(finished), arrival_cost_s)

@@ -74,6 +74,14 @@ def plan_of_recipe(
     return make_plan(open_recipe(made_from["recipe"]), fitted, tuned, inputs, given)
 
 
+def plan_address(plan: Plan) -> str:
+    """Where the plan's server listens: the recipe's engine.url, else its serve.host and serve.port."""
+    serve = plan.recipe.serve
+    everywhere = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # where it listens on all addresses, it is here, too
+    host = everywhere.get(serve.host, serve.host)
+    return plan.recipe.engine.url or f"http://{f'[{host}]' if ':' in host else host}:{serve.port}"
+
+
 def note_basis(fit: Fit, path: Path) -> None:
     """Say that nothing was measured, where that is so, and how good predictions from `fit`, read from `path`, were."""
     from toolkit.files.provenance import digest

@@ -19,13 +19,19 @@ from toolkit.cli.arguments import (
 
 if TYPE_CHECKING:
     from toolkit.files.bench import BenchReport
+    from toolkit.files.plan import Plan
     from toolkit.traces.types import Trace
 
+LOCAL = "http://127.0.0.1:8000"
+SAME_RATE = 0.02  # rates that differ by less, as shares, are the same
 LATE_S = 0.05  # the client's own delay from which on its figures deserve a warning
 
 
 def command(
-    url: Annotated[str, typer.Option(help="The server, like http://127.0.0.1:8000.")] = "http://127.0.0.1:8000",
+    url: Annotated[
+        str | None,
+        typer.Option(help="The server; default: the plan's address, or http://127.0.0.1:8000."),
+    ] = None,
     trace: Annotated[str, typer.Option(help="A trace file, or the name of a shipped trace.")] = "chat-small",
     plan: Annotated[
         Path | None, typer.Option(help="What the server runs: lengths are fitted to it, metrics predicted from it.")
@@ -51,7 +57,7 @@ def command(
         Literal["hidden", "given"] | None,
         typer.Option(
             help="Whether the server's scheduler may know output lengths (given: max_tokens says them). "
-            "Default: hidden from llmctl's own server, which must run with --allow-end-after; else given."
+            "Default: hidden where the server allows it (llmctl serve --allow-end-after); else given."
         ),
     ] = None,
     max_new_tokens: Annotated[
@@ -76,7 +82,7 @@ def command(
     from toolkit.bench.report import request_lines
     from toolkit.bench.subject import Wanted, look_at
     from toolkit.bench.validate import hold
-    from toolkit.cli.basis import warn_of_foreign
+    from toolkit.cli.basis import plan_address, warn_of_foreign
     from toolkit.cli.output import emit, note, progress
     from toolkit.cli.trace_notes import note_trace
     from toolkit.endpoints.target import find_target
@@ -94,10 +100,13 @@ def command(
     path = trace_path(trace)
     loaded, _ = read_trace(path)
     wanted = Wanted(rate, lengths, max_new_tokens, vocab_size, timeout, seed)
-    subject = look_at(find_target(url, model, api_key), loaded, planned, wanted, warn_of_foreign if force else None)
+    address = url or (plan_address(planned) if planned else LOCAL)
+    served_model = model or (planned.recipe.engine.served_model if planned else None)
+    target = find_target(address, served_model, api_key)
+    subject = look_at(target, loaded, planned, wanted, warn_of_foreign if force else None)
     part = _excerpt(subject.trace, start, duration)
     note_trace(part)
-    for line in subject.notes:
+    for line in (*subject.notes, *_rate_notes(planned, subject.trace)):
         note(line)
     measurement = Measurement(subject, part, planned, targets, note, progress)
     if not measurement.warm_up(warmup, start + float(part.arrival_s[-1])):
@@ -127,6 +136,19 @@ def _excerpt(trace: Trace, start: float, duration: float | None) -> Trace:
     return cut(trace, start, float("inf") if duration is None else start + duration)
 
 
+def _rate_notes(plan: Plan | None, trace: Trace) -> list[str]:
+    """A line where the trace's rate is not the one that the plan was tuned for: its promise is about that one."""
+    from toolkit.traces.scale import mean_rate
+
+    if plan is None or plan.workload is None:
+        return []
+    tuned_rps, rate_rps = plan.workload.request_rate_rps, mean_rate(trace)
+    if abs(rate_rps / tuned_rps - 1.0) < SAME_RATE:
+        return []
+    told = f"the plan was tuned for {tuned_rps:.4g} requests/s, and this replays {rate_rps:.4g}"
+    return [f"{told}; its promise: --rate {tuned_rps:.6g}"]
+
+
 def _show(result: BenchReport) -> None:
     from toolkit.cli.output import percent, table
 
@@ -135,14 +157,36 @@ def _show(result: BenchReport) -> None:
 
     if not result.predicted:
         table(["metric", ">measured"], [[row.metric, row.measured] for row in result.compared])
-        return
+    else:
+        rows = [
+            [row.metric, row.measured, row.predicted, error(row.error_percent)]
+            + ([row.as_fitted, error(row.as_fitted_error_percent)] if result.warmup else [])
+            for row in result.compared
+        ]
+        columns = ["metric", ">measured", ">predicted", ">its error"]
+        table(columns + ([">as fitted", ">its error"] if result.warmup else []), rows)
+    if result.targets:
+        _show_targets(result)
+
+
+def _show_targets(result: BenchReport) -> None:
+    from toolkit.cli.output import table
+
+    words = {True: "yes", False: "NO", None: None}
     rows = [
-        [row.metric, row.measured, row.predicted, error(row.error_percent)]
-        + ([row.as_fitted, error(row.as_fitted_error_percent)] if result.warmup else [])
-        for row in result.compared
+        [one.target, one.limit_s, one.measured_s, words[one.kept]]
+        + ([one.predicted_s, words[one.predicted_kept]] if result.predicted else [])
+        for one in result.targets
     ]
-    columns = ["metric", ">measured", ">predicted", ">its error"]
-    table(columns + ([">as fitted", ">its error"] if result.warmup else []), rows)
+    attained = [told.get("sla_attainment_percent") for told in (result.measured, result.predicted)]
+    rows.append(["requests within all", None, _share(attained[0]), None])
+    rows[-1] += [_share(attained[1]), None] if result.predicted else []
+    columns = ["target", ">limit", ">measured", "kept"]
+    table(columns + ([">predicted", "kept"] if result.predicted else []), rows)
+
+
+def _share(percent: float | None) -> str | None:
+    return None if percent is None else f"{percent:.1f} %"
 
 
 def _remark(result: BenchReport) -> None:
@@ -150,8 +194,11 @@ def _remark(result: BenchReport) -> None:
     from toolkit.cli.output import note, seconds
 
     if result.warmup and result.replay_slowdown:
-        slow = f"{result.replay_slowdown:.2f} times as long as fitted; in the warm-up {result.warmup.slowdown:.2f}"
+        warm, costs_s = result.warmup, (result.replay_arrival_cost_s, result.warmup.arrival_cost_s)
+        slow = f"{result.replay_slowdown:.2f} times as long as fitted; in the warm-up {warm.slowdown:.2f}"
         note(f"during the replay batches took {slow}")
+        if any(costs_s):
+            note(f"a request that arrived cost each {seconds(costs_s[0])}; in the warm-up {seconds(costs_s[1])}")
         note(_hindsight(result))
     if result.scheduling:
         note(result.scheduling.text())
@@ -159,8 +206,10 @@ def _remark(result: BenchReport) -> None:
         note(f"interrupted: {result.answered:,} of {result.requests:,} requests were answered, and are reported")
     for reason, count in result.failures.items():
         note(f"{count:,} requests failed: {reason}")
-    if result.lengths == "given":
-        note("lengths given away: max_tokens told the server each output's length, as no real client could")
+    if result.refused:
+        counted = "attainment and goodput count them as missed"
+        told = "; the prediction serves every request" if result.predicted else ""
+        note(f"{result.refused:,} of {result.requests:,} requests were refused for load: {counted}{told}")
     if result.wrong_length:
         note(f"{result.wrong_length:,} outputs had another length than in the trace")
     if result.send_lag_p99_s > LATE_S:

@@ -17,13 +17,16 @@ import typer
 from toolkit.cli.arguments import JsonOption, RecipeArgument, open_recipe
 
 if TYPE_CHECKING:
+    from toolkit.files.bench import BenchReport
     from toolkit.files.recipe import Recipe
+    from toolkit.files.tuning import Tuning
 
 OVERLOAD = 2.5  # requests arrive at so many times the rate that the tuned policy is predicted to serve
-REPLAY_S = 26.0  # about how long the tuned policy needs for the replayed requests
+REPLAY_S = 24.0  # about how long the tuned policy needs for the replayed requests
+WARMUP_S = 12.0  # of other requests before each replay
 START_TIMEOUT_S = 120.0
 COMPARED = ("throughput_rps", "goodput_rps", "ttft_mean_s", "e2e_mean_s", "e2e_p95_s")
-FILES = ("profile", "fit", "tuning", "plan", "plan-sls", "bench", "bench-sls")
+FILES = ("profile", "fit", "tuning", "plan", "plan-sls", "bench-tuned", "bench", "bench-sls")
 
 
 def command(
@@ -34,38 +37,91 @@ def command(
 ) -> None:
     """Profile, fit, tune, serve and check a model on this machine, then compare with sequence-level scheduling.
 
-    Each stage is one command, shown before it runs; its files stay in the output folder.
+    The tuned server is held to what `tune` promised, at the tuned rate; then both schedulers get more than they can
+    serve. Each stage is one command, shown before it runs; its files stay in the output folder.
     """
     from toolkit.cli.output import emit
     from toolkit.deploy.order import ALLOW_BROKEN
     from toolkit.errors import LimitsBrokenError
     from toolkit.files.bench import BenchReport
     from toolkit.files.io import read_file
+    from toolkit.files.tuning import Tuning
 
     out.mkdir(parents=True, exist_ok=True)
-    profile, fit, tuning, plan, plan_sls, bench, bench_sls = (out / f"{name}.json" for name in FILES)
+    profile, fit, tuning, plan, plan_sls, bench_tuned, bench, bench_sls = (out / f"{name}.json" for name in FILES)
     start = time.monotonic()
     stage = Stages(sys.stderr if as_json else sys.stdout)
-    stage.title("1/5  measure the engine")
+    stage.title("1/6  measure the engine")
     stage.llmctl("profile", recipe, "--out", profile)
-    stage.title("2/5  fit how time and memory behave")
+    stage.title("2/6  fit how time and memory behave")
     stage.llmctl("fit", profile, "--out", fit)
-    stage.title("3/5  search the scheduler's parameters on the trace")
-    tune = ("tune", recipe, "--fit", fit, "--trace", trace, "--out", tuning)
-    allowed = [] if stage.llmctl(*tune, or_code=LimitsBrokenError.exit_code) == 0 else [ALLOW_BROKEN]
+    stage.title("3/6  search the scheduler's parameters on the trace")
+    words = ["tune", recipe, "--fit", fit, "--trace", trace, "--out", tuning]
+    allowed = [ALLOW_BROKEN] if stage.llmctl(*words, survives=LimitsBrokenError.exit_code) else []
     if allowed:
-        stage.say("No setting kept the limits on this machine. The demo goes on all the same, with", *allowed)
-    stage.title("4/5  serve what was found, and replay the trace against it at an overload")
+        stage.say(f"No setting keeps every limit on this machine. The demo goes on all the same, with {ALLOW_BROKEN}.")
+    stage.title("4/6  serve what was found, at the rate that it was tuned for")
     stage.llmctl("render", recipe, "--fit", fit, "--tuning", tuning, "--out", plan, *allowed)
+    promised = read_file(Tuning, tuning)
     excerpt = _overload(open_recipe(recipe), plan, trace)
-    stage.serve_and_bench(plan, trace, excerpt, bench, *allowed)
-    stage.title("5/5  the same requests, workers and memory under sequence-level scheduling (SLS)")
+    with stage.server(plan, *allowed) as url:
+        stage.bench(url, plan, trace, _tuned_window(promised), bench_tuned)
+        stage.title("5/6  the same server at an overload")
+        stage.bench(url, plan, trace, excerpt, bench)
+    stage.title("6/6  the same requests, workers and memory under sequence-level scheduling (SLS)")
     fixed = ["--policy", "sequence", "--set", f"batch_size={_safe_rows(fit)}"]
     stage.llmctl("render", recipe, "--fit", fit, *fixed, "--out", plan_sls)
     stage.serve_and_bench(plan_sls, trace, excerpt, bench_sls)
-    scls, sls = (read_file(BenchReport, path) for path in (bench, bench_sls))
-    result = {key: {"sls": sls.measured[key], "scls": scls.measured[key]} for key in COMPARED}
-    emit(as_json, result, lambda: _show(result, out, time.monotonic() - start))
+    page = out / "report.html"
+    stage.llmctl("report", plan, "--out", page)
+    tuned, scls, sls = (read_file(BenchReport, path) for path in (bench_tuned, bench, bench_sls))
+    result = Achieved(
+        request_rate_rps=promised.request_rate_rps,
+        promise=_held(promised, tuned),
+        overload={key: {"sls": sls.measured[key], "scls": scls.measured[key]} for key in COMPARED},
+        report=str(page),
+        took_s=time.monotonic() - start,
+    )
+    emit(as_json, result, lambda: _show(result, out))
+
+
+@dataclass(slots=True, frozen=True)
+class Held:
+    """What `tune` promised of a metric, what was predicted just before the replay, and what was measured.
+
+    `limit` is a target's, and `kept` whether the measured value is within it; None: no target.
+    """
+
+    metric: str
+    limit: float | None
+    promised: float | None
+    predicted: float | None
+    measured: float
+    kept: bool | None
+
+
+@dataclass(slots=True, frozen=True)
+class Achieved:
+    """What the demo found: at the tuned rate, and under an overload by metric and scheduler."""
+
+    request_rate_rps: float
+    promise: list[Held]
+    overload: dict[str, dict[str, float]]
+    report: str
+    took_s: float
+
+    @property
+    def text(self) -> str:
+        """One sentence."""
+        targets = [one for one in self.promise if one.limit is not None]
+        broken = [one.metric for one in targets if not one.kept]
+        goodput = next(one for one in self.promise if one.metric == "goodput_rps")
+        kept = f"broke {', '.join(broken)}" if broken else f"kept {_all_of(len(targets))}"
+        beside = f", {goodput.predicted:.3g} predicted" if goodput.predicted is not None else ""
+        rate = f"At {self.request_rate_rps:.3g} requests/s the tuned server {kept} (goodput {goodput.measured:.3g}/s"
+        found = self.overload["throughput_rps"]
+        more = f"{found['scls'] / found['sls']:.2f} times the throughput of SLS" if found["sls"] else "more than SLS"
+        return f"{rate}{beside}), and under overload it served {more}."
 
 
 @dataclass(slots=True, frozen=True)
@@ -75,25 +131,30 @@ class Stages:
     out: TextIO
 
     def title(self, text: str) -> None:
-        print(f"\n== {text}", file=self.out, flush=True)
+        self.say(f"\n== {text}")
 
-    def say(self, *words: str) -> None:
-        print(*words, file=self.out, flush=True)
+    def say(self, text: str) -> None:
+        print(text, file=self.out, flush=True)
 
-    def llmctl(self, *words: object, or_code: int = 0) -> int:
-        """Run one command; its exit code. A failure, but one with `or_code`, ends the demo with its exit code."""
+    def llmctl(self, *words: object, survives: int = 0) -> int:
+        """Run one command; its exit code, 0 or `survives`. Any other ends the demo with it."""
         code = self._start(words).wait()
-        if code not in (0, or_code):
+        if code not in (0, survives):
             raise typer.Exit(code)
         return code
 
-    def serve_and_bench(self, plan: Path, trace: str, excerpt: Sequence[str], report: Path, *options: str) -> None:
-        with self.server(plan, *options) as url:
-            self.llmctl("bench", "--url", url, "--plan", plan, "--trace", trace, *excerpt, "--out", report)
+    def serve_and_bench(self, plan: Path, trace: str, excerpt: Sequence[str], report: Path) -> None:
+        with self.server(plan) as url:
+            self.bench(url, plan, trace, excerpt, report)
+
+    def bench(self, url: str, plan: Path, trace: str, excerpt: Sequence[str], report: Path) -> None:
+        """Replay an excerpt of the trace against the server of a plan."""
+        options = ["--plan", plan, "--trace", trace, *excerpt, "--warmup", f"{WARMUP_S:g}"]
+        self.llmctl("bench", "--url", url, *options, "--out", report)
 
     def _start(self, words: Sequence[object], end: str = "") -> subprocess.Popen[bytes]:
         line = [str(word) for word in words]
-        print(f"$ llmctl {shlex.join(line)}{end}", file=self.out, flush=True)
+        self.say(f"$ llmctl {shlex.join(line)}{end}")
         return subprocess.Popen([sys.executable, "-m", "toolkit", *line], stdout=self.out)
 
     @contextmanager
@@ -128,10 +189,38 @@ def _wait_until_ready(url: str, server: subprocess.Popen[bytes]) -> None:
         try:
             with urlopen(f"{url}/ready", timeout=5):
                 return
-        except OSError:  # URLError is one: nobody listens yet, or 503 while workers load
+        except OSError:  # URLError is one: nothing listens yet, or 503 while workers load
             time.sleep(0.2)
     print(f"error: the server was not ready within {START_TIMEOUT_S:.0f} s", file=sys.stderr)
     raise typer.Exit(1)
+
+
+def _tuned_window(tuning: Tuning) -> list[str]:
+    """Which part of the trace to replay, and at what rate: the first window that the tuning held out."""
+    window = tuning.held_out_windows[0]
+    span = ["--start", f"{window.start_s:.3f}", "--duration", f"{window.end_s - window.start_s:.3f}"]
+    return ["--rate", f"{tuning.request_rate_rps:.6g}", *span]
+
+
+def _held(tuning: Tuning, tuned: BenchReport) -> list[Held]:
+    """Each target, then goodput and throughput, which have no limit."""
+    targets = [
+        Held(
+            metric=one.target,
+            limit=one.limit_s,
+            promised=tuning.usage[one.target] * one.limit_s if one.target in tuning.usage else None,
+            predicted=one.predicted_s,
+            measured=one.measured_s,
+            kept=one.kept,
+        )
+        for one in tuned.targets
+    ]
+    promised = tuning.best_held_out.metrics
+    metrics = ("goodput_rps", "throughput_rps", "sla_attainment_percent")
+    return targets + [
+        Held(name, None, promised.get(name), tuned.predicted.get(name), tuned.measured.get(name, 0.0), None)
+        for name in metrics
+    ]
 
 
 def _overload(recipe: Recipe, planned: Path, trace: str) -> list[str]:
@@ -165,12 +254,25 @@ def _safe_rows(fit: Path) -> int:
     return max(1, int(laws_from_fit(fitted).memory.max_batch(longest, 0, 0.0)[0]))
 
 
-def _show(result: dict[str, dict[str, float]], folder: Path, took_s: float) -> None:
+def _all_of(count: int) -> str:
+    return {0: "no target, as the recipe has none", 1: "its target"}.get(count, f"all {count} targets")
+
+
+def _show(result: Achieved, folder: Path) -> None:
     from toolkit.cli.output import seconds, table
 
+    words = {True: "yes", False: "NO", None: None}
     rows = [
-        [key, both["sls"], both["scls"], f"{both['scls'] / both['sls']:.2f}x" if both["sls"] else "-"]
-        for key, both in result.items()
+        [one.metric, one.limit, one.promised, one.predicted, one.measured, words[one.kept]] for one in result.promise
     ]
-    table(["measured live, same requests", "SLS", "SCLS, tuned", ">ratio"], rows)
-    print(f"the demo took {seconds(took_s)}; its files are in {folder}/")
+    title = f"what tune promised, at the tuned rate: {result.request_rate_rps:.4g} requests/s"
+    table(["", ">limit", ">tune said", ">predicted", ">measured", "kept"], rows, title)
+    ratios = [
+        [key, both["sls"], both["scls"], f"{both['scls'] / both['sls']:.2f}x" if both["sls"] else "-"]
+        for key, both in result.overload.items()
+    ]
+    table(["measured live, same requests", "SLS", "SCLS, tuned", ">ratio"], ratios, "under overload")
+    print(
+        f"the demo took {seconds(result.took_s)}; its files are in {folder}/, and the page about it is {result.report}"
+    )
+    print(result.text)

@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from toolkit.cli.arguments import ApiKeyOption, ForeignOption, JsonOption, MaxErrorOption, ModelOption
-from toolkit.cli.basis import VALIDATION, warn_of_foreign
+from toolkit.cli.basis import VALIDATION, plan_address, warn_of_foreign
 
 if TYPE_CHECKING:
-    from toolkit.files.plan import Plan
     from toolkit.files.tuning import Tuning
     from toolkit.files.validation import Validation
     from toolkit.traces.types import Trace
@@ -74,7 +73,7 @@ def command(
         check_writable(file)
     planned = read_file(Plan, plan)
     path = trace_path(trace)
-    target = find_target(url or _address(planned), model or planned.recipe.engine.served_model, api_key)
+    target = find_target(url or plan_address(planned), model or planned.recipe.engine.served_model, api_key)
     tuned = _tuning(tuning, path) if tuning else None
     wanted = Wanted(tuned.request_rate_rps if tuned else rate, seed=seed)
     subject = look_at(target, read_trace(path)[0], planned, wanted, warn_of_foreign if force else None)
@@ -100,11 +99,6 @@ def command(
         raise typer.Exit(130)
     if max_error is not None:
         hold(((each.metric, each.error_percent) for each in result.metrics), max_error)
-
-
-def _address(plan: Plan) -> str:
-    serve = plan.recipe.serve
-    return plan.recipe.engine.url or f"http://{serve.host}:{serve.port}"
 
 
 def _tuning(file: Path, trace: Path) -> Tuning:
@@ -138,6 +132,8 @@ def show(result: Validation) -> None:
     table(["request by request", ">median error", ">median size of it", ">requests"], requests)
     slow = ", ".join(f"{window.slowdown:.2f}" for window in result.windows)
     note(f"before the windows, batches took {slow} times as long as fitted; the predictions take that over")
-    failed = sum(window.failed for window in result.windows)
+    failed, refused = (sum(getattr(window, name) for window in result.windows) for name in ("failed", "refused"))
     if failed:
         note(f"{failed:,} requests failed")
+    if refused:
+        note(f"of these {refused:,} were refused for load; the prediction serves every request")

@@ -13,7 +13,7 @@ from itertools import product
 import msgspec
 import numpy as np
 
-from toolkit.endpoints.target import Target, error_text, post
+from toolkit.endpoints.target import Target, post, refusal
 from toolkit.errors import InputError
 
 # Short words, one token each in the usual vocabularies.
@@ -25,6 +25,7 @@ _TEXT = (
 )
 WORDS = _TEXT.split()
 CALIBRATION = (16, 80)  # words of the two prompts from which tokens per word are taken
+COMPLETIONS = "/v1/completions"
 REFUSED = (400, 422)  # what a server answers that does not like a field
 
 Prompt = list[int] | str
@@ -95,16 +96,17 @@ def learn(target: Target) -> Dialect:
 
     Raises `InputError` with the server's own words where it takes none, and where it does not count tokens.
     """
-    refusal = ""
+    first: tuple[int, bytes] | None = None
     for dialect in _dialects():
-        status, body = post(target, "/v1/completions", dialect.request(target.model, _probe(dialect), 1))
+        status, body = post(target, COMPLETIONS, dialect.request(target.model, _probe(dialect), 1))
         if status == 200:
             return dialect if dialect.token_ids else _calibrated(target, dialect)
         if status not in REFUSED:
-            refusal = f"HTTP {status}: {error_text(body)}"
+            first = status, body
             break
-        refusal = refusal or f"HTTP {status}: {error_text(body)}"
-    raise InputError(f"{target.url}/v1/completions: {refusal}", "llmctl asks servers of text completions")
+        first = first or (status, body)
+    assert first
+    raise refusal(target, COMPLETIONS, *first, "llmctl asks servers of text completions")
 
 
 def _dialects() -> Iterator[Dialect]:
@@ -132,7 +134,7 @@ def _calibrated(target: Target, dialect: Dialect) -> Dialect:
 
 def _counted(target: Target, dialect: Dialect, words: int) -> int:
     prompt = dialect.prompt(np.random.default_rng(words), words, 0)
-    status, body = post(target, "/v1/completions", dialect.request(target.model, prompt, 1, stream=False))
+    status, body = post(target, COMPLETIONS, dialect.request(target.model, prompt, 1, stream=False))
     try:
         if status == 200:
             return msgspec.json.decode(body, type=Answer).usage.prompt_tokens

@@ -19,6 +19,7 @@ import msgspec
 from toolkit.endpoints.target import Problem, error_text
 
 MAX_ERROR_BYTES = 1 << 16
+OVERLOADED = (429, 503)  # what a server answers that refuses a request for its load
 
 
 class Usage(msgspec.Struct):
@@ -40,7 +41,8 @@ _decode = msgspec.json.Decoder(Chunk).decode
 class Sample:
     """What the client saw of one request, in seconds since the replay began; NaN for what did not happen.
 
-    `failure` is empty for a request that was served, and `max_gap_s` the longest wait between two events with tokens.
+    `failure` is empty for a request that was served; `refused` says that the server had too much to do and
+    took nothing of it (HTTP 429 or 503). `max_gap_s` is the longest wait between two events with tokens.
     """
 
     scheduled_s: float
@@ -52,6 +54,7 @@ class Sample:
     max_gap_s: float = 0.0
     output_tokens: int = 0
     failure: str = "not sent"
+    refused: bool = False
 
 
 class StreamCall(asyncio.Protocol):
@@ -142,7 +145,10 @@ class StreamCall(asyncio.Protocol):
 
     def _finish(self, *, cut_off: bool) -> None:
         """Judge what has arrived. Without usage nobody knows how many tokens there were: events are not tokens."""
+        if self.ended:
+            return
         if self._status not in (0, 200):
+            self._sample.refused = self._status in OVERLOADED
             self.end(f"HTTP {self._status}: {error_text(self._rest)}")
         elif self._counted and self._sample.output_tokens > 0 and not math.isnan(self._sample.first_token_s):
             self.end()

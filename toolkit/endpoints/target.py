@@ -10,6 +10,11 @@ import msgspec
 from toolkit.endpoints.trust import HINT, distrusted, verify
 from toolkit.errors import InputError
 
+HINTS = {
+    401: "give the key in LLMCTL_API_KEY",
+    403: "give the key in LLMCTL_API_KEY",
+    503: "try again when it is ready; llmctl's says so itself, and at /ready",
+}
 PATIENCE_S = 60.0  # for a first answer; a server that is loading its model refuses earlier
 
 
@@ -122,9 +127,9 @@ def get(target: Target, path: str) -> bytes:
     return answer.content
 
 
-def refusal(target: Target, path: str, status: int, body: bytes) -> InputError:
-    """A server's no, in its own words."""
-    hint = "give the key in LLMCTL_API_KEY" if status in (401, 403) else ""
+def refusal(target: Target, path: str, status: int, body: bytes, hint: str = "") -> InputError:
+    """The server's refusal in its own words; the hint is of the status, or else `hint`."""
+    hint = HINTS.get(status, hint)
     return InputError(f"{target.url}{path}: HTTP {status}: {error_text(body)}", hint)
 
 

@@ -22,7 +22,12 @@ class Warmup(Strict):
     requests: int
     batch_s: float
     predicted_batch_s: float
-    slowdown: float = Field(description="their ratio; the prediction takes every batch to be so many times as long")
+    slowdown: float = Field(
+        description="their ratio, without the arrivals' cost; the prediction takes every batch to be so much longer"
+    )
+    arrival_cost_s: float = Field(
+        default=0.0, description="what each request that arrived added to every slice that ran then"
+    )
     front: Front | None = Field(
         default=None, description="added to every predicted latency; none: the server was not ours alone meanwhile"
     )
@@ -37,6 +42,20 @@ class Compared(Strict):
     error_percent: float | None
     as_fitted: float | None = Field(description="predicted without the warm-up's slowdown")
     as_fitted_error_percent: float | None
+
+
+class TargetResult(Strict):
+    """A latency target: its limit, and the value that was measured and predicted, in seconds.
+
+    Over the requests that were served; those that failed miss every target, which attainment counts.
+    """
+
+    target: str
+    limit_s: float
+    measured_s: float
+    predicted_s: float | None = Field(description="none: nothing was predicted")
+    kept: bool = Field(description="whether the measured value is within the limit")
+    predicted_kept: bool | None
 
 
 class Scheduling(Strict):
@@ -70,18 +89,25 @@ class BenchReport(Envelope):
         default=None, description="mean rate of the whole trace as it was scaled; none: its requests come all at once"
     )
     lengths: Literal["hidden", "given"] = Field(
-        description="'given': output lengths were told to the server as max_tokens, which no real client can do"
+        description="'given': each request asked for exactly its output as max_tokens, so the scheduler knew the "
+        "lengths as limits, which it does not of real traffic; the prediction simulates the same"
     )
     trace_notes: list[str]
     interrupted: bool
     requests: int = Field(description="in the replayed part of the trace")
     answered: int = Field(description="served or failed; the metrics are about these")
-    failures: dict[str, int] = Field(description="reason to count")
+    failures: dict[str, int] = Field(description="reason to count; '...' where reasons differ in numbers alone")
+    refused: int = Field(
+        default=0,
+        description="of the failures: refused for load (HTTP 429 or 503). They count as missed in attainment; the "
+        "prediction serves every request",
+    )
     wrong_length: int = Field(description="served with another number of tokens than the trace has")
     send_lag_p99_s: float = Field(description="how late the client itself was")
     sla: dict[str, float]
     warmup: Warmup | None
     replay_slowdown: float | None = Field(description="as the warm-up's, of the replay's own batches: known afterwards")
+    replay_arrival_cost_s: float = Field(default=0.0, description="as the warm-up's, of the replay itself")
     replay_front: Front | None = Field(default=None, description="as the warm-up's, of the replay itself")
     predicted_in_hindsight: dict[str, float] = Field(
         default={}, description="with the replay's own slowdown and front: what is left is the laws' error"
@@ -91,3 +117,4 @@ class BenchReport(Envelope):
     predicted: dict[str, float]
     predicted_as_fitted: dict[str, float] = Field(description="without what the warm-up showed")
     compared: list[Compared]
+    targets: list[TargetResult] = Field(default=[], description="each target of `sla`; none where nothing was served")

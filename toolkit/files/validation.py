@@ -18,7 +18,13 @@ class WindowResult(Strict):
     end_s: float
     requests: int
     failed: int
+    refused: int = Field(
+        default=0, description="of the failed: refused for load (HTTP 429 or 503); the prediction serves every request"
+    )
     slowdown: float = Field(description="batches took so many times as long as fitted, just before; 1: nobody tells")
+    arrival_cost_s: float = Field(
+        default=0.0, description="each request that arrived added so much to every slice that ran then, just before"
+    )
     front_first_s: float = Field(
         default=0.0, description="clients saw first tokens so much later than the server's driver, just before"
     )
@@ -60,7 +66,7 @@ class Validation(Envelope):
 
     model: str
     policy: str
-    notes: list[str]
+    notes: list[str] = Field(description="what was done to the trace, and how the server was asked for its lengths")
     windows: list[WindowResult]
     metrics: list[MetricError]
     requests: list[RequestError]

@@ -105,7 +105,7 @@ def _measured(found: Material) -> list[Measured]:
     """The benches and the validation of the shown plan that ran at its rate, the newest bench first."""
     rate, sla = found.rate_rps, found.recipe.sla
     benches = [one for one in found.benches if one.of_plan and one.at_rate(rate) and one.content.sla == sla]
-    found_there = [Measured(one.name, one.content.measured, one.content.replay_slowdown) for one in benches[:1]]
+    found_there = [Measured(one.name, _values(one), one.content.replay_slowdown) for one in benches[:1]]
     validation = found.validation
     if validation is not None and rate and found.is_of_plan(validation):
         requests = sum(one.requests for one in validation.windows)
@@ -114,6 +114,11 @@ def _measured(found: Material) -> list[Measured]:
         if abs(requests - rate * seconds) <= WINDOWS_RATE * rate * seconds and values.keys() & sla.keys():
             found_there.append(Measured(found.file_name("validation"), values))
     return found_there
+
+
+def _values(bench: Bench) -> dict[str, float]:
+    """Its metrics, and the value of every target, of which not each is a metric."""
+    return bench.content.measured | {one.target: one.measured_s for one in bench.content.targets}
 
 
 def _badge(found: Material, promise: Promise | None) -> Badge:

@@ -158,6 +158,7 @@ class Driver:
         refusal = self.scheduler.submit(request, now_s)
         if refusal:
             raise RefusedError(refusal.reason)
+        self.stats.arrived += 1
         live = Live(ask, output, reply, index, now_s, told)
         self._lives.begin(live)
         self._tick_later()
@@ -220,7 +221,10 @@ class Driver:
         for batch in batches:
             self.stats.count_start(batch)
             self.forecast.started(batch)
-        for live in self._under_way.launch(batches, now_s):
+        started = self._under_way.launch(batches, now_s)
+        for batch in batches:
+            self.flights[batch.worker].arrived = self.stats.arrived
+        for live in started:
             if math.isnan(live.started_s):
                 live.started_s = now_s
                 self.stats.queue.observe(now_s - live.arrival_s)
@@ -264,7 +268,8 @@ class Driver:
         for live, tokens, finish in news:
             self._lives.deliver(live, tokens, finish, now_s)
         result = slice_result(flight, event)
-        self.stats.count_batch(flight.batch, result, event.steps, now_s, self.scheduler.workers[event.worker].latency)
+        law, arrived = self.scheduler.workers[event.worker].latency, self.stats.arrived - flight.arrived
+        self.stats.count_batch(flight.batch, result, event.steps, now_s, law, arrived)
         self._complete(flight, event, result, now_s)
 
     def _round_done(self, event: RoundDone) -> None:

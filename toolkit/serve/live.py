@@ -62,6 +62,7 @@ class Flight:
     received: list[int]
     sign_s: float  # the last sign of life of the worker
     follows: bool = False  # it was sent as soon as the worker's last batch had ended: nothing else kept that waiting
+    arrived: int = 0  # requests that had been submitted when it started
 
 
 def merge(steps: Sequence[StepOutput]) -> dict[int, tuple[list[int], FinishReason]]:

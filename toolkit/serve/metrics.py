@@ -6,6 +6,7 @@ They go under our names and, on request, under vLLM's too, for dashboards and au
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from typing import NamedTuple
 
 from prometheus_client.core import (
@@ -98,6 +99,12 @@ class Exposition:
         yield _counter("llmctl_batch_seconds", "Time of batches that ended well.", labels, stats.batch_s)
         yield _counter(
             "llmctl_predicted_batch_seconds", "What the laws say of the same.", labels, stats.predicted_batch_s
+        )
+        yield _sums(
+            "llmctl_slice_sums",
+            "Sums over slices of time, the laws' time, arrivals meanwhile, and their products.",
+            labels,
+            asdict(stats.slice_sums),
         )
         yield _counter(
             "llmctl_extrapolated_batches", "Batches outside what was measured.", labels, stats.extrapolated_batches
@@ -216,6 +223,13 @@ def _by_worker(
 def _counter(name: str, text: str, labels: dict[str, str], value: float) -> Metric:
     family = CounterMetricFamily(name, text, labels=list(labels))
     family.add_metric(list(labels.values()), value)
+    return family
+
+
+def _sums(name: str, text: str, labels: dict[str, str], sums: Mapping[str, float]) -> Metric:
+    family = CounterMetricFamily(name, text, labels=[*labels, "of"])
+    for of, value in sums.items():
+        family.add_metric([*labels.values(), of], value)
     return family
 
 

@@ -103,6 +103,38 @@ class Compared:
 
 
 @dataclass(slots=True)
+class SliceSums:
+    """Sums over static batches of what each took and what the law says (seconds), and how many requests arrived then.
+
+    And of their products: enough for a reader's least squares of the time on the other two.
+    """
+
+    batches: int = 0
+    took: float = 0.0
+    expected: float = 0.0
+    arrived: int = 0
+    took_took: float = 0.0
+    took_expected: float = 0.0
+    took_arrived: float = 0.0
+    expected_expected: float = 0.0
+    expected_arrived: float = 0.0
+    arrived_arrived: int = 0
+
+    def add(self, took_s: float, expected_s: float, arrived: int) -> None:
+        """A batch has ended well."""
+        self.batches += 1
+        self.took += took_s
+        self.expected += expected_s
+        self.arrived += arrived
+        self.took_took += took_s * took_s
+        self.took_expected += took_s * expected_s
+        self.took_arrived += took_s * arrived
+        self.expected_expected += expected_s * expected_s
+        self.expected_arrived += expected_s * arrived
+        self.arrived_arrived += arrived * arrived
+
+
+@dataclass(slots=True)
 class Stats:
     """All counters of one server. Times in seconds.
 
@@ -124,7 +156,9 @@ class Stats:
     generation_tokens: int = 0
     ended: Counter[str] = field(default_factory=Counter)
     within_targets: int = 0  # of those that ended well, as `toolkit.metrics.meets_sla` has it
+    arrived: int = 0  # requests that were submitted
     batches: int = 0
+    slice_sums: SliceSums = field(default_factory=SliceSums)
     compared: defaultdict[int, Compared] = field(default_factory=lambda: defaultdict(Compared))  # by worker
     extrapolated_batches: int = 0
     oom_events: int = 0
@@ -190,14 +224,20 @@ class Stats:
         self.preemptions += sum(not job.cancelled for job in batch.evict)
         self.preemptions += len(moves.pause) + len(moves.swap_out) if moves else 0
 
-    def count_batch(self, batch: Batch, result: BatchResult, steps: int, now_s: float, law: LatencyLaw) -> None:
-        """A batch has ended. Its time is held against the law for the `steps` that it ran, which may be fewer."""
+    def count_batch(
+        self, batch: Batch, result: BatchResult, steps: int, now_s: float, law: LatencyLaw, arrived: int = 0
+    ) -> None:
+        """A batch has ended. Its time is held against the law for the `steps` that it ran, which may be fewer.
+
+        `arrived` is how many requests were submitted while it ran.
+        """
         self._count_batch(result.failure, batch.size, batch.input_length + batch.steps)
         if not result.failure and steps:
             iterations = steps - law.prefill_emits_token
             expected_s = law.prefill_s(batch.size, batch.input_length)
             expected_s += law.decode_s(batch.size, batch.input_length, iterations)
             self._compare(batch.worker, now_s - batch.started_s, expected_s)
+            self.slice_sums.add(now_s - batch.started_s, expected_s, arrived)
 
     def count_round(self, batch: Batch, result: RoundResult, now_s: float, worker: Worker) -> None:
         """A round has ended, of which the worker's residents do not know yet."""

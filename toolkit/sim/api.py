@@ -13,7 +13,7 @@ from toolkit.sched.scheduler import Scheduler
 from toolkit.sched.types import Refusal, Request
 from toolkit.sim.continuous import RoundWorker
 from toolkit.sim.counters import counters
-from toolkit.sim.front import NO_DELAY
+from toolkit.sim.front import NO_DELAY, Intake
 from toolkit.sim.ledger import Ledger
 from toolkit.sim.loop import VirtualWorker, run
 from toolkit.sim.paged_engine import serve
@@ -113,7 +113,8 @@ def virtual_workers(
             for k in range(world.workers)
         ]
     batches = SimWorker if valid is None else partial(CountingSimWorker, valid)
+    intake = Intake([request.arrival_s for request in requests], world.arrival_cost_s)
     return [
-        batches(latency, ledger, number, world.runs_out, streams=world.streams, flush_s=world.flush_s)
+        batches(latency, ledger, number, world.runs_out, streams=world.streams, flush_s=world.flush_s, intake=intake)
         for _ in range(world.workers)
     ]

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from toolkit.sched.protocols import LatencyLaw
 from toolkit.sched.types import Batch, BatchResult, Failure
+from toolkit.sim.front import NO_INTAKE, Intake
 from toolkit.sim.ledger import Ledger, RunsOut
 
 
@@ -23,6 +24,7 @@ class SimWorker:
         runs_out: whether a batch runs out of memory.
         streams: tokens reach the client as they come; False: with their batch, as in the SCLS paper.
         flush_s: but a worker reports them at most this often after a slice's first ones.
+        intake: what requests that arrive take from a running batch.
     """
 
     def __init__(
@@ -34,6 +36,7 @@ class SimWorker:
         *,
         streams: bool,
         flush_s: float = 0.0,
+        intake: Intake = NO_INTAKE,
     ) -> None:
         self._latency = latency
         self._ledger = ledger
@@ -41,6 +44,7 @@ class SimWorker:
         self._runs_out = runs_out
         self._streams = streams
         self._flush_s = flush_s
+        self._intake = intake
         self._emits = int(latency.prefill_emits_token)
         self._result = BatchResult(-1, -1, (), ())
 
@@ -50,7 +54,8 @@ class SimWorker:
         prefill_s = self._latency.prefill_s(size, length)
         if self._runs_out and self._runs_out(batch.batch_id, size, length, batch.steps):
             self._ledger.oom_batches += 1
-            return self._end(batch, now_s, now_s + prefill_s, [0] * size, [False] * size, "oom")
+            failed_s = self._intake.end_s(now_s, prefill_s)
+            return self._end(batch, now_s, failed_s, [0] * size, [False] * size, "oom")
         outputs, number = self._ledger.output_tokens, self._number
         numbers = [number[job.request.request_id] for job in batch.jobs]
         remaining = [outputs[k] - job.generated for k, job in zip(numbers, batch.jobs, strict=True)]
@@ -59,8 +64,8 @@ class SimWorker:
         generated = [left if left < ran else ran for left in remaining]
         finished = [left <= ran for left in remaining]
         self._count(batch, generated, ran)
-        done_s = now_s + prefill_s + self._latency.decode_s(size, length, ran - self._emits)
-        self._stamp(batch, numbers, generated, finished, now_s + prefill_s, done_s)
+        done_s = self._intake.end_s(now_s, prefill_s + self._latency.decode_s(size, length, ran - self._emits))
+        self._stamp(batch, numbers, generated, finished, now_s, prefill_s, done_s)
         return self._end(batch, now_s, done_s, generated, finished, "")
 
     def _reported(self, first_s: float, token_s: float) -> float:
@@ -111,21 +116,24 @@ class SimWorker:
         numbers: list[int],
         generated: list[int],
         finished: list[bool],
-        prefilled_s: float,
+        now_s: float,
+        prefill_s: float,
         done_s: float,
     ) -> None:
         """Write the times at which each job's tokens reached its client."""
         ledger, streams, emits = self._ledger, self._streams, self._emits
         size, length = len(batch.jobs), batch.input_length
-        decode_s = self._latency.decode_s
-        first_s = prefilled_s if emits else prefilled_s + decode_s(size, length, 1)
-        if not streams:
-            first_s = done_s
+
+        def made_s(tokens: int) -> float:
+            """When the rows have so many new tokens."""
+            return self._intake.end_s(now_s, prefill_s + self._latency.decode_s(size, length, tokens - emits))
+
+        first_s = made_s(1) if streams else done_s
         firsts, lasts, gaps = ledger.first_token_s, ledger.last_token_s, ledger.max_gap_s
         if ledger.token_gaps is not None:
             self._count_gaps(batch, numbers, generated, first_s)
         ran = max(generated)
-        step_s = done_s - prefilled_s - decode_s(size, length, ran - emits - 1) if streams and ran > emits else 0.0
+        step_s = done_s - made_s(ran - 1) if streams and ran > emits else 0.0
         for k, tokens, ended in zip(numbers, generated, finished, strict=True):
             if firsts[k] < 0.0:
                 firsts[k] = first_s
@@ -136,9 +144,7 @@ class SimWorker:
                 gaps[k] = gap_s
             if ended:
                 lasts[k] = (
-                    done_s
-                    if tokens == ran or not streams
-                    else min(self._reported(first_s, prefilled_s + decode_s(size, length, tokens - emits)), done_s)
+                    done_s if tokens == ran or not streams else min(self._reported(first_s, made_s(tokens)), done_s)
                 )
                 ledger.ok[k] = True
             else:

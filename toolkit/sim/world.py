@@ -47,7 +47,8 @@ class World:
     `rounds` has the laws under continuous policies, where they are others. `finished` are the output lengths of
     requests that ended before the first arrives, for policies that look back. `joining` is how rows join a worker's
     running batch where that is one padded slab, as on the engine `rebatch`; None: memory is paged. `front` is what
-    clients see besides: HTTP, tokenizing and the stream.
+    clients see besides: HTTP, tokenizing and the stream. `arrival_cost_s` is what each request that arrives
+    adds to every static batch that runs then, where workers compute on the front's cores.
 
     A fleet has `others`: further kinds of workers behind the same scheduler, each a world of its own as far as
     its workers go. They are numbered after these, kind by kind.
@@ -75,6 +76,7 @@ class World:
     rounds: RoundLaws | None = None
     finished: tuple[int, ...] = ()
     front: FrontDelay = NO_DELAY
+    arrival_cost_s: float = 0.0
     paged: PagedEngine | None = None
     others: tuple[World, ...] = ()
 

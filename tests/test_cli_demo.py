@@ -1,0 +1,105 @@
+"""The demo, whole, with a model that computes nothing and short replays: what it runs, holds, and says at its end."""
+
+import json
+from pathlib import Path
+
+import pytest
+from commands import llmctl
+
+from toolkit.cli import demo
+from toolkit.cli.demo import Achieved, Held
+from toolkit.traces.write import Line, write_lines
+
+RECIPE = """
+name: small
+model: {source: random, config: {model_type: fake}, dtype: float32, tokenizer: bytes, max_model_len: 512}
+hardware: {device: cpu, name: none}
+engine: {name: fake, kv_cache_memory_mib: 8}
+workers: 2
+profile:
+  batch_sizes: [1, 2, 4, 8]
+  input_lengths: [16, 64, 128]
+  cached_lengths: [16, 64, 128]
+  memory_lengths: [64, 128]
+  slice_tokens: [16]
+  repeats: 2
+  slices: 8
+sla: {ttft_p99_s: 5.0, e2e_p95_s: 10.0}
+tune: {trials: 8, request_rate_rps: 40, windows: 1, held_out_windows: 1, draws: 0}
+serve: {max_new_tokens: 64}
+"""
+
+
+def test_the_demo_holds_the_tuned_server_to_the_promise_and_says_what_was_achieved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(demo, "REPLAY_S", 1.0)
+    monkeypatch.setattr(demo, "WARMUP_S", 0.5)
+    recipe, trace, out = tmp_path / "small.yaml", tmp_path / "trace.jsonl", tmp_path / "out"
+    recipe.write_text(RECIPE, encoding="utf-8")
+    write_lines([Line(50 * k, 20 + k % 90, 3 + k % 20) for k in range(200)], trace)
+    assert llmctl("demo", recipe, "--trace", trace, "--out", out, "--json") == 0
+    printed, _ = capsys.readouterr()
+    found = json.loads(printed)
+    tuning, bench = (json.loads((out / f"{name}.json").read_text()) for name in ("tuning", "bench-tuned"))
+    assert found["request_rate_rps"] == tuning["request_rate_rps"] == 40
+    window = tuning["held_out_windows"][0]
+    assert bench["requests"] == window["requests"]  # the window that tune held out, at its rate
+    assert bench["lengths"] == "hidden"
+    held = {one["metric"]: one for one in found["promise"]}
+    assert {"ttft_p99_s", "e2e_p95_s", "goodput_rps", "throughput_rps"} <= held.keys()
+    for row in bench["targets"]:
+        one = held[row["target"]]
+        assert (one["limit"], one["measured"], one["kept"]) == (row["limit_s"], row["measured_s"], row["kept"])
+        assert one["promised"] == pytest.approx(tuning["usage"][row["target"]] * row["limit_s"])
+    goodput = held["goodput_rps"]
+    assert goodput["promised"] == tuning["best_held_out"]["metrics"]["goodput_rps"]
+    assert (goodput["predicted"], goodput["measured"]) == (
+        bench["predicted"]["goodput_rps"],
+        bench["measured"]["goodput_rps"],
+    )
+    assert found["overload"]["throughput_rps"].keys() == {"sls", "scls"}
+    assert Path(found["report"]).is_file()
+
+
+def achieved(kept: bool) -> Achieved:
+    promise = [
+        Held("ttft_p99_s", 5.0, 3.6, 3.7, 3.9 if kept else 7.5, kept),
+        Held("e2e_p95_s", 10.0, 6.1, 6.0, 6.2, True),
+        Held("goodput_rps", None, 25.1, 24.9, 24.0, None),
+    ]
+    return Achieved(30.0, promise, {"throughput_rps": {"sls": 10.0, "scls": 22.4}}, "out/report.html", 290.0)
+
+
+def test_one_sentence_says_what_was_achieved():
+    assert achieved(kept=True).text == (
+        "At 30 requests/s the tuned server kept all 2 targets (goodput 24/s, 24.9 predicted), "
+        "and under overload it served 2.24 times the throughput of SLS."
+    )
+    assert "the tuned server broke ttft_p99_s (goodput" in achieved(kept=False).text
+
+
+def test_where_no_setting_keeps_the_limits_the_demo_goes_on_and_says_so(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    ran: list[list[str]] = []
+
+    class Ended:
+        def __init__(self, code: int) -> None:
+            self.code = code
+
+        def wait(self) -> int:
+            return self.code
+
+    def start(line: list[str], **options: object) -> Ended:
+        ran.append(line)
+        return Ended(demo.NO_SETTING_KEEPS)
+
+    monkeypatch.setattr(demo.subprocess, "Popen", start)
+    with (tmp_path / "out").open("w") as out:
+        stage = demo.Stages(out)
+        assert stage.llmctl("tune", "recipe", survives=demo.NO_SETTING_KEEPS) == demo.NO_SETTING_KEEPS
+        with pytest.raises(demo.typer.Exit) as ended:
+            stage.llmctl("render", "recipe")
+    assert ended.value.exit_code == demo.NO_SETTING_KEEPS
+    assert [line[3] for line in ran] == ["tune", "render"]
