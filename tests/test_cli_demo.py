@@ -8,6 +8,7 @@ from commands import llmctl
 
 from toolkit.cli import demo
 from toolkit.cli.demo import Achieved, Held
+from toolkit.errors import LimitsBrokenError
 from toolkit.traces.write import Line, write_lines
 
 RECIPE = """
@@ -31,7 +32,7 @@ serve: {max_new_tokens: 64}
 
 
 def test_the_demo_holds_the_tuned_server_to_the_promise_and_says_what_was_achieved(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ):
     monkeypatch.setattr(demo, "REPLAY_S", 1.0)
     monkeypatch.setattr(demo, "WARMUP_S", 0.5)
@@ -39,7 +40,7 @@ def test_the_demo_holds_the_tuned_server_to_the_promise_and_says_what_was_achiev
     recipe.write_text(RECIPE, encoding="utf-8")
     write_lines([Line(50 * k, 20 + k % 90, 3 + k % 20) for k in range(200)], trace)
     assert llmctl("demo", recipe, "--trace", trace, "--out", out, "--json") == 0
-    printed, _ = capsys.readouterr()
+    printed, _ = capfd.readouterr()
     found = json.loads(printed)
     tuning, bench = (json.loads((out / f"{name}.json").read_text()) for name in ("tuning", "bench-tuned"))
     assert found["request_rate_rps"] == tuning["request_rate_rps"] == 40
@@ -93,13 +94,13 @@ def test_where_no_setting_keeps_the_limits_the_demo_goes_on_and_says_so(
 
     def start(line: list[str], **options: object) -> Ended:
         ran.append(line)
-        return Ended(demo.NO_SETTING_KEEPS)
+        return Ended(LimitsBrokenError.exit_code)
 
     monkeypatch.setattr(demo.subprocess, "Popen", start)
     with (tmp_path / "out").open("w") as out:
         stage = demo.Stages(out)
-        assert stage.llmctl("tune", "recipe", survives=demo.NO_SETTING_KEEPS) == demo.NO_SETTING_KEEPS
+        assert stage.llmctl("tune", "recipe", survives=LimitsBrokenError.exit_code) == LimitsBrokenError.exit_code
         with pytest.raises(demo.typer.Exit) as ended:
             stage.llmctl("render", "recipe")
-    assert ended.value.exit_code == demo.NO_SETTING_KEEPS
+    assert ended.value.exit_code == LimitsBrokenError.exit_code
     assert [line[3] for line in ran] == ["tune", "render"]

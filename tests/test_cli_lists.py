@@ -48,7 +48,7 @@ def test_every_policy_says_what_it_does_and_which_engines_run_it(capsys: pytest.
     found = {one["name"]: one for one in json.loads(capsys.readouterr().out)["policies"]}
     assert found.keys() == KNOWN.keys() == ABOUT.keys()
     assert {name for name, one in found.items() if not one["live"]} == ORACLES
-    assert found["slice"]["engines"] == ["transformers", "deepspeed", "rebatch"]
+    assert found["slice"]["engines"] == ["rebatch", "transformers", "deepspeed"]
     assert found["vllm"]["engines"] == ["vllm"]
     assert llmctl("policies") == 0
     out = capsys.readouterr().out

@@ -261,7 +261,7 @@ def test_few_requests_are_counted_and_longer_windows_proposed(files: Path, capsy
         f"warning: only {count} requests in 2 held-out windows stand behind this; a 99th percentile needs 100" in said
     )
     assert "or more: --window 2 would hold as many" in said
-    assert tune("--draws", "0", "--trials", "1", "--window", "2") == 0
+    assert tune("--draws", "0", "--trials", "1", "--window", "2") in WRITTEN
     assert "stand behind this" not in capsys.readouterr().out
 
 

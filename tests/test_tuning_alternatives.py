@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_tuning import HEAD, trace
 
-from toolkit.errors import InputError
+from toolkit.errors import LimitsBrokenError
 from toolkit.files.plan import Kind
 from toolkit.files.tuning import Alternatives, Tuning
 from toolkit.report.verdict import verdict
@@ -112,7 +112,7 @@ def test_before_more_workers_are_asked_for_the_sibling_is_named() -> None:
 
 
 def test_where_no_number_of_workers_suffices_the_hint_is_the_sibling() -> None:
-    with pytest.raises(InputError) as caught:
+    with pytest.raises(LimitsBrokenError) as caught:
         tuned(inputs({"ttft_p50_s": 0.012}, (sibling(),)), auto=True)
     assert caught.value.hint == "tune bare (engine vllm): on 1 it keeps them"
 

@@ -49,6 +49,7 @@ def importance(found: Found, policy: str) -> dict[str, float]:
     PED-ANOVA (Watanabe et al. 2023) on the policy's own trials; empty for fewer than 10, or where nothing was searched,
     or where so many are equally good that the best tenth is all of them.
     """
+    tried = found.study.trials[: len(found.evaluations)]  # with few trials, some starts were never asked for
     trials = [
         optuna.trial.create_trial(
             state=optuna.trial.TrialState.COMPLETE,
@@ -56,7 +57,7 @@ def importance(found: Found, policy: str) -> dict[str, float]:
             params={name: value for name, value in trial.params.items() if name.startswith(f"{policy}.")},
             distributions={name: d for name, d in trial.distributions.items() if name.startswith(f"{policy}.")},
         )
-        for trial, evaluation in zip(found.study.trials, found.evaluations, strict=True)
+        for trial, evaluation in zip(tried, found.evaluations, strict=True)
         if evaluation.outcome.policy == policy
     ]
     values = sorted((trial.value for trial in trials), reverse=True)
