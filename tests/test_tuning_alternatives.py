@@ -26,7 +26,7 @@ RATES = st.floats(0.01, 1000.0)
 def inputs(sla: dict[str, float], siblings: tuple[Kind, ...] = (), **changes: object) -> Inputs:
     recipe = samples.recipe(sla=sla, **({"engine": {"name": "transformers"}, "tune": TUNE} | changes))
     fit = samples.paged_fit() if recipe.engine.name == "vllm" else samples.fit(engine=recipe.engine.name)
-    return Inputs(recipe, fit, make_workload(recipe, fit, trace()), siblings=siblings)
+    return Inputs(recipe, fit, make_workload(recipe, fit, trace(1000)), siblings=siblings)
 
 
 def sibling() -> Kind:
