@@ -1,9 +1,11 @@
 """What else would serve the traffic: the highest rate, sibling recipes, one server for `auto`, and the words."""
 
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import samples
+from commands import llmctl
 from hypothesis import given
 from hypothesis import strategies as st
 from test_tuning import HEAD, trace
@@ -78,7 +80,7 @@ def test_a_sibling_that_keeps_the_limits_comes_before_fewer_requests_and_more_wo
 
 
 def test_without_one_the_workers_are_counted_and_the_rate_is_searched() -> None:
-    result, found = tuned(inputs({"e2e_p95_s": 3.0}, tune=TUNE | {"request_rate_rps": 200.0}))
+    result, found = tuned(inputs({"ttft_p99_s": 0.5}))
     assert not found.feasible
     assert found.siblings == []
     assert found.workers is not None
@@ -86,7 +88,7 @@ def test_without_one_the_workers_are_counted_and_the_rate_is_searched() -> None:
     assert found.up_to_rps is not None
     assert found.up_to_rps < result.request_rate_rps
     assert f"  more workers: {found.workers} with the best settings" in verdict(result)
-    fewer, kept = tuned(inputs({"e2e_p95_s": 3.0}, tune=TUNE | {"request_rate_rps": found.up_to_rps / 2}))
+    fewer, kept = tuned(inputs({"ttft_p99_s": 0.5}, tune=TUNE | {"request_rate_rps": found.up_to_rps / 2}))
     assert kept.feasible, fewer.usage
 
 
@@ -151,3 +153,12 @@ def test_what_marks_a_policy_is_what_refuses_to_serve_it() -> None:
         footnote(["srpt-oracle"], [])
         == "* no server can run it. It takes the future, which no server knows, for srpt-oracle."
     )
+
+
+def test_several_servers_cannot_be_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ["tune", "qwen3-8b-h200", "--fit", "qwen3-8b-h200", "--rate", "2", "--workers", "2"]
+    assert llmctl(*words) == 2
+    assert "error: --workers 2: engine 'vllm' is a server, which is one worker" in capsys.readouterr().err
