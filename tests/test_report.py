@@ -115,7 +115,8 @@ def make_bench(folder: Path, name: str, rate: float | None, plan: str = "plan.js
         policy="slice",
         request_rate_rps=rate,
     )
-    write_file(result.model_copy(update={"measured": result.measured | measured}), folder / name)
+    seen = {"measured": result.measured | measured, "targets": []}
+    write_file(result.model_copy(update=seen), folder / name)
 
 
 def verdict_of(folder: Path, source: str = "plan.json") -> str:

@@ -155,6 +155,7 @@ def command(
     traffic = trace_path(trace or spec.tune.trace)
     workload = make_workload(spec, fitted, read_trace(traffic)[0], others)
     if count:
+        _refuse_several_servers(spec, count)
         spec = spec.model_copy(update={"workers": count})
     note_trace(workload.trace)
     check_writable(out)
@@ -296,6 +297,17 @@ def _count(workers: str | None) -> int | None:
     if not workers.isdecimal() or len(workers) > LONGEST_COUNT or not int(workers):
         raise InputError(f"--workers {workers}: it is a whole number from 1, or '{AUTO}'")
     return limit_workers(int(workers))
+
+
+def _refuse_several_servers(recipe: Recipe, count: int) -> None:
+    from toolkit.errors import InputError
+    from toolkit.files.fleet import SERVERS
+
+    if recipe.engine.name in SERVERS and count > 1:
+        raise InputError(
+            f"--workers {count}: engine '{recipe.engine.name}' is a server, which is one worker",
+            "tune one server for its share of the traffic with --rate; --workers auto says how much one can bear",
+        )
 
 
 def _profile_of(fitted: Fit, path: Path) -> Profile | None:
