@@ -12,7 +12,12 @@ from toolkit.traces.write import Line, write_lines
 
 RECIPE = """
 name: small
-model: {source: random, config: {model_type: fake}, dtype: float32, tokenizer: bytes, max_model_len: 512}
+model:
+  source: random
+  config: {model_type: fake, decode_row_s: 0.002}
+  dtype: float32
+  tokenizer: bytes
+  max_model_len: 512
 hardware: {device: cpu, name: none}
 engine: {name: fake, kv_cache_memory_mib: 8}
 workers: 2
@@ -25,13 +30,13 @@ profile:
   repeats: 2
   slices: 8
 sla: {ttft_p99_s: 5.0, e2e_p95_s: 10.0}
-tune: {trials: 8, request_rate_rps: 40, windows: 1, held_out_windows: 1, draws: 0}
+tune: {trials: 8, request_rate_rps: 20, windows: 1, held_out_windows: 1, window_s: 3, draws: 0}
 serve: {max_new_tokens: 64}
 """
 
 
 def test_the_demo_holds_the_tuned_server_to_the_promise_and_says_what_was_achieved(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ):
     monkeypatch.setattr(demo, "REPLAY_S", 1.0)
     monkeypatch.setattr(demo, "WARMUP_S", 0.5)
@@ -39,10 +44,10 @@ def test_the_demo_holds_the_tuned_server_to_the_promise_and_says_what_was_achiev
     recipe.write_text(RECIPE, encoding="utf-8")
     write_lines([Line(50 * k, 20 + k % 90, 3 + k % 20) for k in range(200)], trace)
     assert llmctl("demo", recipe, "--trace", trace, "--out", out, "--json") == 0
-    printed, _ = capsys.readouterr()
+    printed, _ = capfd.readouterr()
     found = json.loads(printed)
     tuning, bench = (json.loads((out / f"{name}.json").read_text()) for name in ("tuning", "bench-tuned"))
-    assert found["request_rate_rps"] == tuning["request_rate_rps"] == 40
+    assert found["request_rate_rps"] == tuning["request_rate_rps"] == 20
     window = tuning["held_out_windows"][0]
     assert bench["requests"] == window["requests"]  # the window that tune held out, at its rate
     assert bench["lengths"] == "hidden"

@@ -62,7 +62,7 @@ def command(
     stage.title("4/6  serve what was found, at the rate that it was tuned for")
     stage.llmctl("render", recipe, "--fit", fit, "--tuning", tuning, "--out", plan, *forced)
     promised = read_file(Tuning, tuning)
-    excerpt = _overload(open_recipe(recipe), plan, trace)
+    excerpt = overload(open_recipe(recipe), plan, trace)
     with stage.server(plan, *forced) as url:
         stage.bench(url, plan, trace, _tuned_window(promised), bench_tuned)
         stage.title("5/6  the same server at an overload")
@@ -222,7 +222,7 @@ def _held(tuning: Tuning, tuned: BenchReport) -> list[Held]:
     ]
 
 
-def _overload(recipe: Recipe, planned: Path, trace: str) -> list[str]:
+def overload(recipe: Recipe, planned: Path, trace: str) -> list[str]:
     """Which part of the trace to replay, and at what rate: more than the tuned policy is predicted to serve."""
     from toolkit.files.io import read_file
     from toolkit.files.plan import Plan
