@@ -163,6 +163,8 @@ def test_what_arrivals_cost_is_told_apart_from_a_slow_machine(slowdown: float, c
         crowded(1.2, 0.00001, noise_s=0.2),  # lost in the noise
         slices([(0.6, 0.5, 100)] * 20),  # all alike: nothing tells the two apart
         slices([(0.6, 0.5, 0)] * 20),
+        # late slices meet more of a steady stream: it does not make them late
+        slices([(took_s, 0.5, round(50 * took_s)) for took_s in (0.5, 0.9, 0.6, 0.8, 0.7) * 6]),
         slices([]),
     ],
 )
