@@ -34,6 +34,7 @@ SUM_NAMES = (
 )
 SUMS = {name: f"llmctl_slice_sums_total:{name}" for name in SUM_NAMES}
 FEWEST = 8  # batches: the least squares of fewer say nothing
+ROUNDING = 1e-9  # of a sum: what is less is a difference of equals
 SURE = 2.0  # standard errors that a cost must be above 0
 MOST_OF_IT = 0.9  # of what batches took: arrivals cost no more
 TTFT, E2E = "llmctl_ttft_seconds", "llmctl_e2e_seconds"  # from submission to the driver's having a token
@@ -98,7 +99,7 @@ def arrival_cost_of(sums: Mapping[str, float]) -> ArrivalCost:
         return NO_COST
     mean_due = sums["due_expected"] / expected
     told = sums["due_arrived"] - mean_due * arrived
-    if told <= 0.0:
+    if told <= ROUNDING * sums["due_arrived"]:
         return NO_COST
     cost_s = (sums["due_took"] - mean_due * took) / told
     slowdown = (took - cost_s * arrived) / expected
@@ -106,7 +107,7 @@ def arrival_cost_of(sums: Mapping[str, float]) -> ArrivalCost:
     left -= 2.0 * (slowdown * sums["took_expected"] + cost_s * sums["took_arrived"])
     left += 2.0 * slowdown * cost_s * sums["expected_arrived"]
     spread = sums["due_due"] - 2.0 * mean_due * sums["due"] + count * mean_due**2
-    error_s = math.sqrt(max(left, 0.0) / (count - 2) * spread) / told
+    error_s = math.sqrt(max(left, 0.0) / (count - 2) * max(spread, 0.0)) / told
     if cost_s <= 0.0 or cost_s < SURE * error_s:
         return NO_COST
     return ArrivalCost(min(cost_s, MOST_OF_IT * took / arrived), arrived)
