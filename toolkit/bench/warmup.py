@@ -33,7 +33,7 @@ SUM_NAMES = (
     *("due_took", "due_expected", "due_arrived", "due_due"),
 )
 SUMS = {name: f"llmctl_slice_sums_total:{name}" for name in SUM_NAMES}
-FEWEST = 8  # batches: the least squares of fewer say nothing
+FEWEST = 40  # batches: over fewer the machine's own drift looks like what arrivals cost
 ROUNDING = 1e-9  # of a sum: what is less is a difference of equals
 SURE = 2.0  # standard errors that a cost must be above 0
 MOST_OF_IT = 0.9  # of what batches took: arrivals cost no more
