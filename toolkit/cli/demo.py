@@ -254,7 +254,9 @@ def _safe_rows(fit: Path) -> int:
 
 
 def _all_of(count: int) -> str:
-    return {0: "no target, as the recipe has none", 1: "its target"}.get(count, f"all {count} targets")
+    return {0: "no target, as the recipe has none", 1: "its target", 2: "both targets"}.get(
+        count, f"all {count} targets"
+    )
 
 
 def _show(result: Achieved, folder: Path) -> None:
