@@ -78,7 +78,7 @@ def achieved(kept: bool) -> Achieved:
 
 def test_one_sentence_says_what_was_achieved():
     assert achieved(kept=True).text == (
-        "At 30 requests/s the tuned server kept all 2 targets (goodput 24/s, 24.9 predicted), "
+        "At 30 requests/s the tuned server kept both targets (goodput 24/s, 24.9 predicted), "
         "and under overload it served 2.24 times the throughput of SLS."
     )
     assert "the tuned server broke ttft_p99_s (goodput" in achieved(kept=False).text

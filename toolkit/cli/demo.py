@@ -260,7 +260,9 @@ def _all_of(count: int) -> str:
 
 
 def _show(result: Achieved, folder: Path) -> None:
-    from toolkit.cli.output import seconds, table
+    import textwrap
+
+    from toolkit.cli.output import WIDTH, seconds, table
 
     words = {True: "yes", False: "NO", None: None}
     rows = [
@@ -273,7 +275,6 @@ def _show(result: Achieved, folder: Path) -> None:
         for key, both in result.overload.items()
     ]
     table(["measured live, same requests", "SLS", "SCLS, tuned", ">ratio"], ratios, "under overload")
-    print(
-        f"the demo took {seconds(result.took_s)}; its files are in {folder}/, and the page about it is {result.report}"
-    )
-    print(result.text)
+    print(f"the demo took {seconds(result.took_s)}; its files are in {folder}/")
+    print(f"the page about it: {result.report}\n")
+    print(textwrap.fill(result.text, WIDTH))
