@@ -1,4 +1,4 @@
-"""What `make demo` printed, for docs: a picture of its last two stages, and a shortened transcript.
+"""What `make demo` printed, for docs: a picture of what it held and found, and a shortened transcript.
 
     make demo 2>&1 | tee demo.log; python bench/demo_page.py demo.log
 
@@ -28,17 +28,24 @@ HEAD = """\
 {text}
 ```
 """
+PROMISE, END = "^what tune promised", r"^rc \d|^real\t"
 # Parts of the output: from the first line that matches to the next that matches the second pattern, that one left out.
-PROFILE = [("== 1/5", r"^\d+ points skipped|^\d+ points,"), (r"points, .*measurements to go", r"^tiny")]
-FIT = [("== 2/5", "^coefficients")]
+PROFILE = [("== 1/6", r"^\d+ points skipped|^\d+ points,"), (r"points, .*measurements to go", r"^tiny")]
+FIT = [("== 2/6", "^coefficients")]
 TUNE = [
-    ("== 3/5", "^trace: "),
+    ("== 3/6", "^trace: "),
     ("^policy '", "^goodput_rps of the trials"),
     ("^the target that binds", "^analytic|^wrote|^validation"),
 ]
-SERVE = [("== 4/5", "^ what "), (r"^\$ llmctl bench", "^trace: "), ("^warm-up: batches", "== 5/5")]
-SLS = [("== 5/5", r"^\$ "), ("measured live, same requests", r"^rc \d|^real\t")]
-PICTURE = [("== 4/5", r"^\$ "), ("^warm-up: batches", "== 5/5"), *SLS]
+SERVE = [
+    ("== 4/6", "^ what "),
+    (r"^\$ llmctl bench", "^trace: "),
+    ("^warm-up: batches", "== 5/6"),
+    ("== 5/6", "^trace: "),
+    ("^warm-up: batches", "== 6/6"),
+]
+SLS = [("== 6/6", r"^\$ "), (PROMISE, END)]
+PICTURE = [("== 4/6", r"^\$ "), ("^warm-up: batches", "^during the replay"), (PROMISE, END)]
 
 
 def part(lines: Sequence[str], start: str, end: str, after: int) -> tuple[list[str], int]:
@@ -62,7 +69,7 @@ def parts(lines: Sequence[str], wanted: Sequence[tuple[str, str]], dots: bool) -
 
 
 def picture(lines: Sequence[str]) -> str:
-    """The last two stages as the SVG of a terminal."""
+    """The tuned server held to its promise, and the end, as the SVG of a terminal."""
     console = Console(record=True, width=WIDTH, file=io.StringIO(), force_terminal=True)
     for line in parts(lines, PICTURE, dots=False):
         console.print(Text(line, style="bold" if line.startswith("==") else ""))

@@ -136,7 +136,7 @@ def slices(times_s: list[tuple[float, float, int]]) -> dict[str, float]:
     return asdict(sums)
 
 
-def crowded(slowdown: float, cost_s: float, count: int = 20, noise_s: float = 0.0) -> dict[str, float]:
+def crowded(slowdown: float, cost_s: float, count: int = 60, noise_s: float = 0.0) -> dict[str, float]:
     """Requests arrive during the first half of the slices alone."""
     found = []
     for k in range(count):
@@ -159,10 +159,12 @@ def test_what_arrivals_cost_is_told_apart_from_a_slow_machine(slowdown: float, c
     "sums",
     [
         crowded(1.2, 0.0),  # arrivals cost nothing
-        crowded(1.2, 0.0007, count=6),  # too few slices
+        crowded(1.2, 0.0007, count=30),  # too few slices
         crowded(1.2, 0.00001, noise_s=0.2),  # lost in the noise
-        slices([(0.6, 0.5, 100)] * 20),  # all alike: nothing tells the two apart
-        slices([(0.6, 0.5, 0)] * 20),
+        slices([(0.6, 0.5, 100)] * 60),  # all alike: nothing tells the two apart
+        slices([(0.6, 0.5, 0)] * 60),
+        # late slices meet more of a steady stream: it does not make them late
+        slices([(took_s, 0.5, round(50 * took_s)) for took_s in (0.5, 0.9, 0.6, 0.8, 0.7) * 12]),
         slices([]),
     ],
 )
@@ -191,9 +193,9 @@ def test_the_command_says_and_predicts_what_arrivals_cost(capsys, tmp_path):
     ran: list[dict] = []
     times_s: list[tuple[float, float, int]] = []
     lines, plan = tmp_path / "trace.jsonl", tmp_path / "plan.json"
-    write_lines([Line(2 * k, 20 + k, 3 + k % 9) for k in range(40)], lines)
+    write_lines([Line(2 * k, 20 + k, 3 + k % 9) for k in range(80)], lines)
     write_file(make_plan(samples.recipe(), samples.fit(), None, {}), plan)
-    options = ["--trace", lines, "--plan", plan, "--warmup", 0.2, "--json"]
+    options = ["--trace", lines, "--plan", plan, "--warmup", 0.5, "--json"]
     with sse_server(answer) as server, pytest.raises(SystemExit) as ended:
         run(["bench", "--url", server.url, *map(str, options)])
     printed, err = capsys.readouterr()

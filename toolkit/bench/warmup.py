@@ -28,11 +28,13 @@ from toolkit.traces.types import Trace
 
 TOOK, PREDICTED = "llmctl_batch_seconds_total", "llmctl_predicted_batch_seconds_total"
 SUM_NAMES = (
-    *("batches", "took", "expected", "arrived", "took_took", "took_expected", "took_arrived"),
+    *("batches", "took", "expected", "arrived", "due", "took_took", "took_expected", "took_arrived"),
     *("expected_expected", "expected_arrived", "arrived_arrived"),
+    *("due_took", "due_expected", "due_arrived", "due_due"),
 )
 SUMS = {name: f"llmctl_slice_sums_total:{name}" for name in SUM_NAMES}
-FEWEST = 8  # batches: the least squares of fewer say nothing
+FEWEST = 40  # batches: over fewer the machine's own drift looks like what arrivals cost
+ROUNDING = 1e-9  # of a sum: what is less is a difference of equals
 SURE = 2.0  # standard errors that a cost must be above 0
 MOST_OF_IT = 0.9  # of what batches took: arrivals cost no more
 TTFT, E2E = "llmctl_ttft_seconds", "llmctl_e2e_seconds"  # from submission to the driver's having a token
@@ -84,27 +86,29 @@ class ServerTimes:
 
 
 def arrival_cost_of(sums: Mapping[str, float]) -> ArrivalCost:
-    """The cost that a server's `llmctl_slice_sums` over some batches show, by least squares.
+    """The cost that a server's `llmctl_slice_sums` over some batches show.
 
-    A batch takes `slowdown` times what the law says, and `cost_s` for each request that arrives meanwhile; together
-    they are what all batches took. Where the cost does not stand out of its error (`SURE` standard errors), as where
-    requests arrive so evenly that the two cannot be told apart, it is 0 and the slowdown has it all.
+    A batch takes `slowdown` times what the law says, and `cost_s` for each request that arrives meanwhile. Together
+    they are what all batches took; the second equation weighs each batch by its arrivals that were due in the law's
+    time. Plain least squares would not do: a batch that is late for another reason meets more arrivals, which would
+    then seem to cost that. Where the cost does not stand out of its error (`SURE` standard errors), as where requests
+    arrive so evenly that the two cannot be told apart, it is 0 and the slowdown has it all.
     """
     count, took, expected, arrived = (sums[name] for name in ("batches", "took", "expected", "arrived"))
     if count < FEWEST or expected <= 0.0 or arrived <= 0.0:
         return NO_COST
-    ratio, each = took / expected, arrived / expected
-    # of what a batch took, and of its arrivals, that is left when their shares by the law's time are taken away
-    both = sums["took_arrived"] - each * sums["took_expected"] - ratio * sums["expected_arrived"]
-    both += ratio * each * sums["expected_expected"]
-    arrivals = sums["arrived_arrived"] - 2.0 * each * sums["expected_arrived"]
-    arrivals += each * each * sums["expected_expected"]
-    times = sums["took_took"] - 2.0 * ratio * sums["took_expected"] + ratio * ratio * sums["expected_expected"]
-    if arrivals <= 0.0 or both <= 0.0:
+    mean_due = sums["due_expected"] / expected
+    told = sums["due_arrived"] - mean_due * arrived
+    if told <= ROUNDING * sums["due_arrived"]:
         return NO_COST
-    cost_s = both / arrivals
-    error_s = math.sqrt(max(times - cost_s * both, 0.0) / (count - 2) / arrivals)
-    if cost_s < SURE * error_s:
+    cost_s = (sums["due_took"] - mean_due * took) / told
+    slowdown = (took - cost_s * arrived) / expected
+    left = sums["took_took"] + slowdown**2 * sums["expected_expected"] + cost_s**2 * sums["arrived_arrived"]
+    left -= 2.0 * (slowdown * sums["took_expected"] + cost_s * sums["took_arrived"])
+    left += 2.0 * slowdown * cost_s * sums["expected_arrived"]
+    spread = sums["due_due"] - 2.0 * mean_due * sums["due"] + count * mean_due**2
+    error_s = math.sqrt(max(left, 0.0) / (count - 2) * max(spread, 0.0)) / told
+    if cost_s <= 0.0 or cost_s < SURE * error_s:
         return NO_COST
     return ArrivalCost(min(cost_s, MOST_OF_IT * took / arrived), arrived)
 

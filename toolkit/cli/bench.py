@@ -198,7 +198,7 @@ def _remark(result: BenchReport) -> None:
         slow = f"{result.replay_slowdown:.2f} times as long as fitted; in the warm-up {warm.slowdown:.2f}"
         note(f"during the replay batches took {slow}")
         if any(costs_s):
-            note(f"a request that arrived cost each {seconds(costs_s[0])}; in the warm-up {seconds(costs_s[1])}")
+            note(f"a request that arrived added {seconds(costs_s[0])} to each; in the warm-up {seconds(costs_s[1])}")
         note(_hindsight(result))
     if result.scheduling:
         note(result.scheduling.text())

@@ -63,7 +63,7 @@ def command(
     stage.title("4/6  serve what was found, at the rate that it was tuned for")
     stage.llmctl("render", recipe, "--fit", fit, "--tuning", tuning, "--out", plan, *allowed)
     promised = read_file(Tuning, tuning)
-    excerpt = _overload(open_recipe(recipe), plan, trace)
+    excerpt = overload(open_recipe(recipe), plan, trace)
     with stage.server(plan, *allowed) as url:
         stage.bench(url, plan, trace, _tuned_window(promised), bench_tuned)
         stage.title("5/6  the same server at an overload")
@@ -223,7 +223,7 @@ def _held(tuning: Tuning, tuned: BenchReport) -> list[Held]:
     ]
 
 
-def _overload(recipe: Recipe, planned: Path, trace: str) -> list[str]:
+def overload(recipe: Recipe, planned: Path, trace: str) -> list[str]:
     """Which part of the trace to replay, and at what rate: more than the tuned policy is predicted to serve."""
     from toolkit.files.io import read_file
     from toolkit.files.plan import Plan
@@ -255,11 +255,15 @@ def _safe_rows(fit: Path) -> int:
 
 
 def _all_of(count: int) -> str:
-    return {0: "no target, as the recipe has none", 1: "its target"}.get(count, f"all {count} targets")
+    return {0: "no target, as the recipe has none", 1: "its target", 2: "both targets"}.get(
+        count, f"all {count} targets"
+    )
 
 
 def _show(result: Achieved, folder: Path) -> None:
-    from toolkit.cli.output import seconds, table
+    import textwrap
+
+    from toolkit.cli.output import WIDTH, seconds, table
 
     words = {True: "yes", False: "NO", None: None}
     rows = [
@@ -272,7 +276,6 @@ def _show(result: Achieved, folder: Path) -> None:
         for key, both in result.overload.items()
     ]
     table(["measured live, same requests", "SLS", "SCLS, tuned", ">ratio"], ratios, "under overload")
-    print(
-        f"the demo took {seconds(result.took_s)}; its files are in {folder}/, and the page about it is {result.report}"
-    )
-    print(result.text)
+    print(f"the demo took {seconds(result.took_s)}; its files are in {folder}/")
+    print(f"the page about it: {result.report}\n")
+    print(textwrap.fill(result.text, WIDTH))

@@ -104,34 +104,47 @@ class Compared:
 
 @dataclass(slots=True)
 class SliceSums:
-    """Sums over static batches of what each took and what the law says (seconds), and how many requests arrived then.
+    """Sums over static batches of what each took, what the law says of it, and how many requests arrived meanwhile.
 
-    And of their products: enough for a reader's least squares of the time on the other two.
+    `due` is how many would have arrived in the law's time, at the rate at which they did: a batch that is late for
+    another reason meets more arrivals, and `due` does not grow with that. Sums of products are enough for a reader
+    to tell what an arrival costs. Times in seconds.
     """
 
     batches: int = 0
     took: float = 0.0
     expected: float = 0.0
-    arrived: int = 0
+    arrived: float = 0.0
+    due: float = 0.0
     took_took: float = 0.0
     took_expected: float = 0.0
     took_arrived: float = 0.0
     expected_expected: float = 0.0
     expected_arrived: float = 0.0
-    arrived_arrived: int = 0
+    arrived_arrived: float = 0.0
+    due_took: float = 0.0
+    due_expected: float = 0.0
+    due_arrived: float = 0.0
+    due_due: float = 0.0
 
     def add(self, took_s: float, expected_s: float, arrived: int) -> None:
         """A batch has ended well."""
+        due = arrived * expected_s / took_s if took_s > 0.0 else 0.0
         self.batches += 1
         self.took += took_s
         self.expected += expected_s
         self.arrived += arrived
+        self.due += due
         self.took_took += took_s * took_s
         self.took_expected += took_s * expected_s
         self.took_arrived += took_s * arrived
         self.expected_expected += expected_s * expected_s
         self.expected_arrived += expected_s * arrived
         self.arrived_arrived += arrived * arrived
+        self.due_took += due * took_s
+        self.due_expected += due * expected_s
+        self.due_arrived += due * arrived
+        self.due_due += due * due
 
 
 @dataclass(slots=True)
