@@ -31,7 +31,7 @@ profile:
   repeats: 2
   slices: 8
 sla: {ttft_p99_s: 5.0, e2e_p95_s: 10.0}
-tune: {trials: 8, request_rate_rps: 20, windows: 1, held_out_windows: 1, window_s: 3, draws: 0}
+tune: {trials: 8, request_rate_rps: 20, windows: 1, held_out_windows: 1, window_s: 2, draws: 0}
 serve: {max_new_tokens: 64}
 """
 
@@ -39,8 +39,8 @@ serve: {max_new_tokens: 64}
 def test_the_demo_holds_the_tuned_server_to_the_promise_and_says_what_was_achieved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ):
-    monkeypatch.setattr(demo, "REPLAY_S", 1.0)
-    monkeypatch.setattr(demo, "WARMUP_S", 0.5)
+    monkeypatch.setattr(demo, "REPLAY_S", 0.5)
+    monkeypatch.setattr(demo, "WARMUP_S", 0.2)
     recipe, trace, out = tmp_path / "small.yaml", tmp_path / "trace.jsonl", tmp_path / "out"
     recipe.write_text(RECIPE, encoding="utf-8")
     write_lines([Line(50 * k, 20 + k % 90, 3 + k % 20) for k in range(200)], trace)
