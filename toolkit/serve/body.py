@@ -81,8 +81,8 @@ def parse_json(body: bytes) -> Json:
 def _object(pairs: list[tuple[str, object]]) -> Json:
     result = dict(pairs)
     if len(result) < len(pairs):
-        keys = [key for key, _ in pairs]
-        twice = next(key for key in keys if keys.count(key) > 1)
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
         raise ValueError(f"the key {twice[:80]!r} comes twice")
     return result
 
