@@ -208,20 +208,6 @@ def test_a_body_is_refused_once_it_is_too_large():
     assert len(pieces) == 21
 
 
-def test_a_body_that_does_not_come_is_not_waited_for():
-    async def never():
-        yield b"{"
-        await asyncio.Event().wait()
-
-    async def run() -> httpx.Response:
-        async with client(body_timeout_s=0.01) as http:
-            return await http.post(COMPLETIONS, content=never(), headers=JSON)
-
-    response = asyncio.run(run())
-    assert response.status_code == 408
-    assert error(response)["message"] == "the body did not come within 0.01 s"
-
-
 def test_what_the_tokenizer_refuses_is_the_clients_error(monkeypatch: pytest.MonkeyPatch):
     def refuse(*_: object) -> list[int]:
         raise InputError("messages: the model's chat template refuses them: roles must alternate")

@@ -11,6 +11,7 @@ from serving import SETTINGS, HandWorkers, ToyWorkers, events, make_driver, text
 from toolkit.engines.bytes_tokenizer import ByteTokenizer
 from toolkit.serve.api import make_app
 from toolkit.serve.driver import Driver
+from toolkit.serve.http import HALF_CLOSED
 
 
 class Client:
@@ -20,6 +21,7 @@ class Client:
         self._body = json.dumps({"prompt": "hello", "temperature": 0, **body}).encode()
         self._asked = False
         self.gone = asyncio.Event()
+        self.half_closed = asyncio.Event()
         self.reading = asyncio.Event()
         self.reading.set()
         self.writes: list[bytes] = []
@@ -33,8 +35,16 @@ class Client:
         if not self._asked:
             self._asked = True
             return {"type": "http.request", "body": self._body, "more_body": False}
-        await self.gone.wait()
-        return {"type": "http.disconnect"}
+        waits = [asyncio.create_task(event.wait()) for event in (self.half_closed, self.gone)]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+        if self.gone.is_set():
+            return {"type": "http.disconnect"}
+        self.half_closed.clear()
+        return {"type": HALF_CLOSED}
 
     async def send(self, message: dict) -> None:
         await self.reading.wait()
@@ -117,17 +127,36 @@ def test_what_comes_while_a_client_does_not_read_is_one_event():
     serve(test)
 
 
-def test_a_client_that_stops_reading_is_given_up_and_stalls_nobody():
+def test_a_client_that_stops_reading_stalls_no_other():
     async def test(app, driver: Driver, hands: HandWorkers) -> None:
         stuck, fine = Client(stream=True, max_tokens=100), Client(stream=True, max_tokens=100)
         stuck.reading.clear()
         answering = [client.start(app) for client in (fine, stuck)]
-        await asyncio.gather(*answering)
+        await answering[0]
         assert fine.complete
         assert not stuck.complete
+        stuck.gone.set()  # as the connection says after its write timeout, when it also lets the last write go
+        stuck.reading.set()
+        await answering[1]
         assert driver.waiting == 0
 
-    serve(test, ToyWorkers, write_timeout_s=0.01)
+    serve(test, ToyWorkers)
+
+
+def test_a_waiting_stream_writes_at_once_to_a_client_that_has_ended_its_side():
+    async def test(app, driver: Driver, hands: HandWorkers) -> None:
+        client = Client(stream=True, max_tokens=2)
+        answering = client.start(app)
+        await turns()
+        assert client.received == ""
+        client.half_closed.set()
+        await turns()
+        assert client.received == ": waiting\n\n"
+        hands.finish()
+        await answering
+        assert client.complete
+
+    serve(test)
 
 
 def test_comments_keep_a_waiting_stream_alive():

@@ -152,7 +152,7 @@ class Routes:
 
     async def _form(self, request: Request, form: type[FormT]) -> FormT:
         settings = self._settings
-        return validate(form, await read_json(request, settings.max_body_bytes, settings.body_timeout_s))
+        return validate(form, await read_json(request, settings.max_body_bytes))
 
     async def _answer(self, request: Request, form: GenerationForm, exchange: Exchange) -> Response:
         if not form.stream:
@@ -161,7 +161,6 @@ class Routes:
             exchange,
             include_usage=form.include_usage,
             keepalive_s=self._settings.keepalive_s,
-            write_timeout_s=self._settings.write_timeout_s,
         )
 
     def _model(self) -> dict[str, object]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from toolkit.files.keys import ApiKey
+from toolkit.serve.http import MAX_BODY_BYTES
 
 
 @dataclass(slots=True, frozen=True)
@@ -26,10 +27,8 @@ class Settings:
     allow_end_after: bool = False
     vllm_metrics: bool = False
     status_page: bool = False
-    max_body_bytes: int = 8 << 20
-    body_timeout_s: float = 60.0
+    max_body_bytes: int = MAX_BODY_BYTES
     keepalive_s: float = 10.0
-    write_timeout_s: float = 30.0
 
     @property
     def asks_key(self) -> bool:
