@@ -73,7 +73,8 @@ def make_app(
         app.add_api_route(PAGE, status.page, methods=["GET", "HEAD"], response_model=None)
         app.add_api_route(DATA, status.data, methods=["GET"], response_model=None)
         open_paths += [PAGE, DATA]
-    return Gate(app, keyring, lambda: driver.now_s, open_paths=open_paths)
+    local = settings.local_hosts_only
+    return Gate(app, keyring, lambda: driver.now_s, open_paths=open_paths, local_hosts_only=local)
 
 
 class Routes:

@@ -6,7 +6,7 @@ import asyncio
 import gc
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from ssl import SSLContext
@@ -31,7 +31,7 @@ from toolkit.serve.liveness import Patience
 from toolkit.serve.logs import EventLog, RequestLog
 from toolkit.serve.notify import Manager
 from toolkit.serve.rereading import Followed, Source, follow
-from toolkit.serve.server import Ending, check_exposure, listen, serve, url
+from toolkit.serve.server import Ending, check_exposure, is_loopback, listen, serve, url
 from toolkit.serve.settings import Settings
 from toolkit.serve.status import Status, facts_of
 from toolkit.traces.log import TraceLog
@@ -89,7 +89,9 @@ def launch(order: Launch, on_ready: Callable[[str], None], on_checked: OnFound =
         driver = _driver(order, workers, events, requests)
         status = Status(driver, facts_of(order.plan, order.settings.model)) if order.settings.status_page else None
         keyring = Keyring(order.settings.api_key, order.settings.keys)
-        app = make_app(driver, tokenizer, order.settings, status, keyring)
+        local = is_loopback(order.host) and not order.settings.asks_key
+        settings = replace(order.settings, local_hosts_only=local)
+        app = make_app(driver, tokenizer, settings, status, keyring)
         certificate = Certificate(order.certificate) if order.certificate else None
         gc.collect()
         gc.freeze()  # what was imported stays: no collection should stall all streams to walk over it

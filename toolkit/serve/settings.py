@@ -13,6 +13,7 @@ class Settings:
     """The front's settings. Lengths in tokens.
 
     `max_new_tokens` bounds what one request may ask for; `max_waiting` how many may wait before new ones get 503.
+    `local_hosts_only`: a Host that is another name than localhost gets 403.
     Who may call has the `api_key`, or one of `keys`, which have limits of their own; with neither everything is open.
     """
 
@@ -27,6 +28,7 @@ class Settings:
     allow_end_after: bool = False
     vllm_metrics: bool = False
     status_page: bool = False
+    local_hosts_only: bool = False
     max_body_bytes: int = MAX_BODY_BYTES
     keepalive_s: float = 10.0
 

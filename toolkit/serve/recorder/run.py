@@ -60,7 +60,7 @@ async def _record(
         if upstream.address[1] == port and (upstream.address[0] == host or is_loopback(upstream.address[0])):
             raise InputError(f"{upstream.shown} is the recorder itself", "name the server behind it as --upstream")
         await upstream.check_certificate()
-        recorder = Recorder(upstream, log)
+        recorder = Recorder(upstream, log, local_hosts_only=is_loopback(order.host))
         await _serve(recorder, listener, order.ending_s, lambda: on_ready(url(listener)))
         return recorder.ended
 
