@@ -243,7 +243,8 @@ class Server:
         self.url = self.ready["url"]
 
     def workers(self) -> list[psutil.Process]:
-        return psutil.Process(self.process.pid).children()
+        children = psutil.Process(self.process.pid).children()
+        return [child for child in children if "toolkit.serve.helper" not in child.cmdline()]
 
     def end(self) -> int:
         """SIGTERM, and the exit code."""

@@ -19,12 +19,12 @@ MAX_DEPTH = 32
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
-async def read_json(request: Request, max_bytes: int) -> Json:
-    """The JSON object in the body. `ApiError` with 400, 413 or 415."""
+async def read_json_bytes(request: Request, max_bytes: int) -> bytes:
+    """The body, which says that it is JSON. `ApiError` with 400, 413 or 415."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json" and not kind.endswith("+json"):
         raise ApiError(f"content-type is '{kind[:80]}', and must be application/json", status=415)
-    return parse_json(await read_body(request, max_bytes))
+    return await read_body(request, max_bytes)
 
 
 async def read_body(request: Request, max_bytes: int) -> bytes:

@@ -26,6 +26,7 @@ from toolkit.serve.certificate import Certificate
 from toolkit.serve.drift import Check, CheckedWorkers, OnFound
 from toolkit.serve.driver import Driver
 from toolkit.serve.forecast import UNLIMITED, Limits
+from toolkit.serve.helper import Helper
 from toolkit.serve.keys import Callers, Keyring
 from toolkit.serve.liveness import Patience
 from toolkit.serve.logs import EventLog, RequestLog
@@ -91,12 +92,14 @@ def launch(order: Launch, on_ready: Callable[[str], None], on_checked: OnFound =
         keyring = Keyring(order.settings.api_key, order.settings.keys)
         local = is_loopback(order.host) and not order.settings.asks_key
         settings = replace(order.settings, local_hosts_only=local)
-        app = make_app(driver, tokenizer, settings, status, keyring)
+        helper = Helper(order.plan.recipe.model, settings.vocab_size, settings.max_model_len)
+        app = make_app(driver, tokenizer, settings, status, keyring, helper)
         certificate = Certificate(order.certificate) if order.certificate else None
         gc.collect()
         gc.freeze()  # what was imported stays: no collection should stall all streams to walk over it
         tls = certificate.context if certificate else None
         serving = serve(driver, app, listener, order.ending, lambda: on_ready(url(listener, tls=tls is not None)), tls)
+        serving = _helped(helper, serving)
         following = follow(_followed(order, keyring, certificate), order.ending.say)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             told = order.manager.keep_told(lambda: not driver.bug)
@@ -167,6 +170,14 @@ def _followed(order: Launch, keyring: Keyring, certificate: Certificate | None) 
     if order.certificate and certificate:
         found.append(Followed(order.certificate, certificate.renew))
     return found
+
+
+async def _helped(helper: Helper, serving: Awaitable[None]) -> None:
+    await helper.start()
+    try:
+        await serving
+    finally:
+        await helper.stop()
 
 
 async def _flushes(events: EventLog | None) -> None:

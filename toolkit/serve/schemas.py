@@ -93,6 +93,13 @@ def _prompts(value: object) -> list[Prompt]:
     raise ValueError("should hold strings alone, tokens alone, or lists of tokens alone")
 
 
+def _tokens(value: object) -> list[int]:
+    """One error for all items: an error for each would be larger than the body."""
+    if not _is_tokens(value):
+        raise ValueError("should be a list of tokens, which are integers")
+    return value  # type: ignore[return-value]
+
+
 def _stops(value: object) -> list[str]:
     stops = [value] if isinstance(value, str) else value if value is not None else []
     if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
@@ -184,7 +191,7 @@ class DetokenizeForm(Form):
     """POST /detokenize."""
 
     model: str | None = None
-    tokens: list[Annotated[int, Field(ge=0)]]
+    tokens: Annotated[list[int], PlainValidator(_tokens), WithJsonSchema({"type": "array", "items": _TOKEN})]
 
 
 FormT = TypeVar("FormT", bound=Form)
