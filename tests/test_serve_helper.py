@@ -22,6 +22,11 @@ WORST = {
     "many tokens that are none": ("detokenize", b'{"tokens":[%s]}' % b",".join([b"-1"] * 500_000), "500000 tokens"),
     "many tokens": ("completion", b'{"prompt":[%s]}' % b",".join([b"1"] * 500_000), "has 500000 tokens"),
     "a long text": ("completion", b'{"prompt":"%s"}' % (b"a" * 500_000), "has 500000 tokens"),
+    "a text of more tokens than an answer holds": (
+        "tokenize",
+        b'{"prompt":"%s"}' % (b"a" * 1_100_000),
+        "1100000 tokens",
+    ),
     "many messages": ("chat", b'{"messages":[%s]}' % b",".join([b"{}"] * 500_000), "at most 2048 items"),
     "many lists": ("chat", b'{"x":[%s]}' % b",".join([b"[]"] * 500_000), "Field required"),
     "deep": ("tokenize", b'{"prompt":' + b"[" * 500_000, "nests deeper than 32 levels"),

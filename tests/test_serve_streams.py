@@ -11,7 +11,6 @@ from serving import SETTINGS, HandWorkers, ToyWorkers, events, make_driver, text
 from toolkit.engines.bytes_tokenizer import ByteTokenizer
 from toolkit.serve.api import make_app
 from toolkit.serve.driver import Driver
-from toolkit.serve.http import HALF_CLOSED
 
 
 class Client:
@@ -21,7 +20,6 @@ class Client:
         self._body = json.dumps({"prompt": "hello", "temperature": 0, **body}).encode()
         self._asked = False
         self.gone = asyncio.Event()
-        self.half_closed = asyncio.Event()
         self.reading = asyncio.Event()
         self.reading.set()
         self.writes: list[bytes] = []
@@ -35,16 +33,8 @@ class Client:
         if not self._asked:
             self._asked = True
             return {"type": "http.request", "body": self._body, "more_body": False}
-        waits = [asyncio.create_task(event.wait()) for event in (self.half_closed, self.gone)]
-        try:
-            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for wait in waits:
-                wait.cancel()
-        if self.gone.is_set():
-            return {"type": "http.disconnect"}
-        self.half_closed.clear()
-        return {"type": HALF_CLOSED}
+        await self.gone.wait()
+        return {"type": "http.disconnect"}
 
     async def send(self, message: dict) -> None:
         await self.reading.wait()
@@ -141,22 +131,6 @@ def test_a_client_that_stops_reading_stalls_no_other():
         assert driver.waiting == 0
 
     serve(test, ToyWorkers)
-
-
-def test_a_waiting_stream_writes_at_once_to_a_client_that_has_ended_its_side():
-    async def test(app, driver: Driver, hands: HandWorkers) -> None:
-        client = Client(stream=True, max_tokens=2)
-        answering = client.start(app)
-        await turns()
-        assert client.received == ""
-        client.half_closed.set()
-        await turns()
-        assert client.received == ": waiting\n\n"
-        hands.finish()
-        await answering
-        assert client.complete
-
-    serve(test)
 
 
 def test_comments_keep_a_waiting_stream_alive():

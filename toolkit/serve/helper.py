@@ -102,8 +102,10 @@ class Helper:
             async with asyncio.timeout(READING_TIMEOUT_S):
                 stdin.write(_framed(frame))
                 await stdin.drain()
-                (size,) = _SIZE.unpack(await stdout.readexactly(_SIZE.size))
-                return pickle.loads(await stdout.readexactly(size))
+                size, pickled = _HEAD.unpack(await stdout.readexactly(_HEAD.size))
+                found = await stdout.readexactly(size)
+            await asyncio.sleep(0)  # a large answer was copied just now: others first
+            return pickle.loads(found) if pickled else found
         except (OSError, asyncio.IncompleteReadError, TimeoutError):
             await self.stop()
             text = "the request failed: its body could not be read"
@@ -114,32 +116,33 @@ class Helper:
             raise
 
 
-_SIZE = struct.Struct("<Q")
+_HEAD = struct.Struct("<Q?")  # a frame's size, and whether it is pickled
 
 
-def _framed(data: bytes) -> bytes:
-    return _SIZE.pack(len(data)) + data
+def _framed(data: bytes, *, pickled: bool = True) -> bytes:
+    return _HEAD.pack(len(data), pickled) + data
 
 
 def _read(pipe: BinaryIO) -> bytes | None:
     """The next frame; None when there is no next one."""
-    head = pipe.read(_SIZE.size)
-    if len(head) < _SIZE.size:
+    head = pipe.read(_HEAD.size)
+    if len(head) < _HEAD.size:
         return None
-    (size,) = _SIZE.unpack(head)
+    size, _ = _HEAD.unpack(head)
     data = pipe.read(size)
     return data if len(data) == size else None
 
 
-def _worked(reader: BodyReader, kind: str, body: bytes) -> Any:
+def _worked(reader: BodyReader, kind: str, body: bytes) -> bytes:
+    """The frame of the answer."""
     try:
         found = getattr(reader, kind)(body)
     except ApiError as error:
-        return error
+        return _framed(pickle.dumps(error))
     if isinstance(found, bytes):
-        return found
+        return _framed(found, pickled=False)
     form, prompts = found
-    return form, [array("q", prompt) for prompt in prompts]
+    return _framed(pickle.dumps((form, [array("q", prompt) for prompt in prompts])))
 
 
 def main() -> None:
@@ -155,7 +158,7 @@ def main() -> None:
     reader = BodyReader(load_tokenizer(ModelSpec.model_validate_json(model)), vocab_size, max_model_len)
     while (frame := _read(pipe)) is not None:
         kind, body = pickle.loads(frame)
-        answers.write(_framed(pickle.dumps(_worked(reader, kind, body))))
+        answers.write(_worked(reader, kind, body))
         answers.flush()
         if len(body) > TRIM_BYTES:
             del frame, body

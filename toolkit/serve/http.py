@@ -17,9 +17,9 @@ Answers leave in the order of their requests. While one is made, requests behind
 parsed is answered after them, and then the connection closes.
 
 A client that ends its side of the connection after a whole request (`shutdown(SHUT_WR)`) gets its answer. One that has
-closed both sides looks the same until it is written to, and then its machine resets the connection. So something
-harmless is written at once: `100 Continue` before an answer has begun, and in an event stream a comment, which the
-stream writes itself when `receive` gives it `HALF_CLOSED`. Over TLS an end of one side is the end of both.
+closed both sides looks the same until it is written to, and then its machine resets the connection. So something that
+changes nothing is written at once: `100 Continue` before an answer has begun, and in a chunked answer a zero, which is
+then the first digit of the next chunk's size. Over TLS an end of one side is the end of both.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ import re
 import resource
 import socket
 import ssl
+import struct
 import time
 from collections import deque
 from collections.abc import Callable
@@ -66,8 +67,6 @@ PROBE_AFTER_S = 0.05  # from the end of the client's side to the question whethe
 RETRY_AFTER_S = 5
 SPARE_DESCRIPTORS = 128  # of this process, for everything but connections
 READ_AGAIN_BYTES = 1 << 16  # after so many at once, other connections are served before this one is read again
-
-HALF_CLOSED = "llmctl.half_closed"  # what `receive` says, once, when the client has ended its side
 
 _NOT_HTTP = "this is not HTTP/1.1 as this server reads it"
 _HEADER_NAME = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
@@ -217,10 +216,8 @@ class Connection(asyncio.Protocol):
         self._queue: deque[HttpExchange] = deque()  # requests behind it
         self._last_words: ApiError | None = None  # the answer to what cannot be parsed, after all others
         self._ended = False  # the client has ended its side
-        self._probed = False
         self._closing = False
         self._deadline_s = 0.0  # of the phase, where the phase has one
-        self._began_s = 0.0
         self._raw_bytes = 0  # of the message that is being read, framing included
         self._head_bytes = 0
         self._url = b""
@@ -241,8 +238,7 @@ class Connection(asyncio.Protocol):
         if transport.get_extra_info("sslcontext"):
             self._scheme = "https"
         self._client, self._local = _address(transport, "peername"), _address(transport, "sockname")
-        self._began_s = now_s = self.server.now_s()
-        self._taken = (0, now_s)
+        self._taken = (0, self.server.now_s())
         if not self.server.entered(self):
             text = f"the server has {self.server.max_connections} connections, as many as it takes; try again later"
             self.transport.write(_refusal(_busy(text), self.server.common_headers))
@@ -526,8 +522,11 @@ class Connection(asyncio.Protocol):
             self._close()
 
     def abort(self) -> None:
-        """Close at once; what was not sent yet is lost."""
+        """Close at once; what was not sent yet is lost, in the system's buffers too."""
         self.server.left(self)
+        with suppress(OSError, AttributeError):
+            reset = struct.pack("ii", 1, 0)
+            self.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, reset)
         self.transport.abort()
 
     # Timers
@@ -578,10 +577,7 @@ class Connection(asyncio.Protocol):
         exchange = self._running
         if exchange is None or self.transport.is_closing():
             return
-        if exchange.started:
-            exchange.tell_half_closed()
-        elif exchange.chunkable:
-            self.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        exchange.probe()
         self._loop.call_later(PROBE_AFTER_S, self._abort_if_gone)
 
     def _abort_if_gone(self) -> None:
@@ -626,7 +622,6 @@ class HttpExchange:
         self._told_whole = False
         self._given_up = False
         self._runs = False  # the application has it, and with it what came of its body
-        self._half_closed = False
         self._news = asyncio.Event()
         self._expects_100 = (b"expect", b"100-continue") in scope["headers"]
         self._chunked = False
@@ -659,9 +654,12 @@ class HttpExchange:
         self._whole = True
         self._news.set()
 
-    def tell_half_closed(self) -> None:
-        self._half_closed = True
-        self._news.set()
+    def probe(self) -> None:
+        """Write something that changes nothing of the answer, where there is such a thing."""
+        if self.chunkable and not self.started:
+            self._connection.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        elif self._chunked:
+            self._connection.write(b"0")
 
     def give_up(self) -> None:
         """The client is gone, or has another answer: the application hears that it is."""
@@ -676,7 +674,7 @@ class HttpExchange:
         self._body = bytearray()
 
     async def receive(self) -> Message:
-        """ASGI's; `HALF_CLOSED` besides."""
+        """ASGI's."""
         if self._expects_100 and not self.started and not self._given_up and not self._whole:
             self._connection.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         self._expects_100 = False
@@ -685,9 +683,6 @@ class HttpExchange:
                 body, self._body = bytes(self._body), bytearray()
                 self._told_whole = self._whole
                 return {"type": "http.request", "body": body, "more_body": not self._whole}
-            if self._half_closed:
-                self._half_closed = False
-                return {"type": HALF_CLOSED}
             self._news.clear()
             await self._news.wait()
         return {"type": "http.disconnect"}

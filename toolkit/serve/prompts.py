@@ -22,6 +22,8 @@ from toolkit.serve.schemas import (
     validate,
 )
 
+MAX_ANSWERED_TOKENS = 1 << 20  # by /tokenize, unless the model takes more
+
 Worked = TypeVar("Worked")
 
 
@@ -60,6 +62,10 @@ class BodyReader:
             tokens = self.chat_tokens(form.messages)
         else:
             tokens = self._encoded(lambda: self._tokenizer.encode(form.prompt or ""), "prompt")
+        limit = max(MAX_ANSWERED_TOKENS, self._max_model_len)
+        if len(tokens) > limit:
+            text = f"the text has {len(tokens)} tokens; an answer holds at most {limit}"
+            raise ApiError(text, param="messages" if form.messages is not None else "prompt")
         return msgspec.json.encode({"count": len(tokens), "max_model_len": self._max_model_len, "tokens": tokens})
 
     def detokenize(self, body: bytes) -> bytes:

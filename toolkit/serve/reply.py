@@ -60,12 +60,8 @@ class Reply:
         self._ready = True
         self._wake()
 
-    def nudge(self) -> None:
-        """Wake the reader, which finds nothing new."""
-        self._wake()
-
     async def take(self, timeout_s: float) -> list[Delta]:
-        """What came since the last call, waiting for something to come; empty after `timeout_s`, or a `nudge`."""
+        """What came since the last call, waiting for something to come; empty after `timeout_s`."""
         if not self._ready:
             loop = asyncio.get_running_loop()
             self._waiter = loop.create_future()

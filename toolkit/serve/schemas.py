@@ -148,7 +148,7 @@ class GenerationForm(Form):
     seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] | None = None
     n: Annotated[int, Field(ge=1, le=16)] | None = None
     stop: Annotated[list[str], PlainValidator(_stops), WithJsonSchema(STOP_SCHEMA)] = Field(default_factory=list)
-    stop_token_ids: Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=64)] | None = None
+    stop_token_ids: Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=64, fail_fast=True)] | None = None
     ignore_eos: bool | None = None
     min_tokens: Annotated[int, Field(ge=0)] | None = None
     priority: Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)] | None = None
@@ -175,7 +175,7 @@ class Message(Form):
 class ChatForm(GenerationForm):
     """POST /v1/chat/completions."""
 
-    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
 
 
@@ -184,7 +184,7 @@ class TokenizeForm(Form):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)] | None = None
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)] | None = None
 
 
 class DetokenizeForm(Form):

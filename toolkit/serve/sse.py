@@ -17,7 +17,6 @@ from starlette.types import Receive, Scope, Send
 
 from toolkit.serve.driver import SHUTTING_DOWN
 from toolkit.serve.errors import ApiError, error_body
-from toolkit.serve.http import HALF_CLOSED
 from toolkit.serve.reply import Delta, Reply
 from toolkit.serve.responses import Shape, Usage
 
@@ -41,15 +40,11 @@ class Exchange:
 
 @asynccontextmanager
 async def attended(exchange: Exchange, receive: Receive) -> AsyncIterator[None]:
-    """While inside, a client that goes away closes the reply; on leaving, whatever has not ended is cancelled.
-
-    One that has ended its side of the connection may be gone: a stream writes to it at once, which shows it.
-    """
+    """While inside, a client that goes away closes the reply; on leaving, whatever has not ended is cancelled."""
 
     async def watch() -> None:
-        while (kind := (await receive())["type"]) != "http.disconnect":
-            if kind == HALF_CLOSED:
-                exchange.reply.nudge()
+        while (await receive())["type"] != "http.disconnect":
+            pass
         exchange.reply.close()
 
     watcher = asyncio.create_task(watch())
