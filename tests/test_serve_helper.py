@@ -28,6 +28,7 @@ WORST = {
         "1100000 tokens",
     ),
     "many messages": ("chat", b'{"messages":[%s]}' % b",".join([b"{}"] * 500_000), "at most 2048 items"),
+    "many stops": ("completion", b'{"prompt":"a","stop_token_ids":[%s]}' % b",".join([b"-1"] * 500_000), "ids.0"),
     "many lists": ("chat", b'{"x":[%s]}' % b",".join([b"[]"] * 500_000), "Field required"),
     "deep": ("tokenize", b'{"prompt":' + b"[" * 500_000, "nests deeper than 32 levels"),
 }
