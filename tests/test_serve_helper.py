@@ -27,7 +27,7 @@ WORST = {
         b'{"prompt":"%s"}' % (b"a" * 1_100_000),
         "1100000 tokens",
     ),
-    "many messages": ("chat", b'{"messages":[%s]}' % b",".join([b"{}"] * 500_000), "at most 2048 items"),
+    "many messages": ("chat", b'{"messages":[%s]}' % b",".join([b"{}"] * 500_000), "role.: Field required"),
     "many stops": ("completion", b'{"prompt":"a","stop_token_ids":[%s]}' % b",".join([b"-1"] * 500_000), "ids.0"),
     "many lists": ("chat", b'{"x":[%s]}' % b",".join([b"[]"] * 500_000), "Field required"),
     "deep": ("tokenize", b'{"prompt":' + b"[" * 500_000, "nests deeper than 32 levels"),
@@ -71,7 +71,7 @@ def test_forms_come_with_their_prompts_as_tokens():
         body = {"prompt": ["hi", "yo"], "max_tokens": 3, "stop": "x", "stream": True}
         form, prompts = await helper("completion", json.dumps(body).encode())
         assert prompts == [tuple(b"hi"), tuple(b"yo")]
-        assert (form.max_tokens, form.stop, form.stream, form.prompt) == (3, ["x"], True, [])
+        assert (form.max_tokens, form.stop, form.stream, form.prompt) == (3, ["x"], True, [""])
         assert json.loads(await helper("tokenize", b'{"prompt": "hi"}'))["tokens"] == [104, 105]
 
     helped(test)

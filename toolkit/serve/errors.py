@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import msgspec
 from pydantic import ValidationError
@@ -41,16 +41,6 @@ class ApiError(Exception):
         self.kind = kind or KINDS.get(status, "invalid_request_error")
         self.code = code
         self.headers = dict(headers or {})
-
-    def __reduce__(self) -> tuple[Callable[..., ApiError], tuple[object, ...]]:
-        """Errors come from another process too."""
-        return _made, (self.message, self.status, self.param, self.kind, self.code, self.headers)
-
-
-def _made(
-    message: str, status: int, param: str | None, kind: str, code: str | None, headers: dict[str, str]
-) -> ApiError:
-    return ApiError(message, status=status, param=param, kind=kind, code=code, headers=headers)
 
 
 class ErrorDetail(msgspec.Struct, frozen=True):

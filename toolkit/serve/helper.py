@@ -14,7 +14,6 @@ import contextlib
 import ctypes
 import gc
 import os
-import pickle
 import signal
 import struct
 import sys
@@ -22,10 +21,13 @@ from array import array
 from collections.abc import Awaitable, Callable
 from typing import Any, BinaryIO
 
+import msgspec
+
 from toolkit.engines.tokenizer import load_tokenizer
 from toolkit.files.recipe import ModelSpec
 from toolkit.serve.errors import ApiError
 from toolkit.serve.prompts import BodyReader
+from toolkit.serve.schemas import ChatForm, CompletionForm
 
 LARGE_BODY_BYTES = 1 << 15
 MAX_WAITING_BODIES = 64
@@ -50,7 +52,7 @@ class Helper:
     """The process, as the server sees it. It is started again when it has died."""
 
     def __init__(self, model: ModelSpec, vocab_size: int, max_model_len: int) -> None:
-        self._begin = pickle.dumps((model.model_dump_json(), vocab_size, max_model_len))
+        self._begin = _Begin(model.model_dump_json(), vocab_size, max_model_len)
         self._process: asyncio.subprocess.Process | None = None
         self._turn = asyncio.Lock()
         self._waiting = 0
@@ -60,7 +62,7 @@ class Helper:
         pipe = asyncio.subprocess.PIPE
         self._process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, limit=PIPE_BYTES)
         assert self._process.stdin
-        self._process.stdin.write(_framed(self._begin))
+        self._process.stdin.write(_framed(msgspec.msgpack.encode(self._begin)))
 
     async def stop(self) -> None:
         process, self._process = self._process, None
@@ -77,21 +79,23 @@ class Helper:
         self._waiting += 1
         try:
             async with self._turn:
-                reply = await self._ask(pickle.dumps((kind, body)))
+                reply = await self._ask(_framed(msgspec.msgpack.encode(_Job(kind, body))))
         finally:
             self._waiting -= 1
-        if isinstance(reply, ApiError):
-            raise reply
         if isinstance(reply, bytes):
             return reply
-        form, prompts = reply
-        tuples = []
-        for prompt in prompts:
-            tuples.append(tuple(prompt))
+        if isinstance(reply, _Refused):
+            raise ApiError(reply.message, status=reply.status, param=reply.param, code=reply.code)
+        form = (CompletionForm if kind == "completion" else ChatForm).model_validate_json(reply.form)
+        prompts = []
+        for data in reply.prompts:
+            tokens = array("q")
+            tokens.frombytes(data)
+            prompts.append(tuple(tokens))
             await asyncio.sleep(0)  # all of them at once may be millions of tokens
-        return form, tuples
+        return form, prompts
 
-    async def _ask(self, frame: bytes) -> Any:
+    async def _ask(self, frame: bytes) -> bytes | _Read | _Refused:
         try:
             if self._process is None:
                 await self.start()
@@ -100,12 +104,12 @@ class Helper:
             assert stdin
             assert stdout
             async with asyncio.timeout(READING_TIMEOUT_S):
-                stdin.write(_framed(frame))
+                stdin.write(frame)
                 await stdin.drain()
-                size, pickled = _HEAD.unpack(await stdout.readexactly(_HEAD.size))
+                size, whole = _HEAD.unpack(await stdout.readexactly(_HEAD.size))
                 found = await stdout.readexactly(size)
             await asyncio.sleep(0)  # a large answer was copied just now: others first
-            return pickle.loads(found) if pickled else found
+            return found if whole else msgspec.msgpack.decode(found, type=_Read | _Refused)
         except (OSError, asyncio.IncompleteReadError, TimeoutError):
             await self.stop()
             text = "the request failed: its body could not be read"
@@ -116,11 +120,40 @@ class Helper:
             raise
 
 
-_HEAD = struct.Struct("<Q?")  # a frame's size, and whether it is pickled
+class _Begin(msgspec.Struct):
+    """The first thing that a helper is told."""
+
+    model: str  # a `ModelSpec`, as JSON
+    vocab_size: int
+    max_model_len: int
 
 
-def _framed(data: bytes, *, pickled: bool = True) -> bytes:
-    return _HEAD.pack(len(data), pickled) + data
+class _Job(msgspec.Struct):
+    kind: str
+    body: bytes
+
+
+class _Read(msgspec.Struct, tag=True):
+    """A form, as JSON, and its prompts' tokens, eight bytes each."""
+
+    form: bytes
+    prompts: list[bytes]
+
+
+class _Refused(msgspec.Struct, tag=True):
+    """An `ApiError`."""
+
+    message: str
+    status: int
+    param: str | None
+    code: str | None
+
+
+_HEAD = struct.Struct("<Q?")  # a frame's size, and whether it is an answer's body
+
+
+def _framed(data: bytes, *, whole: bool = False) -> bytes:
+    return _HEAD.pack(len(data), whole) + data
 
 
 def _read(pipe: BinaryIO) -> bytes | None:
@@ -138,11 +171,12 @@ def _worked(reader: BodyReader, kind: str, body: bytes) -> bytes:
     try:
         found = getattr(reader, kind)(body)
     except ApiError as error:
-        return _framed(pickle.dumps(error))
+        return _framed(msgspec.msgpack.encode(_Refused(error.message, error.status, error.param, error.code)))
     if isinstance(found, bytes):
-        return _framed(found, pickled=False)
+        return _framed(found, whole=True)
     form, prompts = found
-    return _framed(pickle.dumps((form, [array("q", prompt) for prompt in prompts])))
+    told = form.model_dump_json(exclude_none=True).encode()
+    return _framed(msgspec.msgpack.encode(_Read(told, [array("q", prompt).tobytes() for prompt in prompts])))
 
 
 def main() -> None:
@@ -154,14 +188,15 @@ def main() -> None:
     begin = _read(pipe)
     if begin is None:
         return
-    model, vocab_size, max_model_len = pickle.loads(begin)
-    reader = BodyReader(load_tokenizer(ModelSpec.model_validate_json(model)), vocab_size, max_model_len)
+    told = msgspec.msgpack.decode(begin, type=_Begin)
+    tokenizer = load_tokenizer(ModelSpec.model_validate_json(told.model))
+    reader = BodyReader(tokenizer, told.vocab_size, told.max_model_len)
     while (frame := _read(pipe)) is not None:
-        kind, body = pickle.loads(frame)
-        answers.write(_worked(reader, kind, body))
+        job = msgspec.msgpack.decode(frame, type=_Job)
+        answers.write(_worked(reader, job.kind, job.body))
         answers.flush()
-        if len(body) > TRIM_BYTES:
-            del frame, body
+        if len(frame) > TRIM_BYTES:
+            del frame, job
             gc.collect()
             with contextlib.suppress(OSError, AttributeError):
                 ctypes.CDLL(None).malloc_trim(0)

@@ -24,6 +24,8 @@ from toolkit.serve.schemas import (
 
 MAX_ANSWERED_TOKENS = 1 << 20  # by /tokenize, unless the model takes more
 
+NOTHING_SAID = Message(role="user", content="")
+
 Worked = TypeVar("Worked")
 
 
@@ -39,19 +41,19 @@ class BodyReader:
         return validate(kind, parse_json(body))
 
     def completion(self, body: bytes) -> tuple[CompletionForm, list[list[int]]]:
-        """The form, without its prompts, and their tokens."""
+        """The form, with nothing for its prompts, and their tokens."""
         form = self.form(CompletionForm, body)
         prompts = self.prompts(form.prompt)
         for prompt in prompts:
             check_room(len(prompt), self._max_model_len)
-        return form.model_copy(update={"prompt": []}), prompts
+        return form.model_copy(update={"prompt": [""]}), prompts
 
     def chat(self, body: bytes) -> tuple[ChatForm, list[list[int]]]:
-        """The form, without its messages, and the tokens that they are."""
+        """The form, with nothing for its messages, and the tokens that they are."""
         form = self.form(ChatForm, body)
         prompt = self.chat_tokens(form.messages)
         check_room(len(prompt), self._max_model_len)
-        return form.model_copy(update={"messages": []}), [prompt]
+        return form.model_copy(update={"messages": [NOTHING_SAID]}), [prompt]
 
     def tokenize(self, body: bytes) -> bytes:
         """The answer's JSON."""
