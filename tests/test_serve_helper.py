@@ -77,10 +77,20 @@ def test_forms_come_with_their_prompts_as_tokens():
     helped(test)
 
 
-def test_a_helper_that_dies_costs_one_request_and_is_started_again():
+def test_a_helper_that_has_died_is_started_again():
+    async def test(helper: Helper) -> None:
+        process(helper).kill()
+        await helper._process.wait()
+        assert json.loads(await helper("tokenize", b'{"prompt": "hi"}'))["count"] == 2
+
+    helped(test)
+
+
+def test_a_helper_that_dies_at_work_costs_one_request():
     async def test(helper: Helper) -> None:
         await helper("tokenize", b'{"prompt": "hi"}')
-        process(helper).kill()
+        process(helper).suspend()
+        asyncio.get_running_loop().call_later(0.01, process(helper).kill)
         with pytest.raises(ApiError, match="could not be read") as caught:
             await helper("tokenize", b'{"prompt": "hi"}')
         assert (caught.value.status, caught.value.code) == (503, "request_failed")

@@ -97,7 +97,7 @@ class Helper:
 
     async def _ask(self, frame: bytes) -> bytes | _Read | _Refused:
         try:
-            if self._process is None:
+            if self._process is None or self._process.returncode is not None:
                 await self.start()
             assert self._process
             stdin, stdout = self._process.stdin, self._process.stdout
@@ -110,7 +110,12 @@ class Helper:
                 found = await stdout.readexactly(size)
             await asyncio.sleep(0)  # a large answer was copied just now: others first
             return found if whole else msgspec.msgpack.decode(found, type=_Read | _Refused)
-        except (OSError, asyncio.IncompleteReadError, TimeoutError):
+        except (
+            OSError,
+            RuntimeError,
+            asyncio.IncompleteReadError,
+            TimeoutError,
+        ):  # uvloop's of a closed pipe is the second
             await self.stop()
             text = "the request failed: its body could not be read"
             headers = {"x-should-retry": "false"}
