@@ -249,4 +249,4 @@ def raw_complaint(asked: bytes, received: bytes) -> str:
 def beyond_schemas(response: httpx.Response) -> bool:
     """A refusal of a request that fits the schema: its tokens are too many, or the moment is wrong."""
     error = response.json()["error"]
-    return error["code"] in BEYOND_SCHEMAS or error["param"] == "min_tokens"
+    return error["code"] in BEYOND_SCHEMAS or error["param"] in ("min_tokens", "n")

@@ -84,6 +84,7 @@ FIELDS = [
     ({"prompt": [-1]}, "prompt", "holds token -1"),
     ({"prompt": [10**30]}, "prompt", "too large a number"),
     ({"prompt": ["a"] * 257}, "prompt", "257 prompts; the limit is 256"),
+    ({"prompt": ["a"] * 100, "n": 11}, "n", "1100 choices; the limit is 1024"),
     ({"prompt": "a" * 512}, "prompt", "512 tokens; the limit of prompt + output is 512"),
     ({"prompt": "a" * 412, "max_tokens": 101}, "max_tokens", "together 513; the limit is 512"),
     ({"prompt": "a", "max_tokens": 257}, "max_tokens", "max_tokens is 257; the limit is 256"),

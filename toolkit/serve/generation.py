@@ -28,6 +28,7 @@ from toolkit.serve.sse import Exchange
 from toolkit.serve.text import TextOutput
 
 MAX_RETRY_AFTER_S = 60
+MAX_CHOICES = 1024  # of one request: all of them are submitted at once, which takes 20 us each
 MAX_SEED = (1 << 63) - 1
 
 Prompts = Sequence[Sequence[int]]
@@ -81,6 +82,9 @@ class Generation:
             raise ApiError(text, param="llmctl_end_after")
         self._check_ready()
         choices = prompts * (form.n or 1)
+        if choices > MAX_CHOICES:
+            text = f"{prompts} prompts with n {form.n} are {choices} choices; the limit is {MAX_CHOICES}"
+            raise ApiError(text, param="n")
         visit.admit(choices, choices * (max_tokens or 1))
         self.check_room(choices)
         told = driver.forecast.now(driver.now_s)
