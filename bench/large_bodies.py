@@ -62,9 +62,9 @@ def bodies() -> dict[str, tuple[str, bytes]]:
         "30 KiB of wrong tokens": ("/detokenize", b'{"tokens":[%s]}' % items(b"-1", 30_000)),
         "30 KiB of keys": (completions, b"{%s}" % keys[:30_000].rpartition(b",")[0]),
         "30 KiB of messages": (chat, b'{"messages":[%s]}' % items(b"{}", 30_000)),
-        "256 prompts of 16 choices": (
+        "64 prompts of 16 choices": (
             completions,
-            json.dumps({"prompt": ["a"] * 256, "n": 16, "max_tokens": 1}).encode(),
+            json.dumps({"prompt": ["a"] * 64, "n": 16, "max_tokens": 1}).encode(),
         ),
         "256 prompts of 450 tokens": (
             completions,

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import uvloop
 
-from toolkit.serve.http import MAX_PIPELINED_REQUESTS, SMALL_BODY_BYTES, HttpServer, WireLimits
+from toolkit.serve.http import MAX_PIPELINED_REQUESTS, PROBE_AFTER_S, SMALL_BODY_BYTES, HttpServer, WireLimits
 
 KEPT = b"GET /echo HTTP/1.1\r\nHost: x\r\n\r\n"
 STREAM = b"GET /stream HTTP/1.1\r\nHost: x\r\n\r\n"
@@ -142,6 +142,8 @@ async def until(done: Callable[[], bool]) -> None:
 def serve(test: Callable[[Wire], Coroutine[Any, Any, None]], **limits: float) -> None:
     async def run() -> None:
         clock, desk = [0.0], Desk()
+        raised: list[object] = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: raised.append(context))
         server = HttpServer(desk, WireLimits(**limits), now_s=lambda: clock[0])
         with socket.create_server(("127.0.0.1", 0)) as listener:
             await server.start(listener)
@@ -156,6 +158,7 @@ def serve(test: Callable[[Wire], Coroutine[Any, Any, None]], **limits: float) ->
                 await server.stop(1.0)
             assert not server.tasks
             assert server.body_bytes == 0
+            assert raised == []
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(run())
@@ -327,6 +330,7 @@ def test_a_request_whose_rest_will_never_come_is_told_so(sent: bytes, message: s
         received = await peer.rest()
         assert statuses(received) == [400]
         assert error(received)["message"] == message
+        await asyncio.sleep(2 * PROBE_AFTER_S)  # until the client would have been written to
 
     serve(test)
 

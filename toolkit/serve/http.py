@@ -575,7 +575,7 @@ class Connection(asyncio.Protocol):
     def _probe(self) -> None:
         """Write something that changes nothing: a client that is gone answers with a reset."""
         exchange = self._running
-        if exchange is None or self.transport.is_closing():
+        if exchange is None or self._closing or self.transport.is_closing():
             return
         exchange.probe()
         self._loop.call_later(PROBE_AFTER_S, self._abort_if_gone)
