@@ -295,7 +295,7 @@ class Connection(asyncio.Protocol):
         if self._parses and (self._message or self._in_head):
             self._stop_reading(ApiError(f"the {'body' if self._message else 'head'} ended early"))
         self._parses = False
-        if self._running is None:
+        if self._running is None or self._closing:
             self.transport.close()
             return False
         self._loop.call_later(PROBE_AFTER_S, self._probe)
