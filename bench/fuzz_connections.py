@@ -296,7 +296,8 @@ def main() -> int:
             if end_mib - begin_mib > MEMORY_MIB:
                 wrong.append(f"memory: {begin_mib:.1f} MiB before, {end_mib:.1f} MiB after")
             server.process.terminate()
-            said = server.process.communicate(timeout=60)[1]
+            lines = server.process.communicate(timeout=60)[1].splitlines()
+            said = "\n".join(line for line in lines if not line.startswith("loading "))
             if said or server.process.returncode:
                 wrong.append(f"the server ended with {server.process.returncode} and said: {said[-2000:]}")
     for kind, counts in sorted(crowd.statuses.items()):

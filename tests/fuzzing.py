@@ -169,7 +169,7 @@ RAW: dict[str, tuple[bytes, set[int]]] = {
     ),
     "gzip": (request(SENT[0], b"\x1f\x8b\x08\x00" + b"\x00" * 30, CLOSE, b"Content-Encoding: gzip"), {400, 415}),
     "an upgrade": (request(SENT[0], GOOD, b"Connection: Upgrade, close", b"Upgrade: h2c"), {200}),
-    "a websocket": (request("/", b"", b"Connection: Upgrade, close", b"Upgrade: websocket", method=b"GET"), {403}),
+    "a websocket": (request("/", b"", b"Connection: Upgrade, close", b"Upgrade: websocket", method=b"GET"), {200}),
     "expects 100": (request(SENT[0], GOOD, CLOSE, b"Expect: 100-continue"), {100, 200}),
     "pipelined": (request("/v1/models", b"", method=b"GET") * 3 + request(SENT[0], GOOD, CLOSE), {200}),
     "rubbish after a request": (request("/v1/models", b"", method=b"GET") + b"\x00\x01\x02" * 9, {200, 400}),
