@@ -311,7 +311,11 @@ def test_what_is_no_request_for_tokens_is_left_to_the_server(text):
 
 
 @pytest.mark.parametrize(
-    ("prompt", "count"), [("x", 1), ([1, 2, 3], 1), (["a", "b"], 2), ([[1], [2], [3]], 3), ([], 1), (None, 1)]
+    ("prompt", "count"),
+    [
+        *[("x", 1), ([1, 2, 3], 1), (["a", "b"], 2), ([[1], [2], [3]], 3), ([], 1), (None, 1)],
+        *[(['a"]', "b\\", ","], 3), ([[], [1]], 2), (["a"] * 3000, 1024), ([1] * 3000, 1)],
+    ],
 )
 def test_rows_of_a_request(prompt, count):
     asked = read_request(json.dumps({"prompt": prompt, "n": 2}).encode())

@@ -80,6 +80,7 @@ class WireLimits:
     """What a client may take. Times in seconds."""
 
     connections: int = MAX_CONNECTIONS
+    descriptors_each: int = 1  # of open files: two where each connection has another one behind it
     head_bytes: int = MAX_HEAD_BYTES
     body_bytes: int = MAX_BODY_BYTES
     held_bytes: int = MAX_HELD_BYTES
@@ -110,7 +111,7 @@ class HttpServer:
     ) -> None:
         self.app = app
         self.limits = limits
-        self.max_connections = min(limits.connections, _descriptors() - SPARE_DESCRIPTORS)
+        self.max_connections = _most_connections(limits)
         self.now_s = now_s
         self.connections: set[Connection] = set()
         self.idle: dict[Connection, None] = {}  # the longest idle first
@@ -753,15 +754,16 @@ class HttpExchange:
             self._connection.answered(self)
 
 
-def _descriptors() -> int:
-    """How many files and sockets this process may have, once it has asked for as many as it can use."""
+def _most_connections(limits: WireLimits) -> int:
+    """As many as may be, or as this process may have open files for, once it has asked for enough."""
+    wanted = limits.connections * limits.descriptors_each + SPARE_DESCRIPTORS
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = MAX_CONNECTIONS + SPARE_DESCRIPTORS
+    if soft == resource.RLIM_INFINITY:
+        return limits.connections
     most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-    if soft != resource.RLIM_INFINITY and soft < most:
+    if soft < most:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-        soft = most
-    return wanted if soft == resource.RLIM_INFINITY else soft
+    return min(limits.connections, (max(soft, most) - SPARE_DESCRIPTORS) // limits.descriptors_each)
 
 
 def _address(transport: asyncio.Transport, which: str) -> Any:

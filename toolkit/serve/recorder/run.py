@@ -67,7 +67,7 @@ async def _record(
 
 async def _serve(recorder: Recorder, listener: socket.socket, ending_s: float, on_ready: Callable[[], None]) -> None:
     signals = Signals()
-    server = HttpServer(recorder, WireLimits(body_bytes=MAX_BODY_BYTES), dated=False)
+    server = HttpServer(recorder, WireLimits(body_bytes=MAX_BODY_BYTES, descriptors_each=2), dated=False)
     await server.start(listener)
     on_ready()
     await signals.first.wait()
