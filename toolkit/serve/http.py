@@ -763,7 +763,7 @@ def _most_connections(limits: WireLimits) -> int:
     most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
     if soft < most:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-    return min(limits.connections, (max(soft, most) - SPARE_DESCRIPTORS) // limits.descriptors_each)
+    return max(min(limits.connections, (max(soft, most) - SPARE_DESCRIPTORS) // limits.descriptors_each), 1)
 
 
 def _address(transport: asyncio.Transport, which: str) -> Any:
