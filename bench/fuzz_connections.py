@@ -50,7 +50,8 @@ TRAILERS = (b"Authorization: Bearer x\r\n", b"Content-Type: text/x\r\n", b"Conte
 
 def chunks(rng: random.Random, body: bytes, trailer: bytes = b"") -> bytes:
     """A body in pieces of any size."""
-    found, at = [], 0
+    found: list[bytes] = []
+    at = 0
     while at < len(body):
         size = rng.randint(1, max(1, len(body) // 2))
         found.append(b"%x\r\n%b\r\n" % (len(body[at : at + size]), body[at : at + size]))
@@ -85,7 +86,7 @@ def large(rng: random.Random) -> bytes:
 
 def answers(received: bytes) -> list[tuple[int, str, bytes]]:
     """Status, type and body of each answer; the last may be cut off. `ValueError` for what is no HTTP."""
-    found = []
+    found: list[tuple[int, str, bytes]] = []
     while received:
         head, blank, rest = received.partition(b"\r\n\r\n")
         line = re.match(rb"HTTP/1\.1 (\d{3}) [ -~]*\r\n", head + b"\r\n")
