@@ -62,7 +62,8 @@ WRITE_TIMEOUT_S = 30.0
 LINGER_TIMEOUT_S = 5.0
 MIN_READ_BYTES = 1 << 15  # what a client has to read of a waiting answer within `WRITE_TIMEOUT_S`, or all of it
 SWEEP_EVERY_S = 1.0
-PROBE_AFTER_S = 0.05  # from the end of the client's side to the question whether it is still there, and to its answer
+PROBE_AFTER_S = 0.05  # an answer that begins by then has no `100 Continue` before it
+PROBED_AFTER_S = 0.01  # for a reset to arrive; later ones are seen by the sweep
 
 RETRY_AFTER_S = 5
 SPARE_DESCRIPTORS = 128  # of this process, for everything but connections
@@ -299,7 +300,8 @@ class Connection(asyncio.Protocol):
         if self._running is None or self._closing:
             self.transport.close()
             return False
-        self._loop.call_later(PROBE_AFTER_S, self._probe)
+        begun = self._running.started
+        self._loop.call_later(0.0 if begun else PROBE_AFTER_S, self._probe)
         return True
 
     # What the parser calls
@@ -579,7 +581,7 @@ class Connection(asyncio.Protocol):
         if exchange is None or self._closing or self.transport.is_closing():
             return
         exchange.probe()
-        self._loop.call_later(PROBE_AFTER_S, self._abort_if_gone)
+        self._loop.call_later(PROBED_AFTER_S, self._abort_if_gone)
 
     def _abort_if_gone(self) -> None:
         if self._running is None or self.transport.is_closing() or not hasattr(socket, "TCP_INFO"):
