@@ -57,7 +57,7 @@ async def not_ready_s(port: int, signalled_s: float) -> float:
     while True:
         try:
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
-            writer.write(b"GET /ready HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+            writer.write(b"GET /ready HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
             ready = (await reader.read(-1)).startswith(b"HTTP/1.1 200")
             writer.close()
         except OSError:

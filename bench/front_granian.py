@@ -25,7 +25,7 @@ from toolkit.files.plan import Plan
 from toolkit.serve import launch
 from toolkit.serve.assemble import make_settings
 from toolkit.serve.driver import Driver
-from toolkit.serve.server import BACKLOG
+from toolkit.serve.http import BACKLOG
 
 
 async def serve(driver: Driver, app: ASGIApp, listener: socket.socket, *_: object) -> None:

@@ -17,10 +17,10 @@ from pathlib import Path
 
 from toolkit.bench.limits import fitted, limits_of
 from toolkit.bench.predict import Conditions, predict
-from toolkit.bench.report import BenchReport, Warmup
 from toolkit.cli.demo import Stages, overload
 from toolkit.cli.output import percent, table
 from toolkit.endpoints.target import Target
+from toolkit.files.bench import BenchReport, Warmup
 from toolkit.files.io import read_file
 from toolkit.files.plan import Plan
 from toolkit.sim.front import FrontDelay

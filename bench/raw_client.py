@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 
-HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nConnection: close\r\n"
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nConnection: close\r\n"
 
 
 def request(**fields: object) -> bytes:

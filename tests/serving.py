@@ -243,7 +243,13 @@ class Server:
         self.url = self.ready["url"]
 
     def workers(self) -> list[psutil.Process]:
-        return psutil.Process(self.process.pid).children()
+        helpers = self.helpers()
+        return [child for child in psutil.Process(self.process.pid).children() if child not in helpers]
+
+    def helpers(self) -> list[psutil.Process]:
+        """The process that reads large bodies."""
+        children = psutil.Process(self.process.pid).children()
+        return [child for child in children if "toolkit.serve.helper" in child.cmdline()]
 
     def end(self) -> int:
         """SIGTERM, and the exit code."""

@@ -336,3 +336,37 @@ def test_greedy_text_is_the_same_in_a_crowd_as_alone():
 
 def test_generate_is_what_run_row_does():
     assert bytes(generate("hello", 5)).decode() == text("hello", 5)
+
+
+@pytest.mark.parametrize("path", ["/v1/models", "/v1/completions", "/metrics", "/tokenize", "/version", "/nowhere"])
+@pytest.mark.parametrize(
+    ("host", "refused"),
+    [
+        ("evil.com", True),
+        ("evil.com:8000", True),
+        ("localhost.evil.com", True),
+        ("127.0.0.1.evil.com", True),
+        ("localhost:8000", False),
+        ("LOCALHOST.", False),
+        ("127.0.0.1:8000", False),
+        ("[::1]:8000", False),
+        ("", False),
+    ],
+)
+def test_a_server_of_this_machine_answers_to_no_name_that_a_page_may_have(path: str, host: str, refused: bool):
+    async def test(http: httpx.AsyncClient) -> None:
+        reply = await http.get(path, headers={"host": host})
+        assert (reply.status_code == 403) is refused
+        if refused:
+            assert reply.json()["error"]["code"] == "host_refused"
+        assert (await http.get("/health", headers={"host": host})).status_code == 200
+
+    ask(test, local_hosts_only=True)
+
+
+def test_a_server_with_a_key_answers_to_every_name():
+    async def test(http: httpx.AsyncClient) -> None:
+        headers = {"host": "llm.example.com", "authorization": "Bearer k"}
+        assert (await http.get("/v1/models", headers=headers)).status_code == 200
+
+    ask(test, api_key="k")

@@ -2,13 +2,14 @@
 
 import asyncio
 import json
+import threading
 from contextlib import suppress
 
 import httpx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from serving import client
+from serving import HandWorkers, client, turns
 
 from toolkit.engines.bytes_tokenizer import ByteTokenizer
 from toolkit.errors import InputError
@@ -24,6 +25,7 @@ def send(method: str, path: str, **options) -> httpx.Response:
     async def run() -> httpx.Response:
         async with client(max_body_bytes=20_000) as http:
             response = await http.request(method, path, **options)
+            await turns()
             assert http.driver.scheduler.jobs == 0
             return response
 
@@ -82,6 +84,7 @@ FIELDS = [
     ({"prompt": [-1]}, "prompt", "holds token -1"),
     ({"prompt": [10**30]}, "prompt", "too large a number"),
     ({"prompt": ["a"] * 257}, "prompt", "257 prompts; the limit is 256"),
+    ({"prompt": ["a"] * 100, "n": 11}, "n", "1100 choices; the limit is 1024"),
     ({"prompt": "a" * 512}, "prompt", "512 tokens; the limit of prompt + output is 512"),
     ({"prompt": "a" * 412, "max_tokens": 101}, "max_tokens", "together 513; the limit is 512"),
     ({"prompt": "a", "max_tokens": 257}, "max_tokens", "max_tokens is 257; the limit is 256"),
@@ -208,20 +211,6 @@ def test_a_body_is_refused_once_it_is_too_large():
     assert len(pieces) == 21
 
 
-def test_a_body_that_does_not_come_is_not_waited_for():
-    async def never():
-        yield b"{"
-        await asyncio.Event().wait()
-
-    async def run() -> httpx.Response:
-        async with client(body_timeout_s=0.01) as http:
-            return await http.post(COMPLETIONS, content=never(), headers=JSON)
-
-    response = asyncio.run(run())
-    assert response.status_code == 408
-    assert error(response)["message"] == "the body did not come within 0.01 s"
-
-
 def test_what_the_tokenizer_refuses_is_the_clients_error(monkeypatch: pytest.MonkeyPatch):
     def refuse(*_: object) -> list[int]:
         raise InputError("messages: the model's chat template refuses them: roles must alternate")
@@ -231,10 +220,57 @@ def test_what_the_tokenizer_refuses_is_the_clients_error(monkeypatch: pytest.Mon
     assert (said["param"], "roles must alternate" in said["message"]) == ("messages", True)
 
 
-def test_long_texts_are_tokenized_in_a_thread_and_answered_the_same(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("toolkit.serve.generation.LONG_TEXT", 1)
-    said = error(send("POST", COMPLETIONS, json={"prompt": "a" * 600}))
-    assert said["code"] == "context_length_exceeded"
+LARGE = [
+    (COMPLETIONS, {"prompt": "a" * 600}, 400, "600 tokens; the limit of prompt + output is 512"),
+    (COMPLETIONS, {"prompt": "a" * 40, "max_tokens": 2}, 200, ""),
+    (CHAT, {"messages": [{"role": "user", "content": "a" * 600}]}, 400, "the limit of prompt + output is 512"),
+    (CHAT, {"messages": USER, "max_tokens": 2, "n": 2}, 200, ""),
+    ("/tokenize", {"prompt": "hi"}, 200, ""),
+    ("/detokenize", {"tokens": [104] * 513}, 400, "'tokens' holds 513 tokens; the limit is 512"),
+    ("/detokenize", {"tokens": [104, 105]}, 200, ""),
+    ("/detokenize", {"tokens": [1] * 20 + [-1] * 20}, 400, "'tokens' holds token -1"),
+    ("/detokenize", {"tokens": ["a"] * 40}, 400, "should be a list of tokens"),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "status", "message"), LARGE)
+def test_large_bodies_are_read_elsewhere_and_answered_the_same(
+    monkeypatch: pytest.MonkeyPatch, path: str, body: dict, status: int, message: str
+):
+    small = send("POST", path, json={"temperature": 0, **body})
+    monkeypatch.setattr("toolkit.serve.api.LARGE_BODY_BYTES", 1)
+    large = send("POST", path, json={"temperature": 0, **body})
+    assert large.status_code == small.status_code == status
+    if status == 200:
+        assert large.json().get("choices") == small.json().get("choices")
+        assert large.json().get("tokens") == small.json().get("tokens")
+        assert large.json().get("prompt") == small.json().get("prompt")
+    else:
+        assert error(large) == error(small)
+        assert message in error(large)["message"]
+
+
+def test_long_prompts_at_once_do_not_exceed_the_queue(monkeypatch: pytest.MonkeyPatch):
+    """All of them have been let in before the first has been read."""
+    monkeypatch.setattr("toolkit.serve.api.LARGE_BODY_BYTES", 1)
+    read = threading.Event()
+    encode = ByteTokenizer.encode
+    monkeypatch.setattr(ByteTokenizer, "encode", lambda *of, **how: (read.wait(60), encode(*of, **how))[1])
+
+    async def run() -> tuple[int, list[int]]:
+        async with client(HandWorkers(1), max_waiting=3) as http:
+            asking = [asyncio.create_task(http.post(COMPLETIONS, json={"prompt": "a" * 40})) for _ in range(12)]
+            await turns(60)
+            read.set()
+            while sum(task.done() for task in asking) + http.driver.waiting + http.driver.running < len(asking):
+                await asyncio.sleep(0.001)
+            waiting = http.driver.waiting
+            await http.driver.drain(0.0)
+            return waiting, [response.json()["error"]["code"] for response in await asyncio.gather(*asking)]
+
+    waiting, codes = asyncio.run(run())
+    assert waiting <= 3
+    assert codes.count("overloaded") >= 1
 
 
 @pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", ""])

@@ -74,8 +74,13 @@ def test_nobody_is_told_nothing() -> None:
 
 def test_a_server_tells_until_it_ends(heard: socket.socket, tmp_path: Path) -> None:
     fake_plan(tmp_path)
-    environment = {"NOTIFY_SOCKET": str(tmp_path / "notify"), "WATCHDOG_USEC": "200000"}
+    environment = {
+        "NOTIFY_SOCKET": str(tmp_path / "notify"),
+        "WATCHDOG_USEC": "2000000",
+    }  # few enough for the socket before it is read
     with Server(tmp_path / "plan.json", **environment) as server:
-        said = {heard.recv(64) for _ in range(8)}
+        said = {heard.recv(64)}
+        while len(said) < 2:  # how often it is well before it is ready, is the machine's business
+            said.add(heard.recv(64))
         server.end()
     assert said == {b"READY=1", b"WATCHDOG=1"}

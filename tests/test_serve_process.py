@@ -118,6 +118,24 @@ def test_openais_client_knows_our_errors(client: openai.OpenAI):
         client.completions.create(model="gpt-5", prompt="a")
 
 
+def test_without_a_key_it_answers_to_no_name_of_another_machine(server: Server):
+    assert httpx.get(f"{server.url}/v1/models", headers={"host": "evil.com"}).status_code == 403
+    assert httpx.get(f"{server.url}/health", headers={"host": "evil.com"}).status_code == 200
+
+
+def test_a_large_body_is_answered_by_way_of_its_helper(server: Server):
+    (helper,) = server.helpers()
+    small = {"prompt": "hello", "max_tokens": 5, "temperature": 0}
+    large = small | {"user": "x" * 40_000}
+    answers = [httpx.post(f"{server.url}/v1/completions", json=body).json() for body in (small, large)]
+    assert answers[0]["choices"] == answers[1]["choices"]
+    helper.kill()
+    helper.wait()
+    httpx.post(f"{server.url}/tokenize", json={"prompt": "x" * 40_000})  # may meet it before its end is known
+    assert httpx.post(f"{server.url}/tokenize", json={"prompt": "x" * 40_000}).json()["count"] == 40_000
+    assert len(server.helpers()) == 1
+
+
 def test_a_killed_worker_costs_its_requests_nothing(server: Server, client: openai.OpenAI):
     """SIGKILL to every worker, one after the other, while four streams run: the text is the undisturbed one."""
     prompts, long = ["first", "second", "third", "fourth"], GREEDY | {"max_tokens": 200}
@@ -210,3 +228,11 @@ def test_a_request_that_kills_its_workers_fails_alone(tmp_path: Path):
         expected = asyncio.run(ask_all(mates))
         assert asyncio.run(ask_all([*mates, "\a poison"])) == [*expected, "503 request_failed"]
         assert server.end() == 0
+
+
+def test_the_helper_ends_with_a_server_that_is_killed(tmp_path: Path):
+    fake_plan(tmp_path)
+    with Server(tmp_path / "plan.json") as server:
+        (helper,) = server.helpers()
+        server.process.kill()
+        helper.wait(60)

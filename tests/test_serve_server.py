@@ -1,4 +1,4 @@
-"""How a server begins and ends: uvicorn on a real port, signals to this very process, workers moved by hand."""
+"""How a server begins and ends: on a real port, signals to this very process, workers moved by hand."""
 
 import asyncio
 import os

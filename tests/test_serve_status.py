@@ -5,7 +5,7 @@ import json
 import re
 import threading
 from collections.abc import Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -299,9 +299,8 @@ class LiveServer:
 
     @contextmanager
     def running(self) -> Iterator[Driver]:
-        import uvicorn
-
-        from toolkit.serve.server import SignalFreeServer, listen
+        from toolkit.serve.http import HttpServer
+        from toolkit.serve.server import listen
 
         started = threading.Event()
 
@@ -310,14 +309,14 @@ class LiveServer:
             driver.stats.sla = SLA
             await driver.start()
             self.driver, self.status = driver, Status(driver, self.facts)
-            config = uvicorn.Config(
-                make_app(driver, ByteTokenizer(), SETTINGS, self.status), log_config=None, lifespan="off"
-            )
-            self.server, self.loop = SignalFreeServer(config), asyncio.get_running_loop()
+            server = HttpServer(make_app(driver, ByteTokenizer(), SETTINGS, self.status))
+            self.ending, self.loop = asyncio.Event(), asyncio.get_running_loop()
             with listen("127.0.0.1", self.port) as listener:
                 self.port = listener.getsockname()[1]
+                await server.start(listener)
                 started.set()
-                await self.server.serve(sockets=[listener])
+                await self.ending.wait()
+                await server.stop(5.0)
             await driver.stop()
 
         thread = threading.Thread(target=lambda: asyncio.run(serve()))
@@ -326,8 +325,12 @@ class LiveServer:
         try:
             yield self.driver
         finally:
-            self.server.should_exit = True
+            self.end()
             thread.join(60)
+
+    def end(self) -> None:
+        with suppress(RuntimeError):  # it has ended already
+            self.loop.call_soon_threadsafe(self.ending.set)
 
     def load(self, count: int) -> None:
         for _ in range(count):
@@ -378,7 +381,7 @@ def test_values_appear_change_under_load_and_come_back_after_a_restart(browser):
             assert page.title() == "toy · llmctl"
             assert seen.complaints == []
             assert seen.hosts == {f"127.0.0.1:{server.port}"}
-            server.server.should_exit = True
+            server.end()
             shows(page, "#state", "no answer")
             with_restart(server, page)
 

@@ -3,6 +3,8 @@
 import asyncio
 import itertools
 import json
+import os
+import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable
@@ -21,6 +23,8 @@ from sse_server import sse_server as serving
 from toolkit.endpoints.upstream import Upstream
 from toolkit.serve.recorder.proxy import Recorder
 from toolkit.serve.recorder.reading import StreamReader, ask_for_usage, read_request, split
+from toolkit.serve.recorder.run import Recording, _record
+from toolkit.serve.server import listen
 from toolkit.traces.log import TraceLog
 from toolkit.traces.read import read_trace
 
@@ -307,7 +311,11 @@ def test_what_is_no_request_for_tokens_is_left_to_the_server(text):
 
 
 @pytest.mark.parametrize(
-    ("prompt", "count"), [("x", 1), ([1, 2, 3], 1), (["a", "b"], 2), ([[1], [2], [3]], 3), ([], 1), (None, 1)]
+    ("prompt", "count"),
+    [
+        *[("x", 1), ([1, 2, 3], 1), (["a", "b"], 2), ([[1], [2], [3]], 3), ([], 1), (None, 1)],
+        *[(['a"]', "b\\", ","], 3), ([[], [1]], 2), (["a"] * 3000, 1024), ([1] * 3000, 1)],
+    ],
 )
 def test_rows_of_a_request(prompt, count):
     asked = read_request(json.dumps({"prompt": prompt, "n": 2}).encode())
@@ -355,3 +363,52 @@ def test_what_cannot_be_recorded_is_one_line(tmp_path: Path, capsys, options, sa
     error = capsys.readouterr().err
     assert said in error
     assert SECRET not in error
+
+
+UPGRADE = b"Connection: Upgrade, close\r\nUpgrade: h2c\r\nContent-Type: application/json\r\nContent-Length: %d\r\n"
+RAW = {
+    "a header without an end": (b"GET / HTTP/1.1\r\nHost: localhost\r\nx: " + b"y" * (1 << 18), 431),
+    "no HTTP": (b"\x16\x03\x01 garbage\r\n\r\n", 400),
+    "no host": (b"GET /v1/models HTTP/1.1\r\n\r\n", 400),
+    "another machine's name": (b"GET /v1/models HTTP/1.1\r\nHost: evil.com\r\nConnection: close\r\n\r\n", 403),
+}
+
+
+@pytest.mark.parametrize("what", RAW)
+def test_the_recorder_has_the_bounds_of_the_server(tmp_path: Path, what: str):
+    data, status = RAW[what]
+    head, _, rest = talk(tmp_path, data).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 %d " % status)
+    assert b"content-type: application/json" in head
+    assert json.loads(rest)["error"].keys() == {"message", "type", "param", "code"}
+
+
+def test_the_body_of_a_request_that_would_upgrade_passes(tmp_path: Path):
+    asked = json.dumps(body()).encode()
+    data = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n" + UPGRADE % len(asked) + b"\r\n" + asked
+    assert talk(tmp_path, data).startswith(b"HTTP/1.1 200 ")
+    assert [row["output_length"] for row in rows(tmp_path / "log")] == [5]
+
+
+def talk(folder: Path, data: bytes) -> bytes:
+    """What the recorder says on a socket to these bytes until it closes."""
+
+    async def run(upstream: str) -> bytes:
+        said: list[bytes] = []
+
+        async def ask(address: str) -> None:
+            reader, writer = await asyncio.open_connection("127.0.0.1", int(address.rpartition(":")[2]))
+            writer.write(data)
+            said.append(await reader.read(-1))
+            writer.close()
+            os.kill(os.getpid(), signal.SIGTERM)
+
+        asking: list[asyncio.Task[None]] = []
+        order = Recording(upstream, "127.0.0.1", 0, folder / "log", 1 << 20, 30.0, 5.0)
+        with listen(order.host, order.port) as listener, TraceLog(order.out) as log:
+            await _record(order, listener, log, lambda at: asking.append(asyncio.create_task(ask(at))))
+        await asking[0]
+        return said[0]
+
+    with serving(answer) as server:
+        return asyncio.run(run(server.url))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import Literal
 
 import msgspec
 from fastapi import FastAPI, Request
@@ -14,24 +15,18 @@ from starlette.types import ASGIApp
 
 import toolkit
 from toolkit.engines.tokenizer import Tokenizer
-from toolkit.serve.body import read_json
+from toolkit.serve.body import read_json_bytes
 from toolkit.serve.driver import Driver
 from toolkit.serve.errors import ApiError, on_api_error, on_bug, on_http_exception
 from toolkit.serve.gate import Gate
 from toolkit.serve.generation import Generation, unknown_model
 from toolkit.serve.health import failure, gauges, state
+from toolkit.serve.helper import LARGE_BODY_BYTES, ReadLarge, in_thread
 from toolkit.serve.keys import Keyring, Visit
 from toolkit.serve.metrics import Exposition
 from toolkit.serve.openapi import document
-from toolkit.serve.schemas import (
-    ChatForm,
-    CompletionForm,
-    DetokenizeForm,
-    FormT,
-    GenerationForm,
-    TokenizeForm,
-    validate,
-)
+from toolkit.serve.prompts import BodyReader
+from toolkit.serve.schemas import ChatForm, CompletionForm, GenerationForm
 from toolkit.serve.settings import Settings
 from toolkit.serve.sse import EventStream, Exchange, json_response
 from toolkit.serve.status import DATA, PAGE, Status
@@ -43,17 +38,19 @@ def make_app(
     settings: Settings,
     status: Status | None = None,
     keyring: Keyring | None = None,
+    read_large: ReadLarge | None = None,
 ) -> ASGIApp:
     """The application over a driver that somebody else starts and stops, and the page of a `status`.
 
     Who may call is who has a key of `keyring`, whose keys may be replaced at any time; by default, of the settings.
+    Large bodies are read by `read_large`, by default in a thread.
     """
     app = FastAPI(title="llmctl", openapi_url=None, redirect_slashes=False)
     app.add_exception_handler(ApiError, on_api_error)
     app.add_exception_handler(HTTPException, on_http_exception)
     app.add_exception_handler(Exception, on_bug)
     keyring = keyring or Keyring(settings.api_key, settings.keys)
-    routes = Routes(driver, tokenizer, settings, keyring)
+    routes = Routes(driver, tokenizer, settings, keyring, read_large)
     for path, endpoint, methods in (
         ("/v1/completions", routes.completions, ["POST"]),
         ("/v1/chat/completions", routes.chat_completions, ["POST"]),
@@ -73,17 +70,26 @@ def make_app(
         app.add_api_route(PAGE, status.page, methods=["GET", "HEAD"], response_model=None)
         app.add_api_route(DATA, status.data, methods=["GET"], response_model=None)
         open_paths += [PAGE, DATA]
-    return Gate(app, keyring, lambda: driver.now_s, open_paths=open_paths)
+    local = settings.local_hosts_only
+    return Gate(app, keyring, lambda: driver.now_s, open_paths=open_paths, local_hosts_only=local)
 
 
 class Routes:
     """What the routes share."""
 
-    def __init__(self, driver: Driver, tokenizer: Tokenizer, settings: Settings, keyring: Keyring) -> None:
+    def __init__(
+        self,
+        driver: Driver,
+        tokenizer: Tokenizer,
+        settings: Settings,
+        keyring: Keyring,
+        read_large: ReadLarge | None,
+    ) -> None:
         self._driver = driver
-        self._tokenizer = tokenizer
         self._settings = settings
-        self._generation = Generation(driver, tokenizer, settings)
+        self._reader = BodyReader(tokenizer, settings.vocab_size, settings.max_model_len)
+        self._read_large = read_large or in_thread(self._reader)
+        self._generation = Generation(driver, tokenizer, settings, self._reader)
         self._document = document(settings)
         self._created = int(time.time())
         self._registry = CollectorRegistry()
@@ -98,12 +104,22 @@ class Routes:
         )
 
     async def completions(self, request: Request) -> Response:
-        form = await self._form(request, CompletionForm)
-        return await self._answer(request, form, await self._generation.completion(form, Visit.of(request.scope)))
+        body, prompts = await self._body(request), None
+        if len(body) > LARGE_BODY_BYTES:
+            self._generation.check_room()
+            form, prompts = await self._read_large("completion", body)
+        else:
+            form = self._reader.form(CompletionForm, body)
+        return await self._answer(request, form, self._generation.completion(form, Visit.of(request.scope), prompts))
 
     async def chat_completions(self, request: Request) -> Response:
-        form = await self._form(request, ChatForm)
-        return await self._answer(request, form, await self._generation.chat(form, Visit.of(request.scope)))
+        body, prompts = await self._body(request), None
+        if len(body) > LARGE_BODY_BYTES:
+            self._generation.check_room()
+            form, prompts = await self._read_large("chat", body)
+        else:
+            form = self._reader.form(ChatForm, body)
+        return await self._answer(request, form, self._generation.chat(form, Visit.of(request.scope), prompts))
 
     async def models(self) -> Response:
         return _json({"object": "list", "data": [self._model()]})
@@ -115,19 +131,11 @@ class Routes:
 
     async def tokenize(self, request: Request) -> Response:
         """The tokens of a prompt, or of messages in the model's chat template."""
-        form = await self._form(request, TokenizeForm)
-        if (form.prompt is None) == (form.messages is None):
-            raise ApiError("one of 'prompt' and 'messages' is needed", param="prompt")
-        if form.messages is not None:
-            tokens = await self._generation.chat_tokens(form.messages)
-        else:
-            tokens = await self._generation.text_tokens(form.prompt or "")
-        return _json({"count": len(tokens), "max_model_len": self._settings.max_model_len, "tokens": tokens})
+        return await self._worked(request, "tokenize")
 
     async def detokenize(self, request: Request) -> Response:
-        form = await self._form(request, DetokenizeForm)
-        self._generation.check_tokens(form.tokens, "tokens")
-        return _json({"prompt": self._tokenizer.decode(form.tokens)})
+        """The text of tokens."""
+        return await self._worked(request, "detokenize")
 
     async def health(self) -> Response:
         """200 as long as the front can serve: that it answers is the news. Workers are /ready's affair."""
@@ -149,9 +157,14 @@ class Routes:
         """What may be asked here, with this server's limits."""
         return _json(self._document)
 
-    async def _form(self, request: Request, form: type[FormT]) -> FormT:
-        settings = self._settings
-        return validate(form, await read_json(request, settings.max_body_bytes, settings.body_timeout_s))
+    async def _body(self, request: Request) -> bytes:
+        return await read_json_bytes(request, self._settings.max_body_bytes)
+
+    async def _worked(self, request: Request, kind: Literal["tokenize", "detokenize"]) -> Response:
+        body = await self._body(request)
+        large = len(body) > LARGE_BODY_BYTES
+        found = await self._read_large(kind, body) if large else getattr(self._reader, kind)(body)
+        return Response(found, media_type="application/json")
 
     async def _answer(self, request: Request, form: GenerationForm, exchange: Exchange) -> Response:
         if not form.stream:
@@ -160,7 +173,6 @@ class Routes:
             exchange,
             include_usage=form.include_usage,
             keepalive_s=self._settings.keepalive_s,
-            write_timeout_s=self._settings.write_timeout_s,
         )
 
     def _model(self) -> dict[str, object]:

@@ -5,87 +5,72 @@ What can be refused is refused before the work is done: a full queue before toke
 
 from __future__ import annotations
 
-import asyncio
 import math
 import random
 import secrets
 import time
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Sequence
 
 import msgspec
 
 from toolkit.engines.protocol import SamplingParams
 from toolkit.engines.tokenizer import Tokenizer
-from toolkit.errors import InputError
 from toolkit.serve.driver import Driver, RefusedError
 from toolkit.serve.errors import ApiError
 from toolkit.serve.keys import Visit
 from toolkit.serve.live import Ask, Live
+from toolkit.serve.prompts import BodyReader, check_room, short
 from toolkit.serve.reply import Reply
 from toolkit.serve.responses import ChatShape, CompletionShape, Head
-from toolkit.serve.schemas import ChatForm, CompletionForm, GenerationForm, Message, Prompt
+from toolkit.serve.schemas import ChatForm, CompletionForm, GenerationForm
 from toolkit.serve.settings import Settings
 from toolkit.serve.sse import Exchange
 from toolkit.serve.text import TextOutput
 
-LONG_TEXT = 1 << 15  # characters from which on a text is tokenized in a thread
 MAX_RETRY_AFTER_S = 60
+MAX_CHOICES = 1024  # of one request: all of them are submitted at once, which takes 20 us each
 MAX_SEED = (1 << 63) - 1
 
-Tokens = TypeVar("Tokens")
+Prompts = Sequence[Sequence[int]]
 
 
 class Generation:
-    """Submits what forms ask for. One per server."""
+    """Submits what forms ask for. One per server.
 
-    def __init__(self, driver: Driver, tokenizer: Tokenizer, settings: Settings) -> None:
+    Nothing here waits, so what was counted when a request was admitted still holds when it is submitted.
+    """
+
+    def __init__(self, driver: Driver, tokenizer: Tokenizer, settings: Settings, reader: BodyReader) -> None:
         self._driver = driver
         self._tokenizer = tokenizer
         self._settings = settings
+        self._reader = reader
 
-    async def completion(self, form: CompletionForm, visit: Visit) -> Exchange:
-        """`ApiError` where it cannot be served; nothing of it is submitted then."""
-        self._admit(form, len(form.prompt), form.max_tokens, visit)
-        prompts = await self._prompts(form.prompt)
+    def completion(self, form: CompletionForm, visit: Visit, prompts: Prompts | None = None) -> Exchange:
+        """`prompts`, where they are tokens already; else the form has them.
+
+        `ApiError` where it cannot be served; nothing of it is submitted then.
+        """
+        self._admit(form, len(form.prompt if prompts is None else prompts), form.max_tokens, visit)
+        prompts = self._reader.prompts(form.prompt) if prompts is None else prompts
         limits = [self._limit(len(prompt), form.max_tokens, 16) for prompt in prompts]
         return self._submit(form, prompts, limits, CompletionShape(self._head("cmpl")), visit)
 
-    async def chat(self, form: ChatForm, visit: Visit) -> Exchange:
-        """`ApiError` where it cannot be served."""
+    def chat(self, form: ChatForm, visit: Visit, prompts: Prompts | None = None) -> Exchange:
+        """As `completion`; of `prompts` there is one."""
         asked = form.max_completion_tokens or form.max_tokens
         self._admit(form, 1, asked, visit)
-        prompt = await self.chat_tokens(form.messages)
-        limit = self._limit(len(prompt), asked, self._settings.max_new_tokens)
-        return self._submit(form, [prompt], [limit], ChatShape(self._head("chatcmpl")), visit)
+        prompts = [self._reader.chat_tokens(form.messages)] if prompts is None else prompts
+        limits = [self._limit(len(prompt), asked, self._settings.max_new_tokens) for prompt in prompts]
+        return self._submit(form, prompts, limits, ChatShape(self._head("chatcmpl")), visit)
 
-    async def chat_tokens(self, messages: Sequence[Message]) -> list[int]:
-        """The messages in the model's chat template. 'developer' is what newer clients call 'system'."""
-        roles = {"developer": "system"}
-        plain = [{"role": roles.get(one.role, one.role), "content": one.content} for one in messages]
-        size = sum(len(one.content) for one in messages)
-        return await _tokenized(lambda: self._tokenizer.encode_chat(plain), size, "messages")
-
-    async def text_tokens(self, text: str) -> list[int]:
-        return await _tokenized(lambda: self._tokenizer.encode(text), len(text), "prompt")
-
-    async def _prompts(self, prompts: Sequence[Prompt]) -> list[list[int]]:
-        """All prompts as tokens; texts are worked out together, and tokens checked."""
-
-        def work() -> list[list[int]]:
-            return [self._tokenizer.encode(one) if isinstance(one, str) else one for one in prompts]
-
-        for prompt in prompts:
-            if not isinstance(prompt, str):
-                self.check_tokens(prompt, "prompt")
-        return await _tokenized(work, sum(len(one) for one in prompts if isinstance(one, str)), "prompt")
-
-    def check_tokens(self, tokens: Sequence[int], param: str) -> None:
-        """`ApiError` for a token that the model does not have."""
-        size = self._settings.vocab_size
-        for token in tokens:
-            if not 0 <= token < size:
-                raise ApiError(f"'{param}' holds token {_short(token)}; tokens here are 0 to {size - 1}", param=param)
+    def check_room(self, choices: int = 1) -> None:
+        """`ApiError` where so many more requests would not be taken now, whatever they are."""
+        self._check_ready()
+        settings, driver = self._settings, self._driver
+        if driver.waiting + choices > settings.max_waiting:
+            text = f"{driver.waiting} requests wait; with {choices} more it would exceed {settings.max_waiting}"
+            raise self._overloaded(text, driver.forecast.now(driver.now_s).ttft_s)
 
     def _admit(self, form: GenerationForm, prompts: int, max_tokens: int | None, visit: Visit) -> None:
         """Refuse by what is known before any tokenizing: the model, the server's state, the key's limits, the queue."""
@@ -97,11 +82,12 @@ class Generation:
             raise ApiError(text, param="llmctl_end_after")
         self._check_ready()
         choices = prompts * (form.n or 1)
+        if choices > MAX_CHOICES:
+            text = f"{prompts} prompts with n {form.n} are {choices} choices; the limit is {MAX_CHOICES}"
+            raise ApiError(text, param="n")
         visit.admit(choices, choices * (max_tokens or 1))
+        self.check_room(choices)
         told = driver.forecast.now(driver.now_s)
-        if driver.waiting + choices > settings.max_waiting:
-            text = f"{driver.waiting} requests wait; with {choices} more it would exceed {settings.max_waiting}"
-            raise self._overloaded(text, told.ttft_s)
         excess_s = driver.forecast.limits.excess_s(told)
         if excess_s:
             text = f"too many wait: the first token would come in {told.ttft_s:.1f} s, the last in {told.e2e_s:.1f} s"
@@ -123,7 +109,7 @@ class Generation:
     def _submit(
         self,
         form: GenerationForm,
-        prompts: Sequence[list[int]],
+        prompts: Prompts,
         limits: Sequence[int],
         shape: CompletionShape | ChatShape,
         visit: Visit,
@@ -132,10 +118,11 @@ class Generation:
         n, prompt_tokens = form.n or 1, sum(map(len, prompts))
         sampling = self._sampling(form, min(limits))
         reply = Reply(len(prompts) * n, patient=not form.stream)
+        tokens = [tuple(prompt) for prompt in prompts]
         asks = [
             Ask(
                 f"{shape.head.id}-{index}",
-                tuple(prompts[index // n]),
+                tokens[index // n],
                 limits[index // n],
                 _another_seed(sampling, index % n),
                 form.priority or 0,
@@ -157,7 +144,6 @@ class Generation:
         return Exchange(reply, shape, prompt_tokens, cancel)
 
     def _submit_all(self, asks: Sequence[Ask], stops: Sequence[str], reply: Reply) -> list[Live]:
-        self._check_ready()  # it may have changed while the prompts were tokenized
         lives: list[Live] = []
         try:
             for index, ask in enumerate(asks):
@@ -172,16 +158,12 @@ class Generation:
     def _limit(self, prompt_tokens: int, asked: int | None, default: int) -> int:
         """How many tokens may be generated. `ApiError` naming the limit where that is not possible."""
         settings = self._settings
+        check_room(prompt_tokens, settings.max_model_len)
         room = settings.max_model_len - prompt_tokens
-        if prompt_tokens < 1:
-            raise ApiError("the prompt has no tokens", param="prompt")
-        if room < 1:
-            text = f"the prompt has {prompt_tokens} tokens; the limit of prompt + output is {settings.max_model_len}"
-            raise ApiError(text, param="prompt", code="context_length_exceeded")
         if asked is None:
             return min(default, settings.max_new_tokens, room)
         if asked > settings.max_new_tokens:
-            text = f"max_tokens is {_short(asked)}; the limit is {settings.max_new_tokens}"
+            text = f"max_tokens is {short(asked)}; the limit is {settings.max_new_tokens}"
             raise ApiError(text, param="max_tokens")
         if asked > room:
             text = (
@@ -194,10 +176,10 @@ class Generation:
     def _sampling(self, form: GenerationForm, limit: int) -> SamplingParams:
         """OpenAI's defaults. Without a seed sampling gets one here, so that a slice run again draws the same."""
         stop_token_ids = form.stop_token_ids or []
-        self.check_tokens(stop_token_ids, "stop_token_ids")
+        self._reader.check_tokens(stop_token_ids, "stop_token_ids")
         min_tokens = form.min_tokens or 0
         if min_tokens > limit:
-            text = f"min_tokens is {_short(min_tokens)}; max_tokens is {limit}"
+            text = f"min_tokens is {short(min_tokens)}; max_tokens is {limit}"
             raise ApiError(text, param="min_tokens")
         temperature = 1.0 if form.temperature is None else form.temperature
         return SamplingParams(
@@ -211,14 +193,6 @@ class Generation:
             min_tokens=min_tokens,
             stop_token_ids=tuple(stop_token_ids),
         )
-
-
-async def _tokenized(work: Callable[[], Tokens], characters: int, param: str) -> Tokens:
-    """What `work` gives, worked out in a thread where that takes long enough to hold others up."""
-    try:
-        return work() if characters < LONG_TEXT else await asyncio.to_thread(work)
-    except InputError as error:
-        raise ApiError(error.message, param=param) from None
 
 
 def unknown_model(name: str | None) -> ApiError:
@@ -235,8 +209,3 @@ def _another_seed(sampling: SamplingParams, choice: int) -> SamplingParams:
     if not choice or not sampling.temperature:
         return sampling
     return msgspec.structs.replace(sampling, seed=(sampling.seed + choice) & MAX_SEED)
-
-
-def _short(number: int) -> str:
-    """A number for a message; JSON's may have thousands of digits."""
-    return str(number) if abs(number) < 10**20 else "too large a number"

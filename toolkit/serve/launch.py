@@ -6,7 +6,7 @@ import asyncio
 import gc
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from ssl import SSLContext
@@ -26,12 +26,13 @@ from toolkit.serve.certificate import Certificate
 from toolkit.serve.drift import Check, CheckedWorkers, OnFound
 from toolkit.serve.driver import Driver
 from toolkit.serve.forecast import UNLIMITED, Limits
+from toolkit.serve.helper import Helper
 from toolkit.serve.keys import Callers, Keyring
 from toolkit.serve.liveness import Patience
 from toolkit.serve.logs import EventLog, RequestLog
 from toolkit.serve.notify import Manager
 from toolkit.serve.rereading import Followed, Source, follow
-from toolkit.serve.server import Ending, check_exposure, listen, serve, url
+from toolkit.serve.server import Ending, check_exposure, is_loopback, listen, serve, url
 from toolkit.serve.settings import Settings
 from toolkit.serve.status import Status, facts_of
 from toolkit.traces.log import TraceLog
@@ -93,12 +94,16 @@ def launch(order: Launch, on_ready: Callable[[str], None], on_checked: OnFound =
         driver = _driver(order, workers, events, requests)
         status = Status(driver, facts_of(order.plan, order.settings.model)) if order.settings.status_page else None
         keyring = Keyring(order.settings.api_key, order.settings.keys)
-        app = make_app(driver, tokenizer, order.settings, status, keyring)
+        local = is_loopback(order.host) and not order.settings.asks_key
+        settings = replace(order.settings, local_hosts_only=local)
+        helper = Helper(order.plan.recipe.model, settings.vocab_size, settings.max_model_len)
+        app = make_app(driver, tokenizer, settings, status, keyring, helper)
         certificate = Certificate(order.certificate) if order.certificate else None
         gc.collect()
         gc.freeze()  # what was imported stays: no collection should stall all streams to walk over it
         tls = certificate.context if certificate else None
         serving = serve(driver, app, listener, order.ending, lambda: on_ready(url(listener, tls=tls is not None)), tls)
+        serving = _helped(helper, serving)
         following = follow(_followed(order, keyring, certificate), order.ending.say)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             told = order.manager.keep_told(lambda: not driver.bug)
@@ -169,6 +174,14 @@ def _followed(order: Launch, keyring: Keyring, certificate: Certificate | None) 
     if order.certificate and certificate:
         found.append(Followed(order.certificate, certificate.renew))
     return found
+
+
+async def _helped(helper: Helper, serving: Awaitable[None]) -> None:
+    await helper.start()
+    try:
+        await serving
+    finally:
+        await helper.stop()
 
 
 async def _flushes(events: EventLog | None) -> None:

@@ -67,6 +67,7 @@ def _schemas(settings: Settings) -> Json:
     found: Json = copy.deepcopy(forms["$defs"] | answers)  # parts of them are the forms' own
     for name in ("CompletionForm", "ChatForm"):
         _limit(found[name]["properties"], settings, chat=name == "ChatForm")
+    found["DetokenizeForm"]["properties"]["tokens"]["maxItems"] = settings.max_model_len
     for token in _tokens_of(found):
         token["maximum"] = settings.vocab_size - 1
     return found | {

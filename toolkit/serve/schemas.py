@@ -93,6 +93,13 @@ def _prompts(value: object) -> list[Prompt]:
     raise ValueError("should hold strings alone, tokens alone, or lists of tokens alone")
 
 
+def _tokens(value: object) -> list[int]:
+    """One error for all items: an error for each would be larger than the body."""
+    if not _is_tokens(value):
+        raise ValueError("should be a list of tokens, which are integers")
+    return value  # type: ignore[return-value]
+
+
 def _stops(value: object) -> list[str]:
     stops = [value] if isinstance(value, str) else value if value is not None else []
     if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
@@ -141,7 +148,7 @@ class GenerationForm(Form):
     seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] | None = None
     n: Annotated[int, Field(ge=1, le=16)] | None = None
     stop: Annotated[list[str], PlainValidator(_stops), WithJsonSchema(STOP_SCHEMA)] = Field(default_factory=list)
-    stop_token_ids: Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=64)] | None = None
+    stop_token_ids: Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=64, fail_fast=True)] | None = None
     ignore_eos: bool | None = None
     min_tokens: Annotated[int, Field(ge=0)] | None = None
     priority: Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)] | None = None
@@ -168,7 +175,7 @@ class Message(Form):
 class ChatForm(GenerationForm):
     """POST /v1/chat/completions."""
 
-    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
 
 
@@ -177,14 +184,14 @@ class TokenizeForm(Form):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)] | None = None
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)] | None = None
 
 
 class DetokenizeForm(Form):
     """POST /detokenize."""
 
     model: str | None = None
-    tokens: list[Annotated[int, Field(ge=0)]]
+    tokens: Annotated[list[int], PlainValidator(_tokens), WithJsonSchema({"type": "array", "items": _TOKEN})]
 
 
 FormT = TypeVar("FormT", bound=Form)

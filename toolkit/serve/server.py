@@ -1,7 +1,7 @@
 """The process: listen, load, serve, and end in order when told to.
 
-uvicorn speaks HTTP. What it does on a signal is replaced: first /ready turns 503 while requests are still taken, then
-the listener closes and nothing new is taken, streams go on, and what is left in the end gets a final error.
+On a signal /ready turns 503 first, while requests are still taken; then the listener closes and nothing new is taken,
+streams go on, and what is left in the end gets a final error.
 """
 
 from __future__ import annotations
@@ -12,19 +12,16 @@ import ipaddress
 import signal
 import socket
 import ssl
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 
-import uvicorn
 from starlette.types import ASGIApp
 
 from toolkit.errors import InputError
 from toolkit.serve.driver import Driver
-from toolkit.serve.http import BoundedProtocol
+from toolkit.serve.http import BACKLOG, HttpServer
 
-BACKLOG = 2048
-KEEP_ALIVE_S = 60  # longer than clients' connection pools keep theirs, so that they do not meet a closed one
 LAST_BYTES_S = 5  # for final chunks to leave
 ACCEPTED_S = 0.02  # for the loop to accept who has connected, before the listener closes
 
@@ -79,14 +76,6 @@ def url(listener: socket.socket, *, tls: bool = False) -> str:
     return f"{'https' if tls else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"
 
 
-class SignalFreeServer(uvicorn.Server):
-    """uvicorn that leaves the signals to us."""
-
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
 class Signals:
     """SIGTERM and SIGINT as events: the first asks for an orderly end, the second for one at once."""
 
@@ -115,29 +104,15 @@ async def serve(
     scheduler is raised.
     """
     signals = Signals()
-    config = uvicorn.Config(
-        app,
-        http=BoundedProtocol,
-        ws="none",
-        lifespan="off",
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        backlog=BACKLOG,
-        timeout_keep_alive=KEEP_ALIVE_S,
-        timeout_graceful_shutdown=LAST_BYTES_S,
-    )
-    config.load()
-    config.ssl = tls
-    server = SignalFreeServer(config)
-    listening = asyncio.create_task(server.serve(sockets=[listener]))
+    server = HttpServer(app)
+    await server.start(listener, tls)
     loading = asyncio.create_task(driver.start())
     try:
         await first_of(loading, signals.first.wait())
         if not signals.first.is_set():
             loading.result()
             on_ready()
-            await first_of(signals.first.wait(), driver.broke.wait(), listening)
+            await first_of(signals.first.wait(), driver.broke.wait())
             for ended_by in (driver.bug, driver.failed):
                 if ended_by:
                     raise ended_by
@@ -146,11 +121,10 @@ async def serve(
         loading.cancel()
         await asyncio.wait([loading])
         await driver.stop()
-        server.should_exit = True
-        await listening
+        await server.stop(LAST_BYTES_S)
 
 
-async def leave(driver: Driver, server: uvicorn.Server, ending: Ending, signals: Signals) -> None:
+async def leave(driver: Driver, server: HttpServer, ending: Ending, signals: Signals) -> None:
     """Announce the end, keep serving for the notice, then wait for what runs. A second signal cuts both short.
 
     Whoever has connected by then is heard, and whoever has not may try elsewhere at once.
@@ -163,8 +137,7 @@ async def leave(driver: Driver, server: uvicorn.Server, ending: Ending, signals:
     with suppress(TimeoutError):
         await asyncio.wait_for(signals.second.wait(), ending.notice_s)
     await asyncio.sleep(ACCEPTED_S)
-    for listening in server.servers:
-        listening.close()
+    server.close_listener()
     await first_of(driver.drain(ending.timeout_s), signals.second.wait())
 
 

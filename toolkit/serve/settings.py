@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from toolkit.files.keys import ApiKey
+from toolkit.serve.http import MAX_BODY_BYTES
 
 
 @dataclass(slots=True, frozen=True)
@@ -12,6 +13,7 @@ class Settings:
     """The front's settings. Lengths in tokens.
 
     `max_new_tokens` bounds what one request may ask for; `max_waiting` how many may wait before new ones get 503.
+    `local_hosts_only`: a Host that is another name than localhost gets 403.
     Who may call has the `api_key`, or one of `keys`, which have limits of their own; with neither everything is open.
     """
 
@@ -26,10 +28,9 @@ class Settings:
     allow_end_after: bool = False
     vllm_metrics: bool = False
     status_page: bool = False
-    max_body_bytes: int = 8 << 20
-    body_timeout_s: float = 60.0
+    local_hosts_only: bool = False
+    max_body_bytes: int = MAX_BODY_BYTES
     keepalive_s: float = 10.0
-    write_timeout_s: float = 30.0
 
     @property
     def asks_key(self) -> bool:

@@ -1,19 +1,19 @@
 """The two ways to answer: a stream of server-sent events, or one JSON body when all choices have ended.
 
 Both watch for the client to go away, and free what it had asked for. An event carries all that came since the last one
-was written, so a slow reader gets fewer and larger events, and one that stops reading is given up.
+was written, so a slow reader gets fewer and larger events; one that stops reading is given up by the connection.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from msgspec import UNSET
 from starlette.responses import Response
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from toolkit.serve.driver import SHUTTING_DOWN
 from toolkit.serve.errors import ApiError, error_body
@@ -84,29 +84,22 @@ class EventStream(Response):
         exchange: what is written.
         include_usage: chunks carry `usage: null`, and one more without choices carries the usage.
         keepalive_s: a comment is sent after this long without news.
-        write_timeout_s: a client that does not read for this long is given up.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, exchange: Exchange, *, include_usage: bool, keepalive_s: float, write_timeout_s: float) -> None:
+    def __init__(self, exchange: Exchange, *, include_usage: bool, keepalive_s: float) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._exchange = exchange
         self._include_usage = include_usage
         self._keepalive_s = keepalive_s
-        self._write_timeout_s = write_timeout_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def write(message: Message) -> None:
-            async with asyncio.timeout(self._write_timeout_s):
-                await send(message)
-
-        with suppress(TimeoutError):  # the server closes a connection whose response was not completed
-            async with attended(self._exchange, receive):
-                await write({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-                async for events, more in self._events():
-                    await write({"type": "http.response.body", "body": events, "more_body": more})
+        async with attended(self._exchange, receive):
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            async for events, more in self._events():
+                await send({"type": "http.response.body", "body": events, "more_body": more})
 
     async def _events(self) -> AsyncIterator[tuple[bytes, bool]]:
         """Bytes to write at once, and whether more follow."""

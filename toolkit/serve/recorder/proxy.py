@@ -11,10 +11,12 @@ import time
 from collections import Counter
 from dataclasses import dataclass
 
+from starlette.datastructures import Headers
 from starlette.types import Message, Receive, Scope, Send
 
 from toolkit.endpoints.upstream import Answer, RawHeaders, Upstream, UpstreamError
 from toolkit.serve.errors import ApiError, error_response
+from toolkit.serve.gate import check_local_host
 from toolkit.serve.recorder.reading import (
     Asked,
     Reader,
@@ -65,14 +67,18 @@ def _ms_or_none(seconds: float) -> float | None:
 
 
 class Recorder:
-    """The application. `ended` counts requests for tokens by what became of them."""
+    """The application. `ended` counts requests for tokens by what became of them.
 
-    def __init__(self, upstream: Upstream, log: TraceLog) -> None:
+    With `local_hosts_only` a Host that is a name other than localhost gets 403 (`gate.py` says why).
+    """
+
+    def __init__(self, upstream: Upstream, log: TraceLog, *, local_hosts_only: bool = False) -> None:
         self.ended: Counter[str] = Counter()
         self.leaving = False  # new requests are refused
         self.idle = asyncio.Event()
         self._upstream = upstream
         self._log = log
+        self._local_hosts_only = local_hosts_only
         self._asks_usage = True  # until the server turns out not to know how
         self._under_way = 0
         self.idle.set()
@@ -95,6 +101,8 @@ class Recorder:
         arrival_s = time.monotonic()
         if self.leaving:
             raise ApiError("the recorder is shutting down", status=503, headers={"Retry-After": "5"})
+        if self._local_hosts_only:
+            check_local_host(Headers(scope=scope).get("host", ""))
         body = await _read_body(receive)
         if body is None:
             return

@@ -14,9 +14,11 @@ import msgspec
 from msgspec import Raw
 
 MAX_EVENT_BYTES = 1 << 20  # of an event that is not whole yet
+MAX_COUNTED_PROMPTS = 1024
 MAX_WHOLE_BYTES = 16 << 20  # of a whole answer; a longer one is not counted
 
 _EVENT_END = re.compile(rb"\r\n\r\n|\n\n|\r\r")
+_PROMPT = re.compile(rb'\s*(?:"[^"\\]*(?:\\.[^"\\]*)*"|\[[^\]]*\])\s*[,\]]')  # of a list of several
 _LINE_END = re.compile(rb"\r\n|\n|\r")
 _EMPTY = (b'""', b"null", b"[]", b"{}")
 
@@ -57,12 +59,14 @@ def read_request(body: bytes) -> Asked | None:
 
 
 def _prompts(prompt: Raw) -> int:
-    """A list is one prompt of tokens, or several prompts."""
-    if not bytes(prompt).lstrip().startswith(b"["):
+    """A list is one prompt of tokens, or several prompts, of which up to `MAX_COUNTED_PROMPTS` are counted."""
+    text = bytes(prompt).lstrip()
+    if not text.startswith(b"["):
         return 1
-    items = msgspec.json.decode(prompt, type=list[Raw])
-    several = items and bytes(items[0]).lstrip()[:1] in (b'"', b"[")
-    return len(items) if several else 1
+    count, found = 0, _PROMPT.match(text, 1)
+    while found and count < MAX_COUNTED_PROMPTS:
+        count, found = count + 1, _PROMPT.match(text, found.end())
+    return max(count, 1)
 
 
 def ask_for_usage(body: bytes) -> bytes:

@@ -9,13 +9,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import uvicorn
 import uvloop
 
 from toolkit.endpoints.upstream import Upstream
 from toolkit.errors import InputError
-from toolkit.serve.recorder.proxy import Recorder
-from toolkit.serve.server import BACKLOG, LAST_BYTES_S, SignalFreeServer, Signals, first_of, is_loopback, listen, url
+from toolkit.serve.http import HttpServer, WireLimits
+from toolkit.serve.recorder.proxy import MAX_BODY_BYTES, Recorder
+from toolkit.serve.server import LAST_BYTES_S, Signals, first_of, is_loopback, listen, url
 from toolkit.traces.log import TraceLog
 
 
@@ -60,31 +60,17 @@ async def _record(
         if upstream.address[1] == port and (upstream.address[0] == host or is_loopback(upstream.address[0])):
             raise InputError(f"{upstream.shown} is the recorder itself", "name the server behind it as --upstream")
         await upstream.check_certificate()
-        recorder = Recorder(upstream, log)
+        recorder = Recorder(upstream, log, local_hosts_only=is_loopback(order.host))
         await _serve(recorder, listener, order.ending_s, lambda: on_ready(url(listener)))
         return recorder.ended
 
 
 async def _serve(recorder: Recorder, listener: socket.socket, ending_s: float, on_ready: Callable[[], None]) -> None:
     signals = Signals()
-    server = SignalFreeServer(
-        uvicorn.Config(
-            recorder,
-            http="httptools",
-            ws="none",
-            lifespan="off",
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            date_header=False,
-            backlog=BACKLOG,
-            timeout_graceful_shutdown=LAST_BYTES_S,
-        )
-    )
-    listening = asyncio.create_task(server.serve(sockets=[listener]))
+    server = HttpServer(recorder, WireLimits(body_bytes=MAX_BODY_BYTES, descriptors_each=2), dated=False)
+    await server.start(listener)
     on_ready()
-    await first_of(signals.first.wait(), listening)
+    await signals.first.wait()
     recorder.leaving = True
     await first_of(recorder.idle.wait(), signals.second.wait(), asyncio.sleep(ending_s))
-    server.should_exit = True
-    await listening
+    await server.stop(LAST_BYTES_S)

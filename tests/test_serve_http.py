@@ -1,0 +1,534 @@
+"""HTTP on real sockets in front of a small application: framing, order, timers, bounds.
+
+Timers are run by hand: the server has a clock of the test's, and `sweep` lets those that have run out take effect.
+"""
+
+import asyncio
+import json
+import re
+import socket
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
+from typing import Any
+
+import pytest
+import uvloop
+
+from toolkit.serve.http import MAX_PIPELINED_REQUESTS, SMALL_BODY_BYTES, HttpServer, WireLimits
+
+KEPT = b"GET /echo HTTP/1.1\r\nHost: x\r\n\r\n"
+STREAM = b"GET /stream HTTP/1.1\r\nHost: x\r\n\r\n"
+WAIT = b"GET /wait HTTP/1.1\r\nHost: x\r\n\r\n"
+LARGE = b"GET /large HTTP/1.1\r\nHost: x\r\n\r\n"
+LARGE_BYTES = 16 << 20
+
+
+class Desk:
+    """The application. `go` lets what waits end; `ended` says how: answered, or gone."""
+
+    def __init__(self) -> None:
+        self.go = asyncio.Event()
+        self.asked: list[str] = []
+        self.seen: list[dict[str, str]] = []
+        self.bodies: list[bytes] = []
+        self.ended: list[str] = []
+
+    async def __call__(self, scope: dict, receive: Callable, send: Callable) -> None:
+        self.asked.append(scope["path"])
+        if scope["path"] == "/early":
+            await self._answer(send, b"early", 401)
+        elif scope["path"] == "/raises":
+            raise ValueError("a bug")
+        elif scope["path"] in ("/stream", "/wait"):
+            await self._wait(scope, receive, send)
+        else:
+            body, more = b"", True
+            while more:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    self.ended.append("gone")
+                    return
+                body, more = body + message["body"], message["more_body"]
+            self.bodies.append(body)
+            self.seen.append({name.decode(): value.decode() for name, value in scope["headers"]})
+            await self._answer(send, b"x" * LARGE_BYTES if scope["path"] == "/large" else b"%d bytes" % len(body))
+
+    async def _answer(self, send: Callable, body: bytes, status: int = 200) -> None:
+        length = (b"content-length", str(len(body)).encode())
+        await send({"type": "http.response.start", "status": status, "headers": [length]})
+        await send({"type": "http.response.body", "body": body})
+
+    async def _wait(self, scope: dict, receive: Callable, send: Callable) -> None:
+        streams = scope["path"] == "/stream"
+        if streams:
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            await send({"type": "http.response.body", "body": b"first ", "more_body": True})
+
+        async def watch() -> None:
+            while (await receive())["type"] != "http.disconnect":
+                pass
+
+        gone, go = asyncio.create_task(watch()), asyncio.create_task(self.go.wait())
+        await asyncio.wait((gone, go), return_when=asyncio.FIRST_COMPLETED)
+        self.ended.append("gone" if gone.done() else "answered")
+        if streams:
+            await send({"type": "http.response.body", "body": b"last"})
+        elif not gone.done():
+            await self._answer(send, b"waited")
+        gone.cancel()
+        go.cancel()
+
+
+class Wire:
+    """A server with a clock that a test sets, and connections to it."""
+
+    def __init__(self, server: HttpServer, port: int, clock: list[float], desk: Desk) -> None:
+        self.server, self.port, self.clock, self.desk = server, port, clock, desk
+        self.peers: list[Peer] = []
+
+    async def open(self, data: bytes = b"", *, receive_buffer: int = 0) -> "Peer":
+        sock = socket.socket()
+        if receive_buffer:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+        sock.setblocking(False)
+        await asyncio.get_running_loop().sock_connect(sock, ("127.0.0.1", self.port))
+        reader, writer = await asyncio.open_connection(sock=sock)
+        writer.write(data)
+        self.peers.append(Peer(reader, writer))
+        return self.peers[-1]
+
+    async def say(self, data: bytes) -> bytes:
+        """All that the server says to these bytes until it closes."""
+        peer = await self.open(data)
+        return await peer.rest()
+
+    def pass_time(self, seconds: float) -> None:
+        self.clock[0] += seconds
+        self.server.sweep()
+
+    async def connections(self, count: int) -> None:
+        await until(lambda: len(self.server.connections) == count)
+
+
+class Peer:
+    """The client's end of a connection."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader, self.writer = reader, writer
+
+    async def rest(self) -> bytes:
+        with suppress(ConnectionResetError):
+            return await self.reader.read(-1)
+        return b""
+
+    async def has(self, text: bytes) -> bytes:
+        return await self.reader.readuntil(text)
+
+    def send(self, data: bytes) -> None:
+        self.writer.write(data)
+
+    def half_close(self) -> None:
+        self.writer.write_eof()
+
+    def close(self) -> None:
+        self.writer.close()
+
+
+async def until(done: Callable[[], bool]) -> None:
+    while not done():
+        await asyncio.sleep(0.001)
+
+
+def serve(test: Callable[[Wire], Coroutine[Any, Any, None]], **limits: float) -> None:
+    async def run() -> None:
+        clock, desk = [0.0], Desk()
+        raised: list[object] = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: raised.append(context))
+        server = HttpServer(desk, WireLimits(**limits), now_s=lambda: clock[0])
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            await server.start(listener)
+            wire = Wire(server, listener.getsockname()[1], clock, desk)
+            try:
+                async with asyncio.timeout(30):
+                    await test(wire)
+            finally:
+                desk.go.set()
+                for peer in wire.peers:
+                    peer.close()
+                await server.stop(1.0)
+            assert not server.tasks
+            assert server.body_bytes == 0
+            assert raised == []
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(run())
+
+
+def post(path: str, body: bytes, *headers: bytes, version: bytes = b"1.1") -> bytes:
+    lines = [b"POST %s HTTP/%s" % (path.encode(), version), b"Host: x", *headers]
+    return b"\r\n".join([*lines, b"Content-Length: %d" % len(body), b"", body])
+
+
+def chunked(*pieces: bytes, trailer: bytes = b"") -> bytes:
+    return b"".join(b"%x\r\n%b\r\n" % (len(piece), piece) for piece in pieces) + b"0\r\n" + trailer + b"\r\n"
+
+
+def statuses(received: bytes) -> list[int]:
+    return [int(status) for status in re.findall(rb"HTTP/1\.1 (\d{3}) [A-Z]", received)]
+
+
+def error(received: bytes) -> dict:
+    return json.loads(received.rpartition(b"\r\n\r\n")[2])["error"]
+
+
+# Requests behind each other
+
+
+def test_upgrades_behind_each_other_are_all_answered_in_this_protocol():
+    upgrade = b"POST /echo HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nUpgrade: h2c\r\nContent-Length: 3\r\n\r\nabc"
+
+    async def test(wire: Wire) -> None:
+        peer = await wire.open(KEPT + upgrade + upgrade + post("/echo", b"last", b"Connection: close"))
+        assert statuses(await peer.rest()) == [200] * 4
+        assert wire.desk.bodies == [b"", b"abc", b"abc", b"last"]
+
+    serve(test)
+
+
+def test_answers_leave_in_the_order_of_their_requests():
+    async def test(wire: Wire) -> None:
+        peer = await wire.open(WAIT + post("/echo", b"second") + post("/early", b"", b"Connection: close"))
+        await until(lambda: wire.desk.asked == ["/wait"])
+        wire.desk.go.set()
+        received = await peer.rest()
+        assert statuses(received) == [200, 200, 401]
+        assert received.index(b"waited") < received.index(b"6 bytes") < received.index(b"early")
+
+    serve(test)
+
+
+@pytest.mark.parametrize("first", [WAIT, STREAM])
+def test_a_client_that_leaves_is_noticed_also_behind_a_pipelined_request(first: bytes):
+    async def test(wire: Wire) -> None:
+        peer = await wire.open(first + KEPT)
+        await until(lambda: bool(wire.desk.asked))
+        peer.close()
+        await until(lambda: wire.desk.ended == ["gone"])
+        await wire.connections(0)
+        assert wire.desk.seen == []
+
+    serve(test)
+
+
+@pytest.mark.parametrize("first", [WAIT, STREAM])
+def test_a_client_that_resets_the_connection_is_noticed(first: bytes):
+    async def test(wire: Wire) -> None:
+        peer = await wire.open(first)
+        await until(lambda: bool(wire.desk.asked))
+        peer.writer.transport.abort()
+        await until(lambda: wire.desk.ended == ["gone"])
+
+    serve(test)
+
+
+def test_garbage_behind_a_stream_is_answered_after_the_stream():
+    async def test(wire: Wire) -> None:
+        peer = await wire.open(STREAM + b"\x00\x01 garbage\r\n\r\n")
+        await peer.has(b"first ")
+        wire.desk.go.set()
+        received = await peer.rest()
+        assert received.startswith(b"\r\n4\r\nlast\r\n0\r\n\r\nHTTP/1.1 400 ")
+        assert error(received)["type"] == "invalid_request_error"
+
+    serve(test)
+
+
+def test_a_whole_request_followed_by_garbage_is_answered():
+    async def test(wire: Wire) -> None:
+        received = await wire.say(post("/echo", b"abc") + b"\xff" * 40)
+        assert statuses(received) == [200, 400]
+        assert b"3 bytes" in received
+
+    serve(test)
+
+
+def test_a_torn_body_of_a_request_that_waits_its_turn_is_refused_in_its_turn():
+    async def test(wire: Wire) -> None:
+        torn = b"POST /echo HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n"
+        peer = await wire.open(WAIT + torn)
+        await until(lambda: wire.desk.asked == ["/wait"])
+        wire.desk.go.set()
+        assert statuses(await peer.rest()) == [200, 400]
+
+    serve(test)
+
+
+def test_too_many_requests_behind_each_other_are_not_kept():
+    async def test(wire: Wire) -> None:
+        peer = await wire.open(WAIT + KEPT * (MAX_PIPELINED_REQUESTS + 50))
+        await until(lambda: wire.desk.asked == ["/wait"])
+        wire.desk.go.set()
+        assert statuses(await peer.rest()) == [200] * (MAX_PIPELINED_REQUESTS + 1)
+
+    serve(test)
+
+
+def test_a_large_body_behind_a_running_request_is_not_kept():
+    async def test(wire: Wire) -> None:
+        peer = await wire.open(WAIT + post("/echo", b"x" * (4 * SMALL_BODY_BYTES)))
+        await until(lambda: wire.desk.asked == ["/wait"])
+        await until(lambda: not next(iter(wire.server.connections))._parses)
+        assert wire.server.held_bytes == 0
+        wire.desk.go.set()
+        assert statuses(await peer.rest()) == [200]
+
+    serve(test)
+
+
+# The end of one side
+
+
+@pytest.mark.parametrize(
+    ("path", "probe", "last"),
+    [
+        ("/wait", b"HTTP/1.1 100 Continue\r\n\r\n", b"waited"),
+        ("/stream", b"first \r\n0", b"4\r\nlast\r\n0\r\n\r\n"),  # the next chunk's size is 04
+    ],
+)
+def test_a_client_that_only_ends_its_side_gets_its_whole_answer(path: str, probe: bytes, last: bytes):
+    async def test(wire: Wire) -> None:
+        peer = await wire.open(post(path, b""))
+        peer.half_close()
+        await peer.has(probe)
+        wire.desk.go.set()
+        assert (await peer.rest()).endswith(last)
+        assert wire.desk.ended == ["answered"]
+
+    serve(test)
+
+
+def test_a_quick_answer_to_a_half_closed_connection_has_nothing_before_it():
+    async def test(wire: Wire) -> None:
+        peer = await wire.open(post("/echo", b"abc"))
+        peer.half_close()
+        assert statuses(await peer.rest()) == [200]
+
+    serve(test)
+
+
+@pytest.mark.parametrize(
+    ("sent", "message"),
+    [
+        (post("/echo", b"abc")[:-1], "the body ended early"),
+        (KEPT[:-2], "the head ended early"),
+    ],
+)
+def test_a_request_whose_rest_will_never_come_is_told_so(sent: bytes, message: str):
+    async def test(wire: Wire) -> None:
+        peer = await wire.open(sent)
+        peer.half_close()
+        received = await peer.rest()
+        assert statuses(received) == [400]
+        assert error(received)["message"] == message
+
+    serve(test)
+
+
+def test_a_client_that_ends_its_side_after_a_refusal_is_let_go():
+    async def test(wire: Wire) -> None:
+        peer = await wire.open(b"POST /wait HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n")
+        assert statuses(await peer.rest()) == [400]
+        await wire.connections(1)  # it lingers, so that the client can read its answer
+        peer.half_close()
+        await wire.connections(0)
+        assert wire.desk.ended == ["gone"]
+
+    serve(test)
+
+
+# Fields
+
+
+@pytest.mark.parametrize("behind", [b"", KEPT])
+def test_fields_of_a_trailer_are_no_headers(behind: bytes):
+    async def test(wire: Wire) -> None:
+        trailer = b"Authorization: Bearer stolen\r\nContent-Type: text/x\r\n"
+        head = b"POST /echo HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+        peer = await wire.open(head + chunked(b"abc", trailer=trailer) + behind)
+        await until(lambda: len(wire.desk.seen) == 1 + bool(behind))
+        peer.close()
+        assert wire.desk.bodies[0] == b"abc"
+        assert all(seen.keys() <= {"host", "transfer-encoding"} for seen in wire.desk.seen)
+
+    serve(test)
+
+
+@pytest.mark.parametrize(
+    ("head", "status"),
+    [
+        (b"GET /echo HTTP/1.1\r\n", 400),
+        (b"GET /echo HTTP/1.1\r\nHost: a\r\nHost: b\r\n", 400),
+        (b"GET /echo HTTP/1.1\r\nHost: a\r\nhost: a\r\n", 400),
+        (b"GET /echo HTTP/1.0\r\nHost: a\r\nHost: b\r\n", 400),
+        (b"GET /echo HTTP/1.0\r\n", 200),
+        (b"GET /echo HTTP/1.1\r\nHost: a\r\n", 200),
+    ],
+)
+def test_there_is_one_host(head: bytes, status: int):
+    async def test(wire: Wire) -> None:
+        assert statuses(await wire.say(head + b"Connection: close\r\n\r\n")) == [status]
+
+    serve(test)
+
+
+def test_a_client_of_http_1_0_gets_no_chunks():
+    async def test(wire: Wire) -> None:
+        peer = await wire.open(b"GET /stream HTTP/1.0\r\n\r\n")
+        head = await peer.has(b"\r\n\r\n")
+        assert b"transfer-encoding" not in head.lower()
+        wire.desk.go.set()
+        assert await peer.rest() == b"first last"
+
+    serve(test)
+
+
+# Bounds and timers
+
+
+@pytest.mark.parametrize(
+    ("sent", "seconds", "status"),
+    [
+        (b"", 60, []),
+        (b"\r\n\r\n", 60, []),
+        (b"GET /echo HTTP/1.1\r\nHo", 60, [408]),
+        (post("/echo", b"abc")[:-1], 60, [408]),
+        (KEPT, 60, [200]),
+        (KEPT + b"\r\n\r\n", 60, [200]),
+        (post("/early", b"abc")[:-2], 5, [401]),
+    ],
+    ids=["nothing", "line ends", "half a head", "half a body", "idle", "line ends behind an answer", "early answer"],
+)
+def test_each_phase_ends_with_its_timer(sent: bytes, seconds: float, status: list[int]):
+    async def test(wire: Wire) -> None:
+        peer = await wire.open(sent)
+        if status in ([200], [401]):
+            await peer.has(b" bytes" if status == [200] else b"early")
+            wire.pass_time(seconds - 1)
+            peer.send(b"\r\n" if status == [200] else b"c")  # neither begins a request
+        else:
+            await until(lambda: bool(wire.server.connections))
+            await until(lambda: wire.desk.asked == ["/echo"] or status != [408] or b"POST" not in sent)
+            await until(lambda: not sent.startswith(b"GET") or bool(wire.server.heads))
+            wire.pass_time(seconds - 1)
+        await wire.connections(1)
+        wire.pass_time(2)
+        if status == [408]:
+            assert statuses(await peer.rest()) == status
+            peer.close()
+        await wire.connections(0)
+        if status == [408] and b"POST" in sent:
+            assert wire.desk.ended == ["gone"]
+
+    serve(test)
+
+
+def test_an_unread_answer_is_given_up_after_the_write_timeout():
+    async def test(wire: Wire) -> None:
+        await wire.open(LARGE, receive_buffer=1 << 12)
+        await until(lambda: bool(wire.desk.seen))
+        wire.server.sweep()
+        assert wire.server.unread_bytes > LARGE_BYTES // 4
+        wire.pass_time(29)
+        await wire.connections(1)
+        wire.pass_time(2)
+        await wire.connections(0)
+        wire.server.sweep()
+        assert wire.server.unread_bytes == 0
+
+    serve(test)
+
+
+def test_a_slow_reader_gets_its_whole_answer():
+    async def test(wire: Wire) -> None:
+        peer = await wire.open(LARGE, receive_buffer=1 << 14)
+        await peer.has(b"\r\n\r\n")
+        received = 0
+        while received < LARGE_BYTES:
+            received += len(await peer.reader.readexactly(min(1 << 20, LARGE_BYTES - received)))
+            wire.pass_time(20)
+        await wire.connections(1)
+
+    serve(test, idle_timeout_s=1e6)
+
+
+def test_more_bodies_than_the_server_holds_are_refused_and_small_ones_are_not():
+    async def test(wire: Wire) -> None:
+        first = await wire.open(post("/echo", b"x" * (1 << 20))[:-1])
+        await until(lambda: wire.server.body_bytes == (1 << 20) - 1)
+        received = await wire.say(post("/echo", b"y" * (1 << 19), b"Connection: close"))
+        assert statuses(received) == [503]
+        assert b"Retry-After: 5\r\n" in received
+        assert error(received)["code"] == "overloaded"
+        assert statuses(await wire.say(post("/echo", b"y" * SMALL_BODY_BYTES, b"Connection: close"))) == [200]
+        first.send(b"x")
+        await first.has(b"1048576 bytes")
+        assert wire.server.body_bytes == 0
+
+    serve(test, held_bytes=1 << 20)
+
+
+@pytest.mark.parametrize("framed", [True, False])
+def test_a_body_that_is_too_large_is_refused_as_soon_as_it_is(framed: bool):
+    async def test(wire: Wire) -> None:
+        if framed:
+            sent = b"POST /echo HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n" + b"1\r\nx\r\n" * 2000
+        else:
+            sent = post("/echo", b"x" * 2000)
+        received = await wire.say(sent)
+        assert statuses(received) == [413]
+        assert error(received)["message"] == "the body is larger than 1000 bytes"
+
+    serve(test, body_bytes=1000)
+
+
+def test_too_many_connections_close_the_one_that_is_idle_longest():
+    async def test(wire: Wire) -> None:
+        peers = []
+        for _ in range(3):
+            peers.append(await wire.open(KEPT))
+            await peers[-1].has(b" bytes")
+        peers[0].send(KEPT)  # so the second is idle longest
+        await peers[0].has(b" bytes")
+        fourth = await wire.open(STREAM)
+        await fourth.has(b"first ")
+        assert await peers[1].rest() == b""
+        await wire.connections(3)
+        peers[2].send(KEPT)
+        await peers[2].has(b" bytes")
+
+    serve(test, connections=3)
+
+
+def test_a_connection_more_than_can_be_is_told_so_when_none_is_idle():
+    async def test(wire: Wire) -> None:
+        streams = [await wire.open(STREAM) for _ in range(2)]
+        for stream in streams:
+            await stream.has(b"first ")
+        received = await wire.say(KEPT)
+        assert statuses(received) == [503]
+        assert error(received)["message"] == "the server has 2 connections, as many as it takes; try again later"
+        wire.desk.go.set()
+        for stream in streams:
+            await stream.has(b"last")
+
+    serve(test, connections=2)
+
+
+def test_a_bug_in_the_application_is_an_error_without_words(caplog: pytest.LogCaptureFixture):
+    async def test(wire: Wire) -> None:
+        received = await wire.say(b"GET /raises HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert statuses(received) == [500]
+        assert error(received)["message"] == "internal error"
+
+    serve(test)
+    assert "exception in the application" in caplog.text
