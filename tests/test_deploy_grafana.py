@@ -22,6 +22,7 @@ from toolkit.serve.metrics import Exposition
 SLA = {"ttft_p99_s": 2.0, "tpot_mean_s": 0.1}
 NAMES = ("llmctl", "vllm")
 NOT_SHOWN = {
+    "llmctl_slice_sums_total": "sums of products, from which `bench` reads what an arrival costs",
     "llmctl_engine_info": "what runs, in labels: no number",
     "llmctl_batch_time_ratio": "a histogram of what the panels of actual over predicted time show as two sums",
     "llmctl_kv_cache_tokens": "the share of the cache is shown, whose limit is the same on every machine",

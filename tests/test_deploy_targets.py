@@ -345,7 +345,7 @@ def test_a_threshold_is_where_first_tokens_come_too_late() -> None:
     assert [most(bound(n)) for n in (0, 1, 7, 8, 100)] == [0, 1, 7, 8, 100]
 
 
-@pytest.mark.parametrize("recipe", ["llama-3.1-8b-h200", "llama-3.1-8b-a100-80gb-vllm", "tiny-llama-cpu"])
+@pytest.mark.parametrize("recipe", ["llama-3.1-8b-h200", "llama-3.1-8b-a100-80gb-transformers", "tiny-llama-cpu"])
 def test_without_a_trace_the_threshold_is_that_of_the_shipped_one(recipe: str) -> None:
     """One that is 1 would have an alert fire for ever, and SGLang refuse what it can serve."""
     plan = plan_of_recipe(recipe, shipped_fit(recipe), None)

@@ -40,6 +40,7 @@ SHORTER = {
     "--duration 30": "--duration 2 --warmup 1",
     "--windows 3 --window 20 --max-error 15": "--windows 2 --window 2 --warmup 1 --max-error 1000",
     "--check 8 --strict": "--check 2",
+    "llmctl tune fleet.yaml --trace chat-small": "llmctl tune fleet.yaml --trace chat-small --trials 2 --draws 0",
 }
 CLUSTER = "needs a Ray cluster; tests/test_cluster.py starts one"
 T = TypeVar("T")
@@ -184,7 +185,7 @@ def write_traffic(folder: Folder) -> None:
     """traffic.jsonl, and the same in Azure's format; a longer one under the real trace's name."""
     shape = "--prompt lognormal:100:0.5 --output lognormal:40:0.5 --longest 256 --seed 3"
     folder.run(f"llmctl trace generate --rate 10 --duration 20 {shape} --out traffic.jsonl")
-    folder.run(f"llmctl trace generate --rate 2 --duration 240 {shape} --out longer.jsonl")
+    folder.run(f"llmctl trace generate --rate 10 --duration 170 {shape} --out longer.jsonl")
     for source, name in (("traffic", "azure.csv"), ("longer", "azure-2023-conv.csv")):
         rows = map(json.loads, (folder.path / f"{source}.jsonl").read_text().splitlines())
         lines = [f"{clock(row)},{row['input_length']},{row['output_length']}\n" for row in rows]
@@ -220,7 +221,15 @@ def analytic_profile(folder: Folder) -> None:
 
 
 def stand_in_for_vllm(folder: Folder) -> None:
-    folder.environment["LLMCTL_VLLM_PYTHON"] = fake_vllm_server.install(folder.path / "vllm")
+    folder.environment["LLMCTL_VLLM_PYTHON"] = fake_vllm_server.install(folder.path / "vllm", "0.32.0")
+
+
+def planned_for_this_machine(folder: Folder) -> None:
+    """The plan of a GPU as if it had been profiled on this CPU, for the stand-in to serve."""
+    plan = json.loads((folder.path / "plan.json").read_text())
+    plan["recipe"]["hardware"]["device"] = "cpu"
+    plan["fit"]["engine"] |= {"device": "cpu", "processor": processor(), "engine_version": "0.32.0", "analytic": ""}
+    (folder.path / "plan.json").write_text(json.dumps(plan))
 
 
 def certificate(folder: Folder) -> None:
@@ -269,6 +278,7 @@ sla: {ttft_p99_s: 5}
 SCRIPTS = {
     "README.md": Script(
         prepare=stand_in_for_vllm,
+        before={"llmctl serve plan.json": planned_for_this_machine},
         instead={f"llmctl profile {GPU_RECIPE}": analytic_profile},
     ),
     "bench.md": Script(before={"llmctl validate plan.json --tuning": tuned_on_azure}),

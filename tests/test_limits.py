@@ -2,7 +2,8 @@
 
 import io
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import orders
@@ -13,12 +14,12 @@ from commands import llmctl
 from serving import Server, fake_plan
 from test_cli_render import RECIPE, limits, outcome, tuning
 
-from toolkit.bench.report import BenchReport
 from toolkit.cli import demo
 from toolkit.cli.serve_start import _announce
 from toolkit.deploy.order import ALLOW_BROKEN
 from toolkit.deploy.plan import OVERRIDDEN, UNTUNED, make_plan
 from toolkit.deploy.render import TARGETS, render_target
+from toolkit.files.bench import BenchReport
 from toolkit.files.io import read_file, write_file
 from toolkit.files.limits import Limit, breaks, recipe_limits
 from toolkit.files.plan import Plan
@@ -303,20 +304,24 @@ def test_the_demo_goes_on_where_no_setting_keeps_the_limits(
         ran.append([str(word) for word in words])
         return Ended(5 if words[0] == "tune" else 0)
 
-    def serve_and_bench(
-        self: demo.Stages, plan: Path, trace: str, excerpt: list[str], report: Path, *options: str
-    ) -> None:
-        ran.append(["serve", plan.name, *options])
+    @contextmanager
+    def server(self: demo.Stages, plan: Path, *options: object) -> Iterator[str]:
+        ran.append(["serve", plan.name, *map(str, options)])
+        yield "http://127.0.0.1:1"
 
-    measured = dict.fromkeys(demo.COMPARED, 1.0)
+    promised = Tuning.model_construct(request_rate_rps=30.0, held_out_windows=[])
+    seen = BenchReport.model_construct(measured=dict.fromkeys(demo.COMPARED, 1.0))
+    held = [demo.Held("goodput_rps", None, 1.0, 1.0, 1.0, None)]
+    for name, value in {"overload": [], "_tuned_window": [], "_safe_rows": 4, "_held": held}.items():
+        monkeypatch.setattr(demo, name, lambda *_, value=value: value)
     monkeypatch.setattr(demo.Stages, "_start", start)
-    monkeypatch.setattr(demo.Stages, "serve_and_bench", serve_and_bench)
-    monkeypatch.setattr(demo, "_overload", lambda *_: [])
-    monkeypatch.setattr(demo, "_safe_rows", lambda _: 4)
-    monkeypatch.setattr("toolkit.files.io.read_file", lambda *_: BenchReport.model_construct(measured=measured))
+    monkeypatch.setattr(demo.Stages, "server", server)
+    monkeypatch.setattr("toolkit.files.io.read_file", lambda kind, _: promised if kind is Tuning else seen)
     assert llmctl("demo", "--out", tmp_path / "out") == 0
-    assert [words[0] for words in ran] == ["profile", "fit", "tune", "render", "serve", "render", "serve"]
-    assert [ALLOW_BROKEN in words for words in ran] == [False, False, False, True, True, False, False]
-    assert "No setting kept the limits on this machine." in capsys.readouterr().out
+    told = {words[0]: ALLOW_BROKEN in words for words in reversed(ran)}  # the first of each
+    assert told == {
+        "profile": False, "fit": False, "tune": False, "render": True, "serve": True, "bench": False, "report": False,
+    }  # fmt: skip
+    assert "No setting keeps every limit on this machine." in capsys.readouterr().out
     with pytest.raises(typer.Exit):
         demo.Stages(io.StringIO()).llmctl("tune")

@@ -45,7 +45,7 @@ serve: {{max_new_tokens: 64, port: {port}}}
 def lines_of_the_readme() -> list[list[str]]:
     """The commands of the section's first block, in words; the recipe that they name is the test's."""
     section = README.read_text(encoding="utf-8").split("\n## Your own model\n")[1]
-    block = re.match(r"\s*\n((?:    .*\n|\n)+)", section)
+    block = re.search(r"\n\n((?:    .*\n)+)", section)
     assert block
     lines = [shlex.split(line, comments=True) for line in block[1].splitlines() if line.strip()]
     named = next(words[2] for words in lines if words[1] == "profile")

@@ -33,7 +33,7 @@ def plan_for(folder: Path, policy: str = "past-future", source: str = "toy", ver
     fit = fit.model_copy(update={"engine": fit.engine.model_copy(update=here)})
     chosen = PlannedPolicy(name=policy, parameters=parameters(make_policy(policy, {})))
     envelope = {"tool_version": "0", "environment": samples.ENVIRONMENT, "inputs": {}}
-    plan = Plan(**envelope, recipe=recipe, fit=fit, workers=1, policy=chosen, predicted={}, explained={})
+    plan = Plan(**envelope, recipe=recipe, fit=fit, workers=1, policy=chosen, predicted={}, limits=[], explained={})
     path = folder / "plan.json"
     write_file(plan, path)
     return path
