@@ -22,7 +22,7 @@ WIDTH = 82
 HEAD = """\
 # What `make demo` prints
 
-{about} Shortened at the dots; made by `python bench/demo_page.py` of one run's output.
+{about} Shortened at the dots; made by `python bench/demo_page.py demo.log` of one run's output.
 
 ```text
 {text}

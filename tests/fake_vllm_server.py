@@ -79,7 +79,7 @@ class Engine:
                 prefix_caching=False,
                 async_scheduling=False,
                 policy="fcfs",
-                version="0.32.0+cpu",
+                version="0.32.0",
                 model_type="llama",
                 dtype="float32",
                 device="cpu",

@@ -40,7 +40,7 @@ SHORTER = {
     "--duration 30": "--duration 2 --warmup 1",
     "--windows 3 --window 20 --max-error 15": "--windows 2 --window 2 --warmup 1 --max-error 1000",
     "--check 8 --strict": "--check 2",
-    "llmctl tune fleet.yaml --trace chat-small": "llmctl tune fleet.yaml --trace chat-small --trials 2 --draws 0",
+    "llmctl tune fleet.yaml --trace chat-small": "llmctl tune fleet.yaml --trace chat-small --trials 40 --draws 0",
 }
 CLUSTER = "needs a Ray cluster; tests/test_cluster.py starts one"
 T = TypeVar("T")
@@ -221,7 +221,7 @@ def analytic_profile(folder: Folder) -> None:
 
 
 def stand_in_for_vllm(folder: Folder) -> None:
-    folder.environment["LLMCTL_VLLM_PYTHON"] = fake_vllm_server.install(folder.path / "vllm", "0.32.0")
+    folder.environment["LLMCTL_VLLM_PYTHON"] = fake_vllm_server.install(folder.path / "vllm")
 
 
 def planned_for_this_machine(folder: Folder) -> None:
