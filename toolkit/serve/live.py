@@ -60,7 +60,6 @@ class Flight:
     batch: Batch
     lives: tuple[Live, ...]
     received: list[int]
-    sign_s: float  # the last sign of life of the worker
     follows: bool = False  # it was sent as soon as the worker's last batch had ended: nothing else kept that waiting
 
 
