@@ -35,9 +35,7 @@ class Running(Strict):
     workers: int
     policy: str
     pid: int | None = Field(default=None, description="of a server in a process of this machine")
-    started: str | None = Field(
-        default=None, description="the boot and the tick of it in which that process started"
-    )
+    started: str | None = Field(default=None, description="the boot and the tick of it in which that process started")
     started_s: float | None = Field(
         default=None, description="when that process started, in seconds since 1970, by the clock as it was then"
     )

@@ -229,6 +229,10 @@ class ServeSpec(Strict):
         description="a worker that reports nothing for this long and 10 times its batch's estimate is killed; "
         "one that loads or is idle and gives no sign of work for 4 times this long, too",
     )
+    request_timeout_s: Annotated[float, Field(gt=0)] | None = Field(
+        default=None,
+        description="deadline of requests that name none, and the longest that a request may name; None: no deadline",
+    )
     load_timeout_s: Annotated[float, Field(gt=0)] = Field(
         default=3600.0,
         description="the first load of a worker takes at most this long, downloads included",

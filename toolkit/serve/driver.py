@@ -38,6 +38,7 @@ from toolkit.workers.protocol import (
 from toolkit.workers.supervisor import Silent
 
 SHUTTING_DOWN = "the server is shutting down"
+TIMED_OUT = "it was not done at its deadline"
 State = Literal["loading", "ready", "draining", "stopped"]
 
 TIMER_SLACK_S = 0.001  # event loops may fire this early, and a tick before its time decides nothing
@@ -158,8 +159,16 @@ class Driver:
             raise RefusedError(refusal.reason)
         live = Live(ask, output, reply, index, now_s, told)
         self._lives.begin(live)
+        if ask.timeout_s < math.inf:
+            loop = asyncio.get_running_loop()
+            live.deadline = loop.call_later(ask.timeout_s, self._expire, live)
         self._tick_later()
         return live
+
+    def _expire(self, live: Live) -> None:
+        """Its deadline has come: to the scheduler that is a cancel like any other."""
+        self._give_up(live, f"{TIMED_OUT}, {live.ask.timeout_s:g} s after it came")
+        self._tick_later()
 
     def cancel(self, live: Live) -> None:
         """Its client is gone. A row that runs ends with its batch, or sooner where the worker can."""
@@ -176,6 +185,9 @@ class Driver:
         self._lives.fail(live, reason)
 
     def _ended(self, live: Live) -> None:
+        if live.deadline:
+            live.deadline.cancel()
+            live.deadline = None
         if self._on_end:
             self._on_end(live, self._start_s)
 

@@ -140,6 +140,7 @@ class Generation:
                 _another_seed(sampling, index % n),
                 form.priority or 0,
                 form.llmctl_end_after,
+                min(form.timeout or math.inf, self._settings.request_timeout_s),
             )
             for index in range(reply.choices)
         ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from toolkit.files.keys import ApiKey
@@ -12,6 +13,7 @@ class Settings:
     """The front's settings. Lengths in tokens.
 
     `max_new_tokens` bounds what one request may ask for; `max_waiting` how many may wait before new ones get 503.
+    `request_timeout_s`: the deadline of requests that name none, and the longest that one may name.
     Who may call has the `api_key`, or one of `keys`, which have limits of their own; with neither everything is open.
     """
 
@@ -29,6 +31,7 @@ class Settings:
     max_body_bytes: int = 8 << 20
     body_timeout_s: float = 60.0
     keepalive_s: float = 10.0
+    request_timeout_s: float = math.inf
     write_timeout_s: float = 30.0
 
     @property
