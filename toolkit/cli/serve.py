@@ -87,8 +87,7 @@ def command(
     that started it. SIGTERM or Ctrl-C ends it in order: /ready turns 503, running requests get --shutdown-timeout
     seconds; a second signal ends it at once. Files of keys and certificates are read again where they change.
     """
-    import os
-
+    from toolkit.cli.secrets import forget_variable
     from toolkit.cli.serve_plan import changed, check_engine, plan_to_serve
     from toolkit.cli.serve_start import points_to_check, start, start_vllm
     from toolkit.cli.serve_target import find_callers, find_certificate, place_of, serve_managed
@@ -103,7 +102,7 @@ def command(
         serve_managed(place, as_json, broken=force or allow_broken_limits)
         return
     ray = ray or ("auto" if place.target == "ray" else "")
-    os.environ.pop("LLMCTL_API_KEY", None)  # the workers inherit the environment, and run models' own code
+    forget_variable("LLMCTL_API_KEY")  # the workers inherit the environment, and run models' own code
     manager, ((key, keys), callers) = Manager.take(), find_callers(api_key, api_key_file, api_keys)
     chosen = changed(plan_to_serve(place.plan or source, plan, fit, tuning, force), policy, settings, workers)
     accept(chosen, str(tuning or place.plan or plan or source), broken=force or allow_broken_limits)

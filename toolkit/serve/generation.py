@@ -97,6 +97,7 @@ class Generation:
             raise ApiError(text, param="llmctl_end_after")
         self._check_ready()
         choices = prompts * (form.n or 1)
+        visit.check_priority(form.priority or 0)
         visit.admit(choices, choices * (max_tokens or 1))
         told = driver.forecast.now(driver.now_s)
         if driver.waiting + choices > settings.max_waiting:
