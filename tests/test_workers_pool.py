@@ -576,6 +576,33 @@ def test_workers_end_when_their_front_is_killed_whatever_they_do() -> None:
     assert (front.returncode, len(workers), alive) == (-signal.SIGKILL, 4, [])
 
 
+BENCH = """
+import os, signal, sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+from serving import fake_plan
+from toolkit.profiling.process import EngineProcess
+
+bench = EngineProcess(fake_plan(Path(sys.argv[2])).recipe)
+bench.start()
+bench.wait()
+os.kill(bench._child.pid, signal.SIGSTOP)
+print(bench._child.pid, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_an_engine_on_the_bench_ends_with_the_profiler_though_it_hears_nothing(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", BENCH, str(Path(__file__).parent), str(tmp_path)]
+    front = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    pid = int(front.stdout)
+    left = [psutil.Process(pid)] if psutil.pid_exists(pid) else []
+    _, alive = psutil.wait_procs(left, timeout=30)
+    for process in alive:
+        process.kill()
+    assert (front.returncode, alive) == (-signal.SIGKILL, [])
+
+
 def test_a_process_that_is_stopped_while_it_loads_is_replaced() -> None:
     async def scenario(workers: ProcessWorkers, events: Events) -> None:
         workers.kill(0)

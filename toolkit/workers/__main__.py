@@ -9,7 +9,7 @@ from toolkit.workers.lifeline import ALIVE, Line, Signs, end_with_front
 def main() -> int:
     """Serve the socket whose file descriptor is the only argument."""
     sock = socket.socket(fileno=int(sys.argv[1]))
-    end_with_front(sock)
+    end_with_front(sock.fileno())
     line = Line(sock)
     signs = Signs(lambda: line.send(ALIVE))
     from toolkit.workers.child import run

@@ -36,8 +36,8 @@ class Line:
             self.socket.sendall(data)
 
 
-def end_with_front(sock: socket.socket) -> None:
-    """From now on this process ends when the other end of `sock` closes, and when its parent dies.
+def end_with_front(descriptor: int) -> None:
+    """From now on this process ends when the other end of a socket or pipe closes, and when its parent dies.
 
     Linux kills it in the second case, also where it is stopped or its engine holds Python's lock; elsewhere a thread
     notices, which such a process does not run.
@@ -46,7 +46,7 @@ def end_with_front(sock: socket.socket) -> None:
         import ctypes
 
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    threading.Thread(target=_end_with, args=(sock.fileno(),), daemon=True, name="lifeline").start()
+    threading.Thread(target=_end_with, args=(descriptor,), daemon=True, name="lifeline").start()
 
 
 def _end_with(descriptor: int) -> None:
