@@ -36,6 +36,7 @@ from toolkit.traces.lengths import Lengths
 from toolkit.traces.types import Trace
 from toolkit.workers.processes import ProcessWorkers
 from toolkit.workers.protocol import OnEvent, RoundDone, WorkerEvent, WorkerReady, Workers
+from toolkit.workers.supervisor import Silent
 
 OVERLOAD = 1.5  # arrivals, over what the best contender is predicted to serve
 SETTLE_S = 60.0  # for rows that were given up to leave their workers
@@ -255,12 +256,12 @@ class KeptWorkers:
         if self._on_event is not None:
             self._on_event(event)
 
-    def run(self, worker: int, batch_id: int, rows: Sequence[Row], steps: int) -> None:
-        self._workers.run(worker, batch_id, rows, steps)
+    def run(self, worker: int, batch_id: int, rows: Sequence[Row], steps: int, estimated_s: float = math.inf) -> None:
+        self._workers.run(worker, batch_id, rows, steps, estimated_s)
 
-    def run_round(self, worker: int, batch_id: int, plan: Round) -> None:
+    def run_round(self, worker: int, batch_id: int, plan: Round, estimated_s: float = math.inf) -> None:
         self._rows[worker] = max(self._rows.get(worker, 0), *(number + 1 for number in plan.numbers), 0)
-        self._workers.run_round(worker, batch_id, plan)
+        self._workers.run_round(worker, batch_id, plan, estimated_s)
 
     async def forget(self) -> None:
         """Have idle engines drop the rows that were given up: the next driver's rows get the same numbers."""
@@ -279,6 +280,9 @@ class KeptWorkers:
 
     def kill(self, worker: int) -> None:
         self._workers.kill(worker)
+
+    def silent(self) -> list[Silent]:
+        return self._workers.silent()
 
     async def stop(self) -> None:
         self._on_event = None

@@ -1,6 +1,7 @@
 """Real engines behind a driver, on threads of the test's process: rounds and slices, killed workers, short memory."""
 
 import asyncio
+import math
 import threading
 from collections.abc import Callable, Sequence
 
@@ -31,12 +32,12 @@ class ThreadWorkers(HandWorkers):
         self.tasks: set[asyncio.Task] = set()
         self.troubles, self.ran_out, self.crowded = troubles, 0, 0
 
-    def run(self, worker: int, batch_id: int, rows: Sequence[Row], steps: int) -> None:
-        super().run(worker, batch_id, rows, steps)
+    def run(self, worker: int, batch_id: int, rows: Sequence[Row], steps: int, estimated_s: float = math.inf) -> None:
+        super().run(worker, batch_id, rows, steps, estimated_s)
         record = BatchRecord(batch_id, len(rows))
         self.start_task(self.serve(worker, record, tuple(rows), steps))
 
-    def run_round(self, worker: int, batch_id: int, plan: Round) -> None:
+    def run_round(self, worker: int, batch_id: int, plan: Round, estimated_s: float = math.inf) -> None:
         assert worker not in self.running, "one round at a time"
         self.running[worker] = (batch_id, [], plan.steps)
         self.stopping[worker].clear()

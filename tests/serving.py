@@ -6,6 +6,7 @@ same text, and a token that was lost or doubled gives another.
 
 import asyncio
 import json
+import math
 import os
 import subprocess
 import sys
@@ -37,6 +38,7 @@ from toolkit.serve.keys import Keyring
 from toolkit.serve.settings import Settings
 from toolkit.serve.stats import Stats
 from toolkit.workers.protocol import BatchDone, BatchProgress, OnEvent, Times, WorkerLost, WorkerReady
+from toolkit.workers.supervisor import Silent
 
 LAW = bilinear_law(p=(1e-4, 1e-3, 0.0, 0.01), d=(1e-6, 1e-4, 0.0, 0.01))
 FACTS = samples.fit().engine
@@ -83,6 +85,7 @@ class HandWorkers:
         self.rows: list[list[Row]] = []  # of every batch that was started
         self.unwanted: list[str] = []
         self.killed: list[int] = []
+        self.hung: list[Silent] = []
         self.stopped = False
 
     async def start(self, on_event: OnEvent) -> None:
@@ -90,12 +93,13 @@ class HandWorkers:
         for worker in range(self.size):
             on_event(WorkerReady(worker, FACTS))
 
-    def run(self, worker: int, batch_id: int, rows: Sequence[Row], steps: int) -> None:
+    def run(self, worker: int, batch_id: int, rows: Sequence[Row], steps: int, estimated_s: float = math.inf) -> None:
         assert worker not in self.running, "one batch at a time"
+        self.estimated_s = estimated_s
         self.running[worker] = (batch_id, list(rows), steps)
         self.rows.append(list(rows))
 
-    def run_round(self, worker: int, batch_id: int, plan: Round) -> None:
+    def run_round(self, worker: int, batch_id: int, plan: Round, estimated_s: float = math.inf) -> None:
         raise NotImplementedError
 
     def interrupt(self, worker: int, batch_id: int) -> None:
@@ -107,6 +111,9 @@ class HandWorkers:
 
     def kill(self, worker: int) -> None:
         self.killed.append(worker)
+
+    def silent(self) -> list[Silent]:
+        return self.hung
 
     async def stop(self) -> None:
         self.stopped = True
@@ -144,8 +151,8 @@ class ToyWorkers(HandWorkers):
         super().__init__(size)
         self.stride = stride
 
-    def run(self, worker: int, batch_id: int, rows: Sequence[Row], steps: int) -> None:
-        super().run(worker, batch_id, rows, steps)
+    def run(self, worker: int, batch_id: int, rows: Sequence[Row], steps: int, estimated_s: float = math.inf) -> None:
+        super().run(worker, batch_id, rows, steps, estimated_s)
         asyncio.get_running_loop().call_soon(self._go_on, worker, 0)
 
     def _go_on(self, worker: int, at: int) -> None:

@@ -18,7 +18,7 @@ from commands import llmctl
 from serving import Server, fake_plan
 
 from toolkit.deploy import managers
-from toolkit.deploy.running import Running, folder_of_states, name_of, recall, remember
+from toolkit.deploy.running import Running, folder_of_states, name_of, recall, remember, this_process
 from toolkit.endpoints.look import RUNNING, WAITING, Look
 from toolkit.endpoints.scrape import Metric
 from toolkit.errors import InputError
@@ -127,6 +127,14 @@ def test_a_killed_server_is_noticed(states: Path, capsys: pytest.CaptureFixture[
     assert out == "no server runs here\n"
     assert "is gone and did not end in order; forgotten" in err
     assert not list(states.glob("*.json"))
+
+
+def test_a_step_of_the_clock_does_not_hide_a_live_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = this_process("mine-8000", "local", "http://127.0.0.1:9", "m", 1, "slice")
+    create_time = psutil.Process.create_time
+    monkeypatch.setattr(psutil.Process, "create_time", lambda self: create_time(self) + 3600.0)
+    assert server.alive
+    assert not server.model_copy(update={"started": "another boot 17"}).alive
 
 
 @pytest.mark.usefixtures("states")

@@ -237,3 +237,27 @@ def test_a_file_of_another_version_is_still_known_for_what_it_is(chain: dict[str
     chain["fit"].write_text(json.dumps(older))
     with pytest.raises(InputError, match="a fit file, not a profile file"):
         read_file(Profile, chain["fit"])
+
+
+@pytest.mark.parametrize("role", ["profile", "fit"])
+def test_a_file_that_says_a_key_twice_is_refused(chain: dict[str, Path], role: str) -> None:
+    text = chain[role].read_text()
+    chain[role].write_text(text.replace("{", '{"schema_version": 1, ', 1))
+    with pytest.raises(InputError, match=rf"{role}\.json: the key 'schema_version' is there twice"):
+        read_file({"profile": Profile, "fit": Fit}[role], chain[role])
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"[" * 100_000, "nested too deep"),
+        (b'{"a": ' * 50_000, "nested too deep"),
+        (b'{"name": "\xff\xfe"}', "byte 10 is not UTF-8"),
+        (b"{}{", "not JSON"),
+    ],
+)
+def test_what_is_no_json_is_said_in_one_line(tmp_path: Path, content: bytes, said: str) -> None:
+    (tmp_path / "fit.json").write_bytes(content)
+    with pytest.raises(InputError, match=said) as raised:
+        read_file(Fit, tmp_path / "fit.json")
+    assert "\n" not in raised.value.message

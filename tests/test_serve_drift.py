@@ -45,11 +45,11 @@ class TimedWorkers:
         for worker in range(self.size):
             on_event(WorkerReady(worker, FACTS))
 
-    def run(self, worker, batch_id, rows, steps):
+    def run(self, worker, batch_id, rows, steps, estimated_s):
         self.on_event(BatchProgress(worker, batch_id, ()))
         self._end(rows, steps, BatchDone(worker, batch_id, SliceOutput((), ()), Times(), self.failure))
 
-    def run_round(self, worker, batch_id, plan):
+    def run_round(self, worker, batch_id, plan, estimated_s=None):
         output = RoundOutput(plan.steps, (), (), 0, 0)
         assert [row.max_new_tokens for row in plan.enter] == [plan.steps + 1] * len(plan.numbers)
         self._end(plan.enter, plan.steps, RoundDone(worker, batch_id, output, Times()))
@@ -126,7 +126,7 @@ def test_rows_that_a_short_round_left_are_dropped_before_anybody_meets_them():
     events = []
 
     class Rounds(TimedWorkers):
-        def run_round(self, worker, batch_id, plan):
+        def run_round(self, worker, batch_id, plan, estimated_s=None):
             output = engine.run_round(plan, lambda step: True)
             failure = "oom" if output.is_short else ""
             done = RoundDone(worker, batch_id, output, Times(), failure)

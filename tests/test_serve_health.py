@@ -7,11 +7,12 @@ from pathlib import Path
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
-from serving import HandWorkers, client, make_driver, text, turns
+from serving import HandWorkers, client, make_driver, turns
 
 from toolkit.errors import EngineError
 from toolkit.serve.health import failure, gauges, problem, state
 from toolkit.serve.stats import Histogram
+from toolkit.workers.supervisor import Silent
 
 
 def ask(test: Callable[[httpx.AsyncClient], Coroutine], **options) -> None:
@@ -49,18 +50,17 @@ def test_a_leaving_server_is_healthy_and_not_ready():
     ask(test)
 
 
-def test_a_worker_that_is_silent_for_too_long_is_a_problem_until_it_speaks_and_the_front_is_healthy():
+def test_a_worker_that_is_silent_for_too_long_is_a_problem_and_the_front_is_healthy():
     async def test(http: httpx.AsyncClient) -> None:
         asking = asyncio.create_task(http.post("/v1/completions", json={"prompt": "a", "max_tokens": 8}))
         await turns(60)
+        assert problem(http.driver) == ""
         (flight,) = http.driver.flights.values()
-        flight.sign_s -= 10 * flight.batch.estimated_s + 29
-        assert problem(http.driver) == ""
-        flight.sign_s -= 2
-        assert "worker 0 has been silent for 3" in problem(http.driver)
+        assert http.workers.estimated_s == flight.batch.estimated_s > 0
+        http.workers.hung = [Silent(0, "running", 31.0)]
+        assert problem(http.driver) == "worker 0 has been silent for 31 s in a batch"
         assert (await http.get("/health")).status_code == 200
-        http.workers.progress()
-        assert problem(http.driver) == ""
+        http.workers.hung = []
         http.workers.finish()
         await asking
 
@@ -69,49 +69,12 @@ def test_a_worker_that_is_silent_for_too_long_is_a_problem_until_it_speaks_and_t
 
 def test_a_worker_that_hangs_while_another_works_is_no_illness():
     async def test(http: httpx.AsyncClient) -> None:
-        asking = asyncio.create_task(http.post("/v1/completions", json={"prompt": "a", "max_tokens": 8}))
-        await turns(60)
-        (flight,) = http.driver.flights.values()
-        flight.sign_s -= 3600
+        http.workers.hung = [Silent(0, "idle", 3600.0)]
         assert problem(http.driver) == ""
-        http.workers.finish(flight.batch.worker)
-        await asking
+        http.workers.hung += [Silent(1, "running", 3600.0)]
+        assert problem(http.driver) == "worker 0 has been silent for 3600 s while it had nothing to do"
 
     ask(test, workers=HandWorkers(2))
-
-
-def test_a_worker_that_hangs_is_killed_and_its_request_goes_on():
-    async def test(http: httpx.AsyncClient) -> None:
-        asking = asyncio.create_task(http.post("/v1/completions", json={"prompt": "a", "max_tokens": 8}))
-        await turns(60)
-        http.driver.watch.check()
-        assert http.workers.killed == []
-        (flight,) = http.driver.flights.values()
-        flight.sign_s -= 10 * flight.batch.estimated_s + 31
-        http.driver.watch.check()
-        assert http.workers.killed == [0]
-        http.workers.crash(steps=3)
-        http.workers.recover()
-        await turns()
-        http.workers.finish()
-        assert (await asking).json()["choices"][0]["text"] == text("a", 8)
-
-    ask(test, workers=HandWorkers())
-
-
-def test_time_in_which_the_server_itself_stood_still_is_not_the_workers():
-    async def test(http: httpx.AsyncClient) -> None:
-        asking = asyncio.create_task(http.post("/v1/completions", json={"prompt": "a", "max_tokens": 8}))
-        await turns(60)
-        (flight,) = http.driver.flights.values()
-        flight.sign_s -= 3600
-        http.driver.watch._checked_s -= 3600
-        http.driver.watch.check()
-        assert http.workers.killed == []
-        http.workers.finish()
-        await asking
-
-    ask(test, workers=HandWorkers())
 
 
 def test_without_a_living_worker_it_is_healthy_and_not_ready():

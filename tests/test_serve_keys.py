@@ -324,3 +324,17 @@ def test_openais_client_waits_as_long_as_it_is_told_and_gives_up_on_what_never_f
 def ask_often(one: openai.OpenAI, model: str) -> None:
     for _ in range(1000):
         one.completions.create(model=model, prompt="a", max_tokens=1)
+
+
+def test_only_a_key_that_may_goes_before_others():
+    async def test() -> None:
+        keys = (key("ana", ANA), key("ben", BEN, urgent=True))
+        async with client(keys=keys) as http:
+            refused = await post(http, ANA, priority=-1)
+            assert (refused.status_code, refused.json()["error"]["code"]) == (403, "priority_not_allowed")
+            assert (await post(http, ANA, priority=5)).status_code == 200
+            assert (await post(http, BEN, priority=-1)).status_code == 200
+        async with client(api_key=ANA) as http:
+            assert (await post(http, ANA, priority=-1)).status_code == 200
+
+    asyncio.run(test())

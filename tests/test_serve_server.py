@@ -14,7 +14,7 @@ from toolkit.engines.bytes_tokenizer import ByteTokenizer
 from toolkit.errors import EngineError, InputError
 from toolkit.serve.api import make_app
 from toolkit.serve.driver import Driver
-from toolkit.serve.server import Ending, check_exposure, is_loopback, listen, serve, url
+from toolkit.serve.server import Ending, Signals, check_exposure, is_loopback, listen, serve, url
 from toolkit.workers.protocol import WorkersFailed
 
 BODY = {"prompt": "hello", "temperature": 0, "max_tokens": 6, "stream": True}
@@ -229,3 +229,19 @@ def test_where_no_worker_can_be_loaded_again_it_ends_and_says_why():
 
     with pytest.raises(EngineError, match="no worker is left"):
         run(test)
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_hangup_ends_it_in_order_in_a_terminal_and_is_nothing_elsewhere(
+    monkeypatch: pytest.MonkeyPatch, terminal: bool
+) -> None:
+    monkeypatch.setattr("sys.stderr.isatty", lambda: terminal, raising=False)
+
+    async def main() -> None:
+        signals = Signals()
+        os.kill(os.getpid(), signal.SIGHUP)  # without a handler it ends the tests
+        await turns()
+        await asyncio.sleep(0)
+        assert signals.first.is_set() == terminal
+
+    asyncio.run(main())

@@ -157,3 +157,12 @@ def test_a_database_that_goes_away_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "trials.db").touch()
     with pytest.raises(InputError, match=r"storage sqlite:///.*trials.db: \(sqlite3"):
         collect(Remembering(Alone(), studies), [Task(bench, "slice")])
+
+
+def test_a_damaged_line_of_the_memo_is_said_in_one_line(tmp_path):
+    from toolkit.tuning.memo import _read
+
+    for damaged in (b"\xff\xfe\n", b"[" * 100_000 + b"\n", b"[1]\n"):
+        (tmp_path / "memo").write_bytes(b'"mine"\n' + damaged)
+        with pytest.raises(InputError, match="memo: a line of it is damaged"):
+            _read(tmp_path / "memo", "mine")

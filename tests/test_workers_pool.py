@@ -5,8 +5,10 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -15,10 +17,11 @@ import tiny
 import uvloop
 
 from toolkit.engines.factory import make_engine
-from toolkit.engines.protocol import Round, Row, SamplingParams, SliceOutput
+from toolkit.engines.protocol import Round, Row, SamplingParams, SliceOutput, StepOutput
 from toolkit.errors import EngineError
 from toolkit.files.recipe import ModelSpec
-from toolkit.workers.frames import Ready
+from toolkit.workers.frames import Alive, Progress, Ready, pack
+from toolkit.workers.lifeline import ALIVE, Signs
 from toolkit.workers.pool import MAX_FAILED_LOADS, OnFrame, Pool
 from toolkit.workers.processes import ProcessWorkers
 from toolkit.workers.protocol import (
@@ -30,6 +33,7 @@ from toolkit.workers.protocol import (
     WorkerReady,
     WorkersFailed,
 )
+from toolkit.workers.supervisor import Patience
 
 CRASH, HANG = 200, 201
 LONG = SamplingParams(ignore_eos=True)
@@ -296,14 +300,15 @@ class Hand:
 class HandPool(Pool):
     """A pool of such bodies, those of the first start loaded at once."""
 
-    def __init__(self, size: int, **options: float) -> None:
+    def __init__(self, size: int, **options: Any) -> None:
         super().__init__(size, self._make, backoff_s=0.0, **options)
         self.bodies: list[Hand] = []
+        self.loads_at_once = True
 
     async def _make(self, index: int, on_frame: OnFrame) -> Hand:
         body = Hand(on_frame)
         self.bodies.append(body)
-        if len(self.bodies) <= self.size:
+        if self.loads_at_once and len(self.bodies) <= self.size:
             self.load(body)
         return body
 
@@ -315,6 +320,10 @@ class HandPool(Pool):
         while len(self.bodies) < count:
             await asyncio.sleep(0)
         return self.bodies[-1]
+
+    async def until_it_starts(self) -> None:
+        while self.supervisor.watched[0].state != "starting":
+            await asyncio.sleep(0)
 
 
 async def fail_to_load(pool: HandPool, times: int) -> None:
@@ -374,12 +383,166 @@ def test_a_load_that_hangs_is_ended_and_tried_again() -> None:
         pool, events = HandPool(1, load_grace_s=0.0), Events()
         await pool.start(events)
         pool.bodies[0].kill()
-        pool.load(await pool.next_body(3))  # the second never said a word
-        assert pool.bodies[1].end.done()
+        second = await pool.next_body(2)
+        await pool.until_it_starts()
+        pool.supervisor.watched[0].since_s -= 1  # it never came to an end
+        pool.supervisor.check()
+        assert second.end.done()
+        pool.load(await pool.next_body(3))
         await events.until(WorkerReady, 2)
         await pool.stop()
 
     asyncio.run(main())
+
+
+class Silence:
+    """A pool's bodies, and a clock that a test moves: `after(5, 0)` is five seconds in which worker 0 said nothing."""
+
+    def __init__(self, pool: HandPool) -> None:
+        self.pool = pool
+
+    def after(self, seconds: float, worker: int = 0) -> None:
+        self.pool.supervisor.watched[worker].sign_s -= seconds
+        self.pool.supervisor.watched[worker].since_s -= seconds
+        self.pool.supervisor.check()
+
+
+def supervised(scenario: Callable[[HandPool, Silence, Events], Awaitable[None]], size: int = 1) -> None:
+    async def main() -> None:
+        pool, events = HandPool(size, patience=Patience(grace_s=10.0, load_s=1000.0)), Events()
+        await pool.start(events)
+        while any(slot.body is None for slot in pool._slots):  # they were ready before they were there
+            await asyncio.sleep(0)
+        await scenario(pool, Silence(pool), events)
+        await pool.stop()
+
+    asyncio.run(main())
+
+
+async def loading_again(pool: HandPool) -> Hand:
+    """The first worker is lost; its successor."""
+    pool.bodies[0].kill()
+    body = await pool.next_body(len(pool.bodies) + 1)
+    await pool.until_it_starts()
+    return body
+
+
+def test_a_worker_that_hangs_while_it_loads_is_killed() -> None:
+    async def scenario(pool: HandPool, silence: Silence, events: Events) -> None:
+        body = await loading_again(pool)
+        for _ in range(80):  # a long load, and a sign every three seconds
+            body.hear(Alive())
+            silence.after(3.0)
+        assert not body.end.done()
+        silence.after(35.0)
+        assert not body.end.done()
+        silence.after(6.0)
+        assert body.end.done()
+        pool.load(await pool.next_body(3))
+        await events.until(WorkerReady, 2)
+
+    supervised(scenario)
+
+
+def test_a_worker_that_never_gives_a_sign_is_killed() -> None:
+    async def scenario(pool: HandPool, silence: Silence, events: Events) -> None:
+        body = await loading_again(pool)
+        silence.after(39.0)
+        assert not body.end.done()
+        silence.after(2.0)
+        assert body.end.done()
+
+    supervised(scenario)
+
+
+def test_a_load_that_never_ends_is_ended_whatever_it_says() -> None:
+    async def scenario(pool: HandPool, silence: Silence, events: Events) -> None:
+        body = await loading_again(pool)
+        for _ in range(31):
+            assert not body.end.done()
+            body.hear(Alive())
+            silence.after(10.0)
+        assert body.end.done()  # after 300 s, and three times the first load
+
+    supervised(scenario)
+
+
+def test_the_first_load_has_a_deadline_too_and_the_error_says_so() -> None:
+    async def main() -> None:
+        pool = HandPool(1, patience=Patience(grace_s=10.0, load_s=1000.0))
+        pool.loads_at_once = False
+        starting = asyncio.create_task(pool.start(Events()))
+        body = await pool.next_body(1)
+        await pool.until_it_starts()
+        body.hear(Alive())
+        Silence(pool).after(41.0)
+        with pytest.raises(EngineError, match="it was silent for 41 s while it loaded"):
+            await starting
+
+    asyncio.run(main())
+
+
+def test_an_idle_worker_that_gave_signs_and_stops_is_killed_and_one_that_gives_none_is_left_alone() -> None:
+    async def scenario(pool: HandPool, silence: Silence, events: Events) -> None:
+        silence.after(3600.0, worker=1)
+        assert not pool.bodies[1].end.done()
+        pool.bodies[0].hear(Alive())
+        silence.after(39.0)
+        assert not pool.bodies[0].end.done()
+        silence.after(2.0)
+        assert pool.bodies[0].end.done()
+        assert [one.worker for one in pool.silent()] == [0]
+        lost = (await events.until(WorkerLost))[0]
+        assert lost == WorkerLost(0, "killed: it was silent for 41 s while it had nothing to do")
+
+    supervised(scenario, size=2)
+
+
+def test_a_worker_that_is_silent_in_a_batch_for_much_longer_than_its_estimate_is_killed() -> None:
+    async def scenario(pool: HandPool, silence: Silence, events: Events) -> None:
+        pool.run(0, 7, ROWS, 20, estimated_s=2.0)
+        silence.after(25.0)
+        pool.bodies[0].hear(Alive())  # from a thread: it says nothing of the engine
+        silence.after(4.0)
+        assert not pool.bodies[0].end.done()
+        pool.bodies[0].hear(Progress(7, (StepOutput((0,), (5,), ()),)))
+        silence.after(29.0)
+        assert not pool.bodies[0].end.done()
+        silence.after(2.0)
+        assert pool.bodies[0].end.done()
+        (done,) = await events.until(BatchDone)
+        assert done.failure == "crashed"
+
+    supervised(scenario)
+
+
+def test_time_in_which_the_front_itself_stood_still_is_not_the_workers() -> None:
+    async def scenario(pool: HandPool, silence: Silence, events: Events) -> None:
+        pool.run(0, 7, ROWS, 20, estimated_s=2.0)
+        pool.supervisor._checked_s -= 3600
+        silence.after(3600.0)
+        assert not pool.bodies[0].end.done()
+
+    supervised(scenario)
+
+
+def test_signs_of_a_worker_that_loads_are_signs_of_work() -> None:
+    signs = Signs.__new__(Signs)  # no thread: the test looks
+    signs.state, signs._idle, signs._seen, signs._children_s = "loading", True, (-1.0, -1), 0.0
+    assert signs._lives()
+    assert [signs._lives() for _ in range(3)][-1] is False  # nothing happened
+    worked = threading.Thread(target=lambda: sum(range(10**6)))
+    worked.start()
+    worked.join()
+    assert signs._lives()
+    signs.state = "busy"
+    assert not signs._lives()
+    signs.state = "idle"
+    assert signs._lives()
+
+
+def test_the_bytes_of_a_sign_are_the_frames() -> None:
+    assert pack(Alive()) == ALIVE
 
 
 FRONT = """
@@ -388,24 +551,70 @@ sys.path.insert(0, sys.argv[1])
 import test_workers_pool as shared
 
 async def main():
-    workers, events = shared.slow_workers(2), shared.Events()
+    workers, events = shared.process_workers(4, budget_mib=4096.0), shared.Events()
     await workers.start(events)
     workers.run(0, 1, shared.ENDLESS, 10**6)
-    await events.until(shared.BatchProgress)
-    print(workers.pid(0), workers.pid(1), flush=True)
+    workers.run(1, 2, shared.STUCK, 40)  # hangs in its engine
+    workers.run(2, 3, shared.STUCK, 40)
+    await events.until(shared.BatchProgress, 3)
+    os.kill(workers.pid(2), signal.SIGSTOP)  # hears nothing at all
+    print(*(workers.pid(worker) for worker in range(4)), flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
 
 asyncio.run(main())
 """
 
 
-def test_workers_end_when_their_front_is_killed() -> None:
+def test_workers_end_when_their_front_is_killed_whatever_they_do() -> None:
     command = [sys.executable, "-c", FRONT, str(Path(__file__).parent)]
     front = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
-    busy, idle = map(int, front.stdout.split())
-    left = [psutil.Process(pid) for pid in (busy, idle) if psutil.pid_exists(pid)]
+    workers = list(map(int, front.stdout.split()))
+    left = [psutil.Process(pid) for pid in workers if psutil.pid_exists(pid)]
     _, alive = psutil.wait_procs(left, timeout=30)
+    for process in alive:
+        process.kill()
+    assert (front.returncode, len(workers), alive) == (-signal.SIGKILL, 4, [])
+
+
+BENCH = """
+import os, signal, sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+from serving import fake_plan
+from toolkit.profiling.process import EngineProcess
+
+bench = EngineProcess(fake_plan(Path(sys.argv[2])).recipe)
+bench.start()
+bench.wait()
+os.kill(bench._child.pid, signal.SIGSTOP)
+print(bench._child.pid, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_an_engine_on_the_bench_ends_with_the_profiler_though_it_hears_nothing(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", BENCH, str(Path(__file__).parent), str(tmp_path)]
+    front = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    pid = int(front.stdout)
+    left = [psutil.Process(pid)] if psutil.pid_exists(pid) else []
+    _, alive = psutil.wait_procs(left, timeout=30)
+    for process in alive:
+        process.kill()
     assert (front.returncode, alive) == (-signal.SIGKILL, [])
+
+
+def test_a_process_that_is_stopped_while_it_loads_is_replaced() -> None:
+    async def scenario(workers: ProcessWorkers, events: Events) -> None:
+        workers.kill(0)
+        while (pid := workers.pid(0)) is None or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+            await asyncio.sleep(0)
+        os.kill(pid, signal.SIGSTOP)
+        workers.supervisor.watched[0].sign_s -= 3600
+        workers.supervisor.check()
+        await events.until(WorkerReady, 2)
+        assert not psutil.pid_exists(pid)
+
+    with_workers(scenario)
 
 
 def test_a_real_model_in_a_process() -> None:

@@ -31,6 +31,7 @@ from toolkit.cli.serve_options import (
     PortOption,
     RayOption,
     RequestLogOption,
+    RequestTimeoutOption,
     RoomOption,
     Source,
     StatusOption,
@@ -69,6 +70,7 @@ def command(
     vllm_metrics: VllmOption = False,
     open_metrics: OpenMetricsOption = False,
     status_page: StatusOption = None,
+    request_timeout: RequestTimeoutOption = None,
     shutdown_timeout: TimeoutOption = 30.0,
     shutdown_notice: NoticeOption = 0.0,
     check: CheckOption = None,
@@ -85,8 +87,7 @@ def command(
     that started it. SIGTERM or Ctrl-C ends it in order: /ready turns 503, running requests get --shutdown-timeout
     seconds; a second signal ends it at once. Files of keys and certificates are read again where they change.
     """
-    import os
-
+    from toolkit.cli.secrets import forget_variable
     from toolkit.cli.serve_plan import changed, check_engine, plan_to_serve
     from toolkit.cli.serve_start import points_to_check, start, start_vllm
     from toolkit.cli.serve_target import find_callers, find_certificate, place_of, serve_managed
@@ -101,7 +102,7 @@ def command(
         serve_managed(place, as_json, broken=force or allow_broken_limits)
         return
     ray = ray or ("auto" if place.target == "ray" else "")
-    os.environ.pop("LLMCTL_API_KEY", None)  # the workers inherit the environment, and run models' own code
+    forget_variable("LLMCTL_API_KEY")  # the workers inherit the environment, and run models' own code
     manager, ((key, keys), callers) = Manager.take(), find_callers(api_key, api_key_file, api_keys)
     chosen = changed(plan_to_serve(place.plan or source, plan, fit, tuning, force), policy, settings, workers)
     accept(chosen, str(tuning or place.plan or plan or source), broken=force or allow_broken_limits)
@@ -115,6 +116,7 @@ def command(
             "--ssl-certfile": ssl_certfile,
             "--ssl-keyfile": ssl_keyfile,
             "--request-log": request_log,
+            "--request-timeout": request_timeout,
             "--allow-end-after": allow_end_after,
             "--vllm-metrics": vllm_metrics,
             "--open-metrics": open_metrics,
@@ -131,6 +133,7 @@ def command(
         model=served_model_name,
         api_key=key,
         keys=keys,
+        request_timeout_s=request_timeout,
         allow_end_after=allow_end_after,
         vllm_metrics=vllm_metrics,
         open_metrics=open_metrics,

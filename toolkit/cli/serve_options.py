@@ -157,6 +157,17 @@ StatusOption = Annotated[
         help="A page at / for people, without the key: sums, no requests. Default: where only this machine connects.",
     ),
 ]
+RequestTimeoutOption = Annotated[
+    float | None,
+    typer.Option(
+        "--request-timeout",
+        min=0.001,
+        show_default=False,
+        metavar="SECONDS",
+        rich_help_panel=LOAD,
+        help="Deadline of requests that name none, and the longest that one may name; the recipe's by default.",
+    ),
+]
 TimeoutOption = Annotated[
     float,
     typer.Option(

@@ -13,7 +13,8 @@ from collections.abc import Iterator
 from queue import Empty, SimpleQueue
 
 from toolkit.workers.child import serve
-from toolkit.workers.frames import FromWorker, Progress, ToWorker, pack, worker_side
+from toolkit.workers.frames import Alive, FromWorker, Progress, ToWorker, pack, worker_side
+from toolkit.workers.lifeline import Signs
 
 THREADS = 4  # the loop, a batch's call, the end of the call before, and what is told meanwhile
 
@@ -68,7 +69,7 @@ class WorkerActor:
 
     def live(self) -> int:
         """Serve until told to stop, and return the exit code; a bug of the engine is raised."""
-        return serve(self._channel)
+        return serve(self._channel, Signs(lambda: self._channel.send(Alive()), idle=False))
 
     def tell(self, number: int, data: bytes) -> None:
         """A frame that needs no answer."""
@@ -81,5 +82,5 @@ class WorkerActor:
         while True:
             frame = self._channel.take()
             yield pack(frame)
-            if not isinstance(frame, Progress):
+            if not isinstance(frame, Progress | Alive):
                 return

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,9 +17,10 @@ from toolkit.cluster.actor import THREADS, WorkerActor
 from toolkit.cluster.places import Machine, Place, no_room
 from toolkit.errors import EngineError
 from toolkit.workers.frames import Run, RunRound, Start, ToWorker, front_side, pack
-from toolkit.workers.pool import Body, OnFrame, Pool
+from toolkit.workers.pool import PATIENCE, Body, OnFrame, Pool
 from toolkit.workers.process import engine_variables
 from toolkit.workers.protocol import OnEvent
+from toolkit.workers.supervisor import Patience
 
 ROOM_TIMEOUT_S = 60.0
 LAST_FRAMES_S = 5.0  # an actor that ended in order has said its last: for these frames to arrive
@@ -30,7 +32,7 @@ class RayWorkers(Pool):
     Args:
         places: of each worker, by number, what it loads and where.
         room_timeout_s: how long `start` waits for the cluster to have room for all of them.
-        backoff_s, stop_timeout_s: as the pool's.
+        backoff_s, stop_timeout_s, patience: as the pool's.
     """
 
     def __init__(
@@ -40,8 +42,16 @@ class RayWorkers(Pool):
         room_timeout_s: float = ROOM_TIMEOUT_S,
         backoff_s: float = 0.5,
         stop_timeout_s: float = 10.0,
+        patience: Patience = PATIENCE,
     ) -> None:
-        super().__init__(len(places), self._spawn_actor, backoff_s=backoff_s, stop_timeout_s=stop_timeout_s)
+        super().__init__(
+            len(places),
+            self._spawn_actor,
+            backoff_s=backoff_s,
+            stop_timeout_s=stop_timeout_s,
+            patience=patience,
+            start_s=math.inf,  # an actor may wait for a place as long as a load may take
+        )
         self._places = places
         self._room_timeout_s = room_timeout_s
         self._group: Any = None  # Ray's PlacementGroup

@@ -35,7 +35,10 @@ class Running(Strict):
     workers: int
     policy: str
     pid: int | None = Field(default=None, description="of a server in a process of this machine")
-    started_s: float | None = Field(default=None, description="when that process started, in seconds since 1970")
+    started: str | None = Field(default=None, description="the boot and the tick of it in which that process started")
+    started_s: float | None = Field(
+        default=None, description="when that process started, in seconds since 1970, by the clock as it was then"
+    )
     folder: str | None = Field(default=None, description="what it was rendered to, for systemd and compose")
     certificate: str | None = Field(default=None, description="a file with what it shows, where it speaks TLS")
     breaks: str = Field(default="", description="limits that its plan is predicted to break; '' for none")
@@ -48,7 +51,10 @@ class Running(Strict):
             return True
         try:
             process = psutil.Process(self.pid)
-            same = abs(process.create_time() - (self.started_s or 0.0)) < SAME_START_S
+            if self.started is not None:
+                same = start_of(self.pid) == self.started
+            else:
+                same = abs(process.create_time() - (self.started_s or 0.0)) < SAME_START_S
             return same and process.status() != psutil.STATUS_ZOMBIE
         except psutil.NoSuchProcess:
             return False
@@ -66,6 +72,20 @@ def name_of(recipe: str, url: str) -> str:
     return f"{recipe[:50]}-{port[1]}" if port else recipe[:50]
 
 
+def start_of(pid: int) -> str | None:
+    """When a process started, in words that no step of the clock changes; None where the machine has none.
+
+    The clock's time of a start is reckoned from the time of the boot, which moves with the clock.
+    """
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        stat = Path(f"/proc/{pid}/stat").read_bytes()
+    except OSError:
+        return None
+    after_name = stat.rpartition(b")")[2].split()  # the name may hold spaces and brackets
+    return f"{boot} {int(after_name[19])}"
+
+
 def this_process(name: str, target: Where, url: str, model: str, workers: int, policy: str) -> Running:
     """What this process is to write of itself."""
     me = psutil.Process()
@@ -77,6 +97,7 @@ def this_process(name: str, target: Where, url: str, model: str, workers: int, p
         workers=workers,
         policy=policy,
         pid=me.pid,
+        started=start_of(me.pid),
         started_s=me.create_time(),
     )
 

@@ -38,6 +38,8 @@ class ApiKey(Strict):
         default=None, description="choices of requests that wait or run: a request for n counts n times"
     )
 
+    urgent: bool = Field(default=False, description="whether it may ask for a negative `priority`")
+
     @field_validator("sha256", mode="before")
     @classmethod
     def _is_digest(cls, given: object) -> object:

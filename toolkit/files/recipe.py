@@ -230,7 +230,16 @@ class ServeSpec(Strict):
     max_waiting: Positive = Field(default=4096, description="requests waiting before new ones get 503")
     hang_s: Annotated[float, Field(gt=0)] = Field(
         default=30.0,
-        description="a worker that reports nothing for this long and 10 times its batch's estimate is killed",
+        description="a worker that reports nothing for this long and 10 times its batch's estimate is killed; "
+        "one that loads or is idle and gives no sign of work for 4 times this long, too",
+    )
+    request_timeout_s: Annotated[float, Field(gt=0)] | None = Field(
+        default=None,
+        description="deadline of requests that name none, and the longest that a request may name; None: no deadline",
+    )
+    load_timeout_s: Annotated[float, Field(gt=0)] = Field(
+        default=3600.0,
+        description="the first load of a worker takes at most this long, downloads included",
     )
     admission: Literal["targets", "queue"] = Field(
         default="targets",

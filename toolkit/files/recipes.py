@@ -28,7 +28,7 @@ def is_recipe(source: AnyPath) -> bool:
         return True
     try:
         content = json.loads(path.read_bytes())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return False
     return isinstance(content, dict) and "model" in content
 

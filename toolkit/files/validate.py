@@ -37,13 +37,10 @@ def validate(
 
     `kinds` are what `file` might be instead: where it is, the error says so.
     """
+    data = parse_json(text, file, hint)
     try:
         return model.model_validate_json(text, strict=True)
     except ValidationError as error:
-        try:
-            data = json.loads(text)
-        except ValueError as reason:
-            raise InputError(f"{file.name}: {_no_json(text, reason)}", hint) from None
         kind = _other_kind(model, data, kinds)
         if kind:
             raise InputError(f"{file.name}: a {kind} file, not a {model.__name__.lower()} file", hint) from None
@@ -51,13 +48,29 @@ def validate(
         raise InputError("\n".join(lines), hint) from None
 
 
-def _no_json(text: str | bytes, reason: ValueError) -> str:
-    """Why a text is no JSON, in words for people."""
-    if not text.strip():
-        return "empty"
-    if isinstance(reason, UnicodeDecodeError):
-        return f"not text: byte {reason.start + 1} is not UTF-8"
-    return f"not JSON: {reason}"
+def parse_json(text: str | bytes, file: Path, hint: str = "") -> object:
+    """What JSON says, each key once. `InputError`, in one line, for what is not JSON in UTF-8."""
+
+    def no_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
+        content = dict(pairs)
+        if len(content) < len(pairs):
+            seen: set[str] = set()
+            twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+            raise InputError(f"{file.name}: the key {twice[:80]!r} is there twice", hint)
+        return content
+
+    try:
+        decoded = text.decode() if isinstance(text, bytes) else text
+        if not decoded.strip():
+            raise InputError(f"{file.name}: empty", hint)
+        data: object = json.loads(decoded, object_pairs_hook=no_duplicates)
+    except UnicodeDecodeError as error:
+        raise InputError(f"{file.name}: not text: byte {error.start + 1} is not UTF-8", hint) from None
+    except ValueError as error:
+        raise InputError(f"{file.name}: not JSON: {error}", hint) from None
+    except RecursionError:
+        raise InputError(f"{file.name}: nested too deep", hint) from None
+    return data
 
 
 def _other_kind(model: type[BaseModel], data: object, kinds: Sequence[type[BaseModel]]) -> str:

@@ -19,16 +19,18 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request as VllmRequest
 
 from toolkit.endpoints.vllm_versions import check_version
-from toolkit.errors import InputError
+from toolkit.files.lines import LineLog
 from toolkit.inside.gate import Gate
 from toolkit.inside.one_line import one_line
 from toolkit.inside.setup import Setup, make_worker, read_setup, warm_up
 from toolkit.inside.steps import Orders, Steps
 from toolkit.inside.vllm_untried import refuse_untried
-from toolkit.sched.eventlog import Event, Header, Recorder, to_line
+from toolkit.sched.eventlog import Event, Header, Recorder, lost_line, to_line
 from toolkit.sched.policies.parameters import parameters
 from toolkit.sched.scheduler import Scheduler
 from toolkit.sched.types import Request
+
+MAX_LOG_BYTES = 1 << 30
 
 with one_line():
     check_version(vllm.__version__)
@@ -183,12 +185,10 @@ class LlmctlScheduler(AsyncScheduler):  # type: ignore[misc]  # vLLM is not ther
     def _open_log(self, setup: Setup) -> Callable[[Event], None]:
         """Whole lines at once: without --shutdown-timeout vLLM kills this process, and no line may be lost with it."""
         assert setup.event_log is not None
-        try:
-            file = self._closing.enter_context(setup.event_log.open("wb", buffering=0))
-        except OSError as error:
-            raise InputError(f"{setup.event_log}: cannot be written: {error.strerror}") from None
+        log = LineLog(setup.event_log, MAX_LOG_BYTES, lost_line)
+        self._closing.callback(log.close)
 
         def write(event: Event) -> None:
-            file.write(to_line(event))
+            log.write(to_line(event))
 
         return write

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import time
 from collections.abc import Sequence
 
@@ -12,6 +13,7 @@ from toolkit.files.profile import EngineFacts
 from toolkit.profiling.bench import Unmeasurable
 from toolkit.profiling.endpoint import Endpoint
 from toolkit.workers.protocol import BatchDone, OnEvent, Times, WorkerReady
+from toolkit.workers.supervisor import Silent
 
 
 class EndpointWorkers:
@@ -30,16 +32,20 @@ class EndpointWorkers:
         self._on_event = on_event
         on_event(WorkerReady(0, self._facts))
 
-    def run(self, worker: int, batch_id: int, rows: Sequence[Row], steps: int) -> None:
+    def run(self, worker: int, batch_id: int, rows: Sequence[Row], steps: int, estimated_s: float = math.inf) -> None:
         """Send the rows as requests, each with a prompt of its own."""
         self._task = asyncio.create_task(self._run(batch_id, [len(row.tokens) for row in rows], steps))
 
-    def run_round(self, worker: int, batch_id: int, plan: Round) -> None:
+    def run_round(self, worker: int, batch_id: int, plan: Round, estimated_s: float = math.inf) -> None:
         """Rounds are the server's own affair."""
         raise ValueError("a server runs no rounds for others")
 
     def kill(self, worker: int) -> None:
         """A server is not ours to kill."""
+
+    def silent(self) -> list[Silent]:
+        """A server's silence is its own."""
+        return []
 
     def interrupt(self, worker: int, batch_id: int) -> None:
         """Nothing can be interrupted."""

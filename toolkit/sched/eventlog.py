@@ -91,7 +91,14 @@ class WorkerChange(msgspec.Struct, frozen=True, tag="worker"):
     alive: bool
 
 
-Event = Header | Submit | Tick | Complete | CompleteRound | End | Cancel | WorkerChange
+class Lost(msgspec.Struct, frozen=True, tag="lost"):
+    """So many events are missing here, and why: what follows begins in a state that no replay reaches."""
+
+    events: int
+    reason: str
+
+
+Event = Header | Submit | Tick | Complete | CompleteRound | End | Cancel | WorkerChange | Lost
 _encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder(Event).decode
 
@@ -99,6 +106,11 @@ _decode = msgspec.json.Decoder(Event).decode
 def to_line(event: Event) -> bytes:
     """The event as one JSON line. Floats keep every digit."""
     return _encode(event) + b"\n"
+
+
+def lost_line(events: int, reason: str) -> bytes:
+    """`Lost` as a line without its end, for whatever writes the log."""
+    return _encode(Lost(events, reason[:100]))
 
 
 def from_lines(lines: Iterable[bytes]) -> Iterator[Event]:
@@ -186,7 +198,10 @@ def _ids(jobs: Iterable[Job]) -> tuple[str, ...]:
 
 
 def replay(events: Iterable[Event], scheduler: Scheduler) -> Iterator[str]:
-    """Make the logged calls on a fresh `scheduler`; yields a line for each decision that differs, none if all agree."""
+    """Make the logged calls on a fresh `scheduler`; yields a line for each decision that differs, none if all agree.
+
+    Where the log lost events, a line says so, and the replay ends.
+    """
     for number, event in enumerate(events, start=1):
         match event:
             case Submit(now_s, request, refused):
@@ -210,5 +225,8 @@ def replay(events: Iterable[Event], scheduler: Scheduler) -> Iterator[str]:
                 scheduler.cancel(request_id, now_s)
             case WorkerChange(now_s, worker, alive):
                 (scheduler.worker_ready if alive else scheduler.worker_lost)(worker, now_s)
+            case Lost(events_lost, reason):
+                yield f"event {number}: {events_lost} events are missing here ({reason}); replayed up to here"
+                return
             case Header():
                 pass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 from toolkit.errors import InputError
@@ -75,7 +76,13 @@ def make_limits(plan: Plan, admission: str | None, *, replays: bool) -> Limits:
 
 
 def make_settings(
-    plan: Plan, *, model: str = "", api_key: str = "", keys: tuple[ApiKey, ...] = (), **others: bool
+    plan: Plan,
+    *,
+    model: str = "",
+    api_key: str = "",
+    keys: tuple[ApiKey, ...] = (),
+    request_timeout_s: float | None = None,
+    **others: bool,
 ) -> Settings:
     """The front's settings: limits from the plan, the rest as given (`Settings` has the names)."""
     serve, engine = plan.recipe.serve, plan.fit.engine
@@ -87,5 +94,6 @@ def make_settings(
         max_waiting=serve.max_waiting,
         api_key=api_key,
         keys=keys,
+        request_timeout_s=request_timeout_s or serve.request_timeout_s or math.inf,
         **others,
     )

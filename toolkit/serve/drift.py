@@ -12,6 +12,7 @@ clock) shows at most points. So one of several is told, and not held against the
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -29,6 +30,7 @@ from toolkit.sched.protocols import LatencyLaw, Policy
 from toolkit.sched.serving_time import serving_s
 from toolkit.sched.types import Failure
 from toolkit.workers.protocol import BatchDone, BatchProgress, OnEvent, RoundDone, WorkerEvent, Workers
+from toolkit.workers.supervisor import Silent
 
 STEPS = 16  # of a point, at most
 RUNS_MIN, RUNS_MAX = 3, 9  # of each point
@@ -229,9 +231,11 @@ class CheckedWorkers:
             waits.append(self._expect(worker))
             begun_s.append(self.clock())
             if check.in_rounds:
-                self.workers.run_round(worker, self._batches, Round(point.steps, tuple(rows), numbers))
+                plan = Round(point.steps, tuple(rows), numbers)
+                self.workers.run_round(worker, self._batches, plan, check.expected_s(point))
             else:
-                self.workers.run(worker, self._batches, rows, point.steps)
+                expected_s = check.expected_s(point)
+                self.workers.run(worker, self._batches, rows, point.steps, expected_s)
         ended = await asyncio.gather(*waits)
         if check.in_rounds:
             short = [worker for worker, (failure, _) in zip(check.workers, ended, strict=True) if failure == "oom"]
@@ -252,11 +256,11 @@ class CheckedWorkers:
         self._waits[worker] = wait = asyncio.get_running_loop().create_future()
         return wait
 
-    def run(self, worker: int, batch_id: int, rows: Sequence[Row], steps: int) -> None:
-        self.workers.run(worker, batch_id, rows, steps)
+    def run(self, worker: int, batch_id: int, rows: Sequence[Row], steps: int, estimated_s: float = math.inf) -> None:
+        self.workers.run(worker, batch_id, rows, steps, estimated_s)
 
-    def run_round(self, worker: int, batch_id: int, plan: Round) -> None:
-        self.workers.run_round(worker, batch_id, plan)
+    def run_round(self, worker: int, batch_id: int, plan: Round, estimated_s: float = math.inf) -> None:
+        self.workers.run_round(worker, batch_id, plan, estimated_s)
 
     def interrupt(self, worker: int, batch_id: int) -> None:
         self.workers.interrupt(worker, batch_id)
@@ -266,6 +270,9 @@ class CheckedWorkers:
 
     def kill(self, worker: int) -> None:
         self.workers.kill(worker)
+
+    def silent(self) -> list[Silent]:
+        return self.workers.silent()
 
     async def stop(self) -> None:
         await self.workers.stop()

@@ -20,7 +20,6 @@ from toolkit.sched.scheduler import Scheduler
 from toolkit.sched.types import Batch, BatchResult, Request, RoundResult
 from toolkit.serve.forecast import UNLIMITED, Forecast, Limits
 from toolkit.serve.live import Ask, Flight, Live
-from toolkit.serve.liveness import Patience, Watch
 from toolkit.serve.lives import Lives
 from toolkit.serve.reply import Reply
 from toolkit.serve.stats import Stats
@@ -36,11 +35,12 @@ from toolkit.workers.protocol import (
     Workers,
     WorkersFailed,
 )
+from toolkit.workers.supervisor import Silent
 
 SHUTTING_DOWN = "the server is shutting down"
+TIMED_OUT = "it was not done at its deadline"
 State = Literal["loading", "ready", "draining", "stopped"]
 
-PATIENCE = Patience()
 TIMER_SLACK_S = 0.001  # event loops may fire this early, and a tick before its time decides nothing
 
 
@@ -58,7 +58,6 @@ class Driver:
         on_end: called with each request that has ended, whatever became of it, and when `now_s` was 0, on
             `time.monotonic`'s clock.
         limits: what requests are promised, which admission looks at.
-        patience: how long a worker may say nothing before it is killed, and started again.
         accept: called with what the loaded engines say of themselves, by worker, before any request; may raise.
     """
 
@@ -70,7 +69,6 @@ class Driver:
         *,
         on_end: Callable[[Live, float], None] | None = None,
         limits: Limits = UNLIMITED,
-        patience: Patience = PATIENCE,
         accept: Callable[[list[EngineFacts]], None] | None = None,
     ) -> None:
         if workers.size != len(scheduler.workers):
@@ -89,7 +87,6 @@ class Driver:
         self._accept = accept
         self._lives = Lives(stats, self.forecast, self._ended)
         self._under_way = UnderWay(workers, self._lives.__getitem__)
-        self.watch = Watch(self.flights, patience, workers.kill, lambda: self.now_s)
         self._start_s = 0.0
         self._tick_soon: asyncio.Handle | None = None
         self._wake: asyncio.TimerHandle | None = None
@@ -103,6 +100,10 @@ class Driver:
     def flights(self) -> dict[int, Flight]:
         """What each worker runs now."""
         return self._under_way.flights
+
+    def silent(self) -> list[Silent]:
+        """Workers that take too long now, for what they do."""
+        return self._workers.silent()
 
     @property
     def running(self) -> int:
@@ -123,7 +124,6 @@ class Driver:
         if self._accept:
             self._accept([self.facts[worker] for worker in sorted(self.facts)])
         self.state = "ready"
-        self.watch.start()
 
     async def drain(self, timeout_s: float) -> int:
         """Take nothing new, and wait until all requests have ended; those that have not in time fail. How many did."""
@@ -145,7 +145,6 @@ class Driver:
         for handle in (self._tick_soon, self._wake):
             if handle:
                 handle.cancel()
-        self.watch.stop()
         await self._workers.stop()
 
     def submit(self, ask: Ask, output: TextOutput, reply: Reply, index: int) -> Live:
@@ -161,8 +160,16 @@ class Driver:
         self.stats.arrived += 1
         live = Live(ask, output, reply, index, now_s, told)
         self._lives.begin(live)
+        if ask.timeout_s < math.inf:
+            loop = asyncio.get_running_loop()
+            live.deadline = loop.call_later(ask.timeout_s, self._expire, live)
         self._tick_later()
         return live
+
+    def _expire(self, live: Live) -> None:
+        """Its deadline has come: to the scheduler that is a cancel like any other."""
+        self._give_up(live, f"{TIMED_OUT}, {live.ask.timeout_s:g} s after it came")
+        self._tick_later()
 
     def cancel(self, live: Live) -> None:
         """Its client is gone. A row that runs ends with its batch, or sooner where the worker can."""
@@ -179,6 +186,9 @@ class Driver:
         self._lives.fail(live, reason)
 
     def _ended(self, live: Live) -> None:
+        if live.deadline:
+            live.deadline.cancel()
+            live.deadline = None
         if self._on_end:
             self._on_end(live, self._start_s)
 
@@ -221,7 +231,7 @@ class Driver:
         for batch in batches:
             self.stats.count_start(batch)
             self.forecast.started(batch)
-        started = self._under_way.launch(batches, now_s)
+        started = self._under_way.launch(batches)
         for batch in batches:
             self.flights[batch.worker].arrived = self.stats.arrived
         for live in started:
@@ -253,7 +263,7 @@ class Driver:
 
     def _progress(self, event: BatchProgress) -> None:
         now_s = self.now_s
-        for live, tokens, finish in self._under_way.progress(event, now_s):
+        for live, tokens, finish in self._under_way.progress(event):
             if not self._lives.deliver(live, tokens, finish, now_s):
                 continue
             if live.flight:  # its slice's result will say so

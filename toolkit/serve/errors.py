@@ -15,6 +15,7 @@ KINDS = {
     404: "not_found_error",
     500: "server_error",
     503: "server_error",
+    504: "server_error",
 }
 
 

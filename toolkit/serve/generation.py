@@ -85,6 +85,7 @@ class Generation:
         if choices > MAX_CHOICES:
             text = f"{prompts} prompts with n {form.n} are {choices} choices; the limit is {MAX_CHOICES}"
             raise ApiError(text, param="n")
+        visit.check_priority(form.priority or 0)
         visit.admit(choices, choices * (max_tokens or 1))
         self.check_room(choices)
         told = driver.forecast.now(driver.now_s)
@@ -127,6 +128,7 @@ class Generation:
                 _another_seed(sampling, index % n),
                 form.priority or 0,
                 form.llmctl_end_after,
+                min(form.timeout or math.inf, self._settings.request_timeout_s),
             )
             for index in range(reply.choices)
         ]

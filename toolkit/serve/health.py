@@ -40,7 +40,7 @@ def problem(driver: Driver) -> str:
     alive = [worker.index for worker in driver.scheduler.workers if worker.alive]
     if not alive:
         return NO_WORKER
-    hung = {one.worker: one for one in driver.watch.silent()}
+    hung = {one.worker: one for one in driver.silent()}
     return str(hung[alive[0]]) if hung.keys() >= set(alive) else ""
 
 

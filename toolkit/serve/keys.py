@@ -34,6 +34,7 @@ class Account:
     def __init__(self, name: str = "") -> None:
         self.name = name
         self.max_concurrent = math.inf
+        self.urgent = True
         self.requests: Bucket | None = None
         self.tokens: Bucket | None = None
         self.running = 0  # choices, waiting ones too
@@ -44,6 +45,7 @@ class Account:
     def limit(self, key: ApiKey) -> None:
         """The key's limits from now on. What was taken of one stays taken, unless it has another size."""
         self.max_concurrent = key.max_concurrent or math.inf
+        self.urgent = key.urgent
         self.requests = _bucket(key.requests_per_minute, self.requests)
         self.tokens = _bucket(key.tokens_per_minute, self.tokens)
 
@@ -132,6 +134,12 @@ class Visit:
         self._check_tokens(tokens)
         account.running += choices
         self._choices = choices
+
+    def check_priority(self, priority: int) -> None:
+        """`ApiError` for one that goes before everybody else's default, where the key may not."""
+        if priority < 0 and not self._account.urgent:
+            text = f"priority is {priority}; the key '{self._account.name}' may ask for 0 and above"
+            raise ApiError(text, status=403, param="priority", code="priority_not_allowed")
 
     def reserve(self, tokens: int, used: Callable[[], int]) -> None:
         """Take what the answer may become; in the end `used` says what it was. `ApiError` where it is too much now."""

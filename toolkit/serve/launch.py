@@ -28,7 +28,6 @@ from toolkit.serve.driver import Driver
 from toolkit.serve.forecast import UNLIMITED, Limits
 from toolkit.serve.helper import Helper
 from toolkit.serve.keys import Callers, Keyring
-from toolkit.serve.liveness import Patience
 from toolkit.serve.logs import EventLog, RequestLog
 from toolkit.serve.notify import Manager
 from toolkit.serve.rereading import Followed, Source, follow
@@ -39,6 +38,7 @@ from toolkit.traces.log import TraceLog
 from toolkit.workers.gpus import require_gpu
 from toolkit.workers.processes import Outfit, ProcessWorkers
 from toolkit.workers.protocol import Workers
+from toolkit.workers.supervisor import Patience
 
 FLUSH_EVERY_S = 1.0
 
@@ -119,12 +119,14 @@ def _loading(order: Launch) -> str:
 @contextmanager
 def _workers(plan: Plan, ray: str, room_timeout_s: float) -> Iterator[Workers]:
     """The plan's workers, not started yet; until the block ends, this process belongs to the cluster."""
+    serve_spec = plan.recipe.serve
+    patience = Patience(grace_s=serve_spec.hang_s, load_s=serve_spec.load_timeout_s)
     if not ray:
         recipe, flush_s = plan.recipe, plan.recipe.engine.flush_s
         first, *others = plan.kinds
         outfits = [Outfit.of(kind.recipe) for kind in others for _ in range(kind.workers)]
         loaded = recipe.model, recipe.engine, recipe.hardware, first.workers
-        yield ProcessWorkers(*loaded, flush_s=flush_s, others=outfits)
+        yield ProcessWorkers(*loaded, flush_s=flush_s, others=outfits, patience=patience)
         return
     from toolkit.cluster.connect import LOCAL, joined
     from toolkit.cluster.places import places
@@ -137,7 +139,7 @@ def _workers(plan: Plan, ray: str, room_timeout_s: float) -> Iterator[Workers]:
         )
     wanted = places(plan.kinds)
     with joined(ray, sum(place.share.cpus for place in wanted)):
-        yield RayWorkers(wanted, room_timeout_s=room_timeout_s)
+        yield RayWorkers(wanted, room_timeout_s=room_timeout_s, patience=patience)
 
 
 def _driver(order: Launch, workers: Workers, events: EventLog | None, requests: TraceLog | None) -> Driver:
@@ -154,7 +156,6 @@ def _driver(order: Launch, workers: Workers, events: EventLog | None, requests: 
         make_stats(plan),
         on_end=RequestLog(requests).add if requests else None,
         limits=order.limits,
-        patience=Patience(grace_s=plan.recipe.serve.hang_s),
         accept=accept,
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -26,6 +27,7 @@ class Ask:
     sampling: SamplingParams
     priority: int = 0
     end_after: int | None = None  # for replayed traces; the scheduler never sees it
+    timeout_s: float = math.inf  # from its arrival to its last token
 
 
 @dataclass(slots=True, eq=False)
@@ -45,6 +47,7 @@ class Live:
     max_gap_s: float = 0.0  # between two tokens; tokens that come together share their gap
     status: Status = ""  # how it ended
     flight: Flight | None = None
+    deadline: asyncio.TimerHandle | None = None
 
     def row(self) -> Row:
         """What a worker must know to go on with it."""
@@ -60,7 +63,6 @@ class Flight:
     batch: Batch
     lives: tuple[Live, ...]
     received: list[int]
-    sign_s: float  # the last sign of life of the worker
     follows: bool = False  # it was sent as soon as the worker's last batch had ended: nothing else kept that waiting
     arrived: int = 0  # requests that had been submitted when it started
 

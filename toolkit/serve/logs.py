@@ -10,27 +10,26 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from toolkit.errors import InputError
-from toolkit.sched.eventlog import Event, to_line
+from toolkit.files.lines import LineLog
+from toolkit.sched.eventlog import Event, lost_line, to_line
 from toolkit.serve.live import Live
 from toolkit.traces.log import TraceLog
 from toolkit.traces.write import Line, to_ms
 
 PENDING_BYTES = 1 << 16
+MAX_BYTES = 1 << 30  # of an event log: an hour or so of a busy server
 
 
 class EventLog:
     """The scheduler's calls, in a new file. `flush` is the owner's business: a killed process loses what came since.
 
-    What is written is whole lines, so the file of a killed one replays up to its end.
+    What is written is whole lines, so the file of a killed one replays up to its end. What cannot be written is lost
+    and the log says so where it is missing (`toolkit.files.lines`); nothing here raises for a disk.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, max_bytes: int = MAX_BYTES) -> None:
         self._pending = bytearray()
-        try:
-            self._file = path.open("wb", buffering=0)
-        except OSError as error:
-            raise InputError(f"{path}: cannot be written: {error.strerror}") from None
+        self._log = LineLog(path, max_bytes, lost_line)
 
     def __enter__(self) -> Self:
         return self
@@ -39,7 +38,12 @@ class EventLog:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.flush()
-        self._file.close()
+        self._log.close()
+
+    @property
+    def lost(self) -> int:
+        """Events that are not in the file."""
+        return self._log.lost
 
     def add(self, event: Event) -> None:
         self._pending += to_line(event)
@@ -47,7 +51,7 @@ class EventLog:
             self.flush()
 
     def flush(self) -> None:
-        self._file.write(self._pending)
+        self._log.write(bytes(self._pending))
         self._pending.clear()
 
 

@@ -88,7 +88,7 @@ async def follow(everything: Sequence[Followed[Any]], say: Callable[[str], None]
 
 @contextmanager
 def _on_hangup(call: Callable[[], None]) -> Iterator[None]:
-    """In a terminal SIGHUP says that the terminal has gone, and keeps that meaning: it ends the process."""
+    """In a terminal SIGHUP says that the terminal has gone, and ends the server in order (`server.end_signals`)."""
     if sys.stderr.isatty():
         yield
         return

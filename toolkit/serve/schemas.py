@@ -18,6 +18,7 @@ MAX_PROMPTS = 256
 MAX_MESSAGES = 2048
 MAX_STOPS = 16
 MAX_STOP_CHARS = 256
+MAX_TIMEOUT_S = 86_400.0
 
 Prompt = str | list[int]
 
@@ -152,6 +153,7 @@ class GenerationForm(Form):
     ignore_eos: bool | None = None
     min_tokens: Annotated[int, Field(ge=0)] | None = None
     priority: Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)] | None = None
+    timeout: Annotated[float, Field(gt=0, le=MAX_TIMEOUT_S)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     llmctl_end_after: Annotated[int, Field(ge=1)] | None = None

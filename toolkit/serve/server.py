@@ -12,6 +12,7 @@ import ipaddress
 import signal
 import socket
 import ssl
+import sys
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -76,14 +77,28 @@ def url(listener: socket.socket, *, tls: bool = False) -> str:
     return f"{'https' if tls else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"
 
 
+def end_signals() -> tuple[signal.Signals, ...]:
+    """What asks for an orderly end. SIGHUP where a terminal has gone with it, unless `nohup` has it ignored."""
+    numbers = (signal.SIGTERM, signal.SIGINT)
+    if sys.stderr.isatty() and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        return (*numbers, signal.SIGHUP)
+    return numbers
+
+
 class Signals:
-    """SIGTERM and SIGINT as events: the first asks for an orderly end, the second for one at once."""
+    """The signals that end it, as events: the first asks for an orderly end, the second for one at once.
+
+    SIGHUP without a terminal asks for files to be read again, and where there are none (`rereading`) for nothing.
+    """
 
     def __init__(self) -> None:
         self.first = asyncio.Event()
         self.second = asyncio.Event()
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
+        ending = end_signals()
+        if signal.SIGHUP not in ending:
+            loop.add_signal_handler(signal.SIGHUP, lambda: None)
+        for number in ending:
             loop.add_signal_handler(number, self._on_signal)
 
     def _on_signal(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from toolkit.files.keys import ApiKey
@@ -14,6 +15,7 @@ class Settings:
 
     `max_new_tokens` bounds what one request may ask for; `max_waiting` how many may wait before new ones get 503.
     `local_hosts_only`: a Host that is another name than localhost gets 403.
+    `request_timeout_s`: the deadline of requests that name none, and the longest that one may name.
     Who may call has the `api_key`, or one of `keys`, which have limits of their own; with neither everything is open.
     """
 
@@ -31,6 +33,7 @@ class Settings:
     local_hosts_only: bool = False
     max_body_bytes: int = MAX_BODY_BYTES
     keepalive_s: float = 10.0
+    request_timeout_s: float = math.inf
 
     @property
     def asks_key(self) -> bool:

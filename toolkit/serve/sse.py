@@ -15,7 +15,7 @@ from msgspec import UNSET
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from toolkit.serve.driver import SHUTTING_DOWN
+from toolkit.serve.driver import SHUTTING_DOWN, TIMED_OUT
 from toolkit.serve.errors import ApiError, error_body
 from toolkit.serve.reply import Delta, Reply
 from toolkit.serve.responses import Shape, Usage
@@ -57,6 +57,9 @@ async def attended(exchange: Exchange, receive: Receive) -> AsyncIterator[None]:
 
 def failure(reason: str) -> ApiError:
     """A request that was accepted and could not be served. Trying again helps only where another server answers."""
+    if reason.startswith(TIMED_OUT):
+        headers = {"x-should-retry": "false"}  # it had its time, and would take as long again
+        return ApiError(f"the request failed: {reason}", status=504, code="deadline_exceeded", headers=headers)
     headers = {} if reason == SHUTTING_DOWN else {"x-should-retry": "false"}
     return ApiError(f"the request failed: {reason}", status=503, code="request_failed", headers=headers)
 

@@ -44,16 +44,16 @@ class UnderWay:
         """Requests that slices run now."""
         return sum(not live.status for flight in self.flights.values() for live in flight.lives)
 
-    def launch(self, batches: Iterable[Batch], now_s: float) -> list[Live]:
+    def launch(self, batches: Iterable[Batch]) -> list[Live]:
         """Send what a tick wants started; whose requests begin to run. A worker it had nothing for waits for work."""
         started: list[Live] = []
         for batch in batches:
             lives = tuple(self._live_of(job.request_id) for job in batch.jobs)
             follows = batch.worker in self._just_freed
             if batch.keep_cache:
-                self._launch_round(batch, Flight(batch, (), [], now_s, follows))
+                self._launch_round(batch, Flight(batch, (), [], follows))
             else:
-                self._launch_slice(batch, Flight(batch, lives, [0] * len(lives), now_s, follows))
+                self._launch_slice(batch, Flight(batch, lives, [0] * len(lives), follows))
             started += lives
         self._just_freed.clear()
         return started
@@ -62,12 +62,13 @@ class UnderWay:
         self.flights[batch.worker] = flight
         for live in flight.lives:
             live.flight = flight
-        self._workers.run(batch.worker, batch.batch_id, [live.row() for live in flight.lives], batch.steps)
+        rows = [live.row() for live in flight.lives]
+        self._workers.run(batch.worker, batch.batch_id, rows, batch.steps, batch.estimated_s)
 
     def _launch_round(self, batch: Batch, flight: Flight) -> None:
         self.flights[batch.worker] = flight
         plan = self._kept[batch.worker].begin(batch, self._live_of)
-        self._workers.run_round(batch.worker, batch.batch_id, plan)
+        self._workers.run_round(batch.worker, batch.batch_id, plan, batch.estimated_s)
 
     def interrupt(self, worker: int) -> None:
         """Its round should end at the next step where it may."""
@@ -79,12 +80,11 @@ class UnderWay:
         if flight:
             self._workers.cancel(flight.batch.worker, flight.batch.batch_id, (live.ask.request_id,))
 
-    def progress(self, event: BatchProgress, now_s: float) -> list[News]:
+    def progress(self, event: BatchProgress) -> list[News]:
         """Tokens that came while a batch runs; of one that is over, nothing."""
         flight = self.flights.get(event.worker)
         if flight is None or flight.batch.batch_id != event.batch_id:
             return []
-        flight.sign_s = now_s
         news = []
         for row, (tokens, finish) in merge(event.steps).items():
             if flight.batch.keep_cache:

@@ -26,7 +26,7 @@ from toolkit.engines.saved_model import saved_model
 from toolkit.files.identity import OnForeign, refuse_foreign
 from toolkit.files.io import processor, write_file
 from toolkit.files.plan import Plan
-from toolkit.serve.server import Ending, check_exposure, listen
+from toolkit.serve.server import Ending, check_exposure, end_signals, listen
 from toolkit.workers.gpus import require_gpu
 
 OURS = "toolkit.inside.vllm_scheduler.LlmctlScheduler"
@@ -135,7 +135,7 @@ class _Seen:
 @contextlib.contextmanager
 def _signals() -> Iterator[_Seen]:
     seen = _Seen()
-    before = {number: signal.signal(number, seen) for number in (signal.SIGTERM, signal.SIGINT)}
+    before = {number: signal.signal(number, seen) for number in end_signals()}
     try:
         yield seen
     finally:

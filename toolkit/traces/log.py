@@ -64,14 +64,18 @@ class TraceLog:
                 self._rotate()
                 text = text.lstrip(b"\n")
             written = self._file.write(text) or 0
+            if self._regular and written < len(text):  # the disk was full: a part of a line is of no use
+                self._file.truncate(self._size)
+                written = 0
         except OSError as error:
             self._lose(error.strerror or str(error))
             return
         self._size += written
-        self._torn = written < len(text)
-        if self._torn:
+        if written < len(text):
+            self._torn = self._torn if self._regular else bool(written)
             self._lose("no room")
         else:
+            self._torn = False
             self.lines += 1
 
     def _lose(self, reason: str) -> None:

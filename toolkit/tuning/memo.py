@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
+from toolkit.errors import InputError
 from toolkit.files.tuning import Outcome
 from toolkit.tuning.crew import Runner
 from toolkit.tuning.evaluate import Evaluation, Task
@@ -90,11 +91,14 @@ def _key(task: Task) -> str:
 def _read(path: Path, fingerprint: str) -> dict[str, Evaluation]:
     if not path.exists():
         return {}
-    lines = path.read_text().splitlines(keepends=True)
-    if not lines or lines[0] != json.dumps(fingerprint) + "\n":
+    lines = path.read_bytes().splitlines(keepends=True)
+    if not lines or lines[0] != json.dumps(fingerprint).encode() + b"\n":
         return {}
-    whole = [json.loads(line) for line in lines[1:] if line.endswith("\n")]  # a kill tears the last line
-    return {key: Evaluation(Outcome(**outcome), ratios) for key, outcome, ratios in whole}
+    try:
+        whole = [json.loads(line) for line in lines[1:] if line.endswith(b"\n")]  # a kill tears the last line
+        return {key: Evaluation(Outcome(**outcome), ratios) for key, outcome, ratios in whole}
+    except (ValueError, TypeError, RecursionError):
+        raise InputError(f"{path.name}: a line of it is damaged", "delete it; tune then begins anew") from None
 
 
 def _drop_torn_line(path: Path) -> None:

@@ -7,12 +7,13 @@ from collections import deque
 from typing import Protocol
 
 from toolkit.workers.frames import FromWorker, ToWorker, pack, worker_side
+from toolkit.workers.lifeline import Line
 
 _CHUNK = 1 << 16
 
 
 class FrontGoneError(Exception):
-    """The other end of the socket is closed: there is nobody to work for."""
+    """The other end of the socket is closed: there is nothing to work for."""
 
 
 class Channel(Protocol):
@@ -38,14 +39,15 @@ class Channel(Protocol):
 class SocketChannel:
     """Blocking frames over a socket."""
 
-    def __init__(self, sock: socket.socket) -> None:
-        self._socket = sock
+    def __init__(self, line: Line) -> None:
+        self._line = line
+        self._socket = line.socket
         self._reader = worker_side()
         self._waiting: deque[ToWorker] = deque()
 
     def send(self, frame: FromWorker) -> None:
         try:
-            self._socket.sendall(pack(frame))
+            self._line.send(pack(frame))
         except (BrokenPipeError, ConnectionResetError):
             raise FrontGoneError from None
 

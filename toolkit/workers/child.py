@@ -1,10 +1,8 @@
-"""A worker's process: `python -m toolkit.workers.child FD` loads an engine and serves slices and rounds over FD.
+"""A worker's process: it loads an engine and serves slices and rounds over a channel to its front.
 
-FD is a socket.
-
-One thread does it all: between two steps it looks whether the front wants something, so a cancelled batch stops, and a
-worker whose front is gone ends by itself. An unexpected error ends the process too: after it, nothing is known of the
-engine's state, and the front knows how to start another.
+One thread does the work: between two steps it looks whether the front wants something, so a cancelled batch stops. An
+unexpected error ends the process: after it, nothing is known of the engine's state, and the front knows how to start
+another. Beside it, threads give signs of life and end the process with its front (`toolkit.workers.lifeline`).
 """
 
 from __future__ import annotations
@@ -12,11 +10,9 @@ from __future__ import annotations
 import contextlib
 import gc
 import signal
-import socket
-import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import cast
 
 from toolkit.engines.factory import make_engine
@@ -37,6 +33,7 @@ from toolkit.workers.frames import (
     Start,
     Stop,
 )
+from toolkit.workers.lifeline import Line, Signs
 from toolkit.workers.protocol import Times
 
 WARM_UP_ROWS = (Row("warm-up-0", (0,) * 8, 0, 3), Row("warm-up-1", (0,) * 5, 0, 3))
@@ -169,8 +166,11 @@ class Stopwatch:
         return Times(self._end_s - self._start_s, self._reporting_s, self._gap_s)
 
 
-def serve(channel: Channel, clock: Callable[[], float] = time.perf_counter) -> int:
-    """Load what the first frame says and serve until the front stops or goes. Returns the exit code."""
+def serve(channel: Channel, signs: Signs, clock: Callable[[], float] = time.perf_counter) -> int:
+    """Load what the first frame says and serve until the front stops or goes. Returns the exit code.
+
+    `signs` are told what the worker does.
+    """
     start = channel.receive()
     if not isinstance(start, Start):
         raise ValueError(f"the first frame must be 'start', not {start}")
@@ -179,16 +179,19 @@ def serve(channel: Channel, clock: Callable[[], float] = time.perf_counter) -> i
     except LlmctlError as error:
         channel.send(Refused(error.message, error.hint))
         return error.exit_code
+    signs.state = "idle"
     channel.send(Ready(engine.facts.model_dump_json()))
     outbox, watch = Outbox(channel, start.flush_s, clock), Stopwatch(clock)
     while True:
         frame = channel.receive()
         if isinstance(frame, Stop):
             return 0
+        signs.state = "busy"
         if isinstance(frame, Run):
             channel.send(_run(engine, frame, channel, outbox, watch))
         elif isinstance(frame, RunRound):
             channel.send(_run_round(cast(RoundEngine, engine), frame, channel, outbox, watch))
+        signs.state = "idle"
 
 
 def _load(start: Start) -> Engine:
@@ -221,18 +224,13 @@ def _run_round(engine: RoundEngine, run: RunRound, channel: Channel, outbox: Out
     return DoneRound(run.batch_id, outbox.take(), watch.stop(), output)
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Serve the socket whose file descriptor is the only argument."""
+def run(line: Line, signs: Signs) -> int:
+    """Serve a front over a socket. Returns the exit code."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C reaches the whole group; when to end is the front's to say
-    with socket.socket(fileno=int(arguments[0])) as sock:
-        try:
-            return serve(SocketChannel(sock))
-        except FrontGoneError:
-            return 0
-        except Exception:  # noqa: BLE001  (one of the two edges: what happened goes to stderr, which the front keeps)
-            traceback.print_exc()
-            return 1
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    try:
+        return serve(SocketChannel(line), signs)
+    except FrontGoneError:
+        return 0
+    except Exception:  # noqa: BLE001  (one of the two edges: what happened goes to stderr, which the front keeps)
+        traceback.print_exc()
+        return 1

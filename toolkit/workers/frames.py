@@ -77,6 +77,10 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
     hint: str
 
 
+class Alive(msgspec.Struct, frozen=True, tag="alive"):
+    """Nothing but a sign of life. `toolkit.workers.lifeline` has its bytes."""
+
+
 class Progress(msgspec.Struct, frozen=True, tag="progress"):
     """Steps of the running batch that were not sent yet."""
 
@@ -103,7 +107,7 @@ class DoneRound(msgspec.Struct, frozen=True, tag="done-round"):
 
 
 ToWorker = Start | Run | RunRound | Interrupt | Cancel | Stop
-FromWorker = Ready | Refused | Progress | Done | DoneRound
+FromWorker = Alive | Ready | Refused | Progress | Done | DoneRound
 Frame = TypeVar("Frame")
 
 _ENCODER = msgspec.msgpack.Encoder()

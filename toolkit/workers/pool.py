@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -16,6 +17,7 @@ from toolkit.errors import EngineError
 from toolkit.files.profile import EngineFacts
 from toolkit.sched.types import Failure
 from toolkit.workers.frames import (
+    Alive,
     Cancel,
     Done,
     DoneRound,
@@ -41,8 +43,11 @@ from toolkit.workers.protocol import (
     WorkersFailed,
 )
 from toolkit.workers.record import BatchRecord
+from toolkit.workers.supervisor import START_S, Patience, Silent, Supervisor
 
 MAX_BACKOFF_S = 30.0
+PATIENCE = Patience()
+SPAWN_S = 60.0  # for a process to exist
 # Loading again is given up, for this try, after so many times the longest load so far and a grace.
 # The grace is long: the first load may have read the weights from the page cache, this one from a
 # cold disk.
@@ -90,7 +95,7 @@ class _Slot:
     started: bool = False  # it was ready once
     deaths: int = 0  # in a row, without a batch served between them
     failed_loads: int = 0  # in a row
-    overdue: str = ""  # why its load was ended
+    overdue: str = ""  # why it was killed
     first_ready: asyncio.Future[None] = field(default_factory=_future)
     keeper: asyncio.Task[None] | None = None
 
@@ -103,8 +108,9 @@ class Pool:
         spawn: starts a worker's body. `OSError` where there can be none now.
         backoff_s: the wait before a worker that died twice in a row is started again; it doubles each time.
         stop_timeout_s: how long `stop` waits for a step to end before it kills.
-        load_grace_s: seconds that loading again may take beyond `LOAD_TIMES` the longest load so far. The first
-            load has no bound here: it may download the model, and whatever started the server has one.
+        load_grace_s: seconds that loading again may take beyond `LOAD_TIMES` the longest load so far.
+        patience: how long a worker may say nothing, and its first load take.
+        start_s: how long until its first sign of life; of bodies that wait for a place, `math.inf`.
     """
 
     def __init__(
@@ -115,8 +121,13 @@ class Pool:
         backoff_s: float = 0.5,
         stop_timeout_s: float = 10.0,
         load_grace_s: float = LOAD_GRACE_S,
+        patience: Patience = PATIENCE,
+        start_s: float = START_S,
     ) -> None:
         self.size = size
+        self.supervisor = Supervisor(size, self._kill_hung)
+        self._patience = patience
+        self._start_s = max(start_s, patience.waiting_s)
         self._load_grace_s = load_grace_s
         self._longest_load_s = 0.0
         self._spawn = spawn
@@ -132,26 +143,33 @@ class Pool:
         self._slots = [_Slot(index) for index in range(self.size)]
         for slot in self._slots:
             slot.keeper = asyncio.create_task(self._keep(slot), name=f"worker {slot.index}")
+        self.supervisor.start()
         try:
             await asyncio.gather(*[slot.first_ready for slot in self._slots])
         except BaseException:  # cancelled while they load, too: no process may be left behind
             await self.stop()
             raise
 
-    def run(self, worker: int, batch_id: int, rows: Sequence[Row], steps: int) -> None:
+    def run(self, worker: int, batch_id: int, rows: Sequence[Row], steps: int, estimated_s: float = math.inf) -> None:
         """Send a slice. A worker that is gone answers, too: the batch has crashed."""
-        self._send(worker, BatchRecord(batch_id, len(rows)), Run(batch_id, tuple(rows), steps))
+        record = BatchRecord(batch_id, len(rows))
+        self._send(worker, record, Run(batch_id, tuple(rows), steps), estimated_s)
 
-    def run_round(self, worker: int, batch_id: int, plan: Round) -> None:
+    def run_round(self, worker: int, batch_id: int, plan: Round, estimated_s: float = math.inf) -> None:
         """Send a round; the same holds."""
-        self._send(worker, batch_id, RunRound(batch_id, plan))
+        self._send(worker, batch_id, RunRound(batch_id, plan), estimated_s)
 
-    def _send(self, worker: int, batch: BatchRecord | int, frame: ToWorker) -> None:
+    def silent(self) -> list[Silent]:
+        """The workers that take too long now, for what they do."""
+        return self.supervisor.silent()
+
+    def _send(self, worker: int, batch: BatchRecord | int, frame: ToWorker, estimated_s: float) -> None:
         slot = self._slots[worker]
         if slot.batch is not None:
             raise ValueError(f"worker {worker} runs batch {_batch_id(slot.batch)}; one at a time")
         slot.batch = batch
         if slot.facts is not None and slot.body is not None:
+            self.supervisor.enter(worker, "running", self._patience.batch_s(estimated_s))
             slot.body.send(frame)
         else:
             asyncio.get_running_loop().call_soon(self._end_batch, slot, Times(), "crashed")
@@ -171,6 +189,7 @@ class Pool:
     async def stop(self) -> None:
         """End all workers: at their next step, or killed after `stop_timeout_s`. No events come any more."""
         self._stopping.set()
+        self.supervisor.stop()
         self._on_event = None
         keepers = [slot.keeper for slot in self._slots if slot.keeper is not None]
         for slot in self._slots:
@@ -209,28 +228,39 @@ class Pool:
         """One body of a worker, from its start to its end; why it ended."""
         loop = asyncio.get_running_loop()
         slot.load_began_s = loop.time()
+        spawning = self._spawn(slot.index, lambda frame: self._hear(slot, frame))
         try:
-            slot.body = await self._spawn(slot.index, lambda frame: self._hear(slot, frame))
+            slot.body = await asyncio.wait_for(spawning, SPAWN_S)
+        except TimeoutError:
+            return f"exit code 1: no process could be started in {SPAWN_S:g} s"
         except OSError as error:
             return f"exit code 1: no process could be started: {error.strerror}"
         if self._stopping.is_set():
             slot.body.kill()
-        if not slot.started:
-            return await slot.body.gone()
-        bound_s = LOAD_TIMES * self._longest_load_s + self._load_grace_s
-        overdue = loop.call_later(bound_s, self._end_load, slot, bound_s)
+        if slot.facts is None:
+            self.supervisor.enter(slot.index, "starting", self._start_s, self._load_s(slot))
         try:
             return await slot.body.gone()
         finally:
-            overdue.cancel()
+            self.supervisor.enter(slot.index, "away")
 
-    def _end_load(self, slot: _Slot, bound_s: float) -> None:
-        """A load that hangs looks like any other from outside: only time tells."""
-        if slot.facts is None and slot.body is not None:
-            slot.overdue = f"killed: it had not loaded after {bound_s:.0f} s"
+    def _load_s(self, slot: _Slot) -> float:
+        """What a load may take in all: the first may download the model, a later one is like those before it."""
+        if not slot.started:
+            return self._patience.load_s
+        return LOAD_TIMES * self._longest_load_s + self._load_grace_s
+
+    def _kill_hung(self, hung: Silent) -> None:
+        """One that hangs looks like any other from outside: only time tells."""
+        slot = self._slots[hung.worker]
+        if slot.body is not None:
+            slot.overdue = hung.reason
             slot.body.kill()
 
     def _hear(self, slot: _Slot, frame: FromWorker) -> None:
+        self._notice(slot, frame)
+        if isinstance(frame, Alive):
+            return
         if isinstance(frame, Ready):
             slot.facts = EngineFacts.model_validate_json(frame.facts)
             slot.started, slot.failed_loads = True, 0
@@ -243,6 +273,21 @@ class Pool:
             slot.refusal = frame
         elif slot.batch is not None and frame.batch_id == _batch_id(slot.batch):
             self._hear_of_batch(slot, slot.batch, frame)
+
+    def _notice(self, slot: _Slot, frame: FromWorker) -> None:
+        """What the frame says of the worker's state. An idle one is held to signs once it has given one."""
+        supervisor, waiting_s = self.supervisor, self._patience.waiting_s
+        state = supervisor.watched[slot.index].state
+        if isinstance(frame, Ready):
+            supervisor.enter(slot.index, "idle")
+        elif isinstance(frame, Alive) and slot.facts is None:
+            if state != "loading":
+                supervisor.enter(slot.index, "loading", waiting_s, self._load_s(slot))
+            supervisor.sign(slot.index)
+        elif isinstance(frame, Alive) and state == "idle":
+            supervisor.enter(slot.index, "idle", waiting_s)
+        elif isinstance(frame, Progress):
+            supervisor.sign(slot.index)
 
     def _hear_of_batch(self, slot: _Slot, batch: BatchRecord | int, frame: Progress | Done | DoneRound) -> None:
         if isinstance(batch, BatchRecord):
@@ -266,6 +311,8 @@ class Pool:
 
     def _end(self, slot: _Slot, event: BatchDone | RoundDone) -> None:
         slot.batch = None
+        if slot.facts is not None:
+            self.supervisor.enter(slot.index, "idle")
         self._tell(event)
 
     def _lost(self, slot: _Slot, reason: str) -> None:

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from toolkit.files.recipe import EngineSpec, HardwareSpec, ModelSpec, Recipe
 from toolkit.workers.frames import Start
 from toolkit.workers.gpus import share_gpus, visible_gpus
-from toolkit.workers.pool import Body, OnFrame, Pool
+from toolkit.workers.pool import PATIENCE, Body, OnFrame, Pool
 from toolkit.workers.process import WorkerProcess
+from toolkit.workers.supervisor import Patience
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +41,7 @@ class ProcessWorkers(Pool):
         size: how many.
         flush_s: progress of a batch is reported at most this often, but for first tokens.
         others: further workers, numbered after these, each with what it loads: of a fleet of several kinds.
-        backoff_s, stop_timeout_s: as the pool's.
+        backoff_s, stop_timeout_s, patience: as the pool's.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class ProcessWorkers(Pool):
         others: Sequence[Outfit] = (),
         backoff_s: float = 0.5,
         stop_timeout_s: float = 10.0,
+        patience: Patience = PATIENCE,
     ) -> None:
         outfits = [Outfit(model, engine, hardware, flush_s)] * size + list(others)
         visible = visible_gpus() if any(outfit.gpus for outfit in outfits) else []
@@ -64,7 +66,7 @@ class ProcessWorkers(Pool):
             start = Start.of(outfit.model, outfit.engine, outfit.hardware, outfit.flush_s)
             return await WorkerProcess.spawn(start, outfit.engine.threads, on_frame, gpus[worker])
 
-        super().__init__(len(outfits), spawn, backoff_s=backoff_s, stop_timeout_s=stop_timeout_s)
+        super().__init__(len(outfits), spawn, backoff_s=backoff_s, stop_timeout_s=stop_timeout_s, patience=patience)
 
     def pid(self, worker: int) -> int | None:
         """The process of a worker; None between two."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -12,6 +13,7 @@ from toolkit.engines.protocol import Round, RoundOutput, Row, SliceOutput, StepO
 from toolkit.errors import EngineError
 from toolkit.files.profile import EngineFacts
 from toolkit.sched.types import Failure
+from toolkit.workers.supervisor import Silent
 
 
 @dataclass(slots=True, frozen=True)
@@ -102,12 +104,15 @@ class Workers(Protocol):
         """Start all workers and return when each has reported `WorkerReady`; `EngineError` if one cannot."""
         ...
 
-    def run(self, worker: int, batch_id: int, rows: Sequence[Row], steps: int) -> None:
-        """Send a slice. Exactly one `BatchDone` follows, whatever happens to the process."""
+    def run(self, worker: int, batch_id: int, rows: Sequence[Row], steps: int, estimated_s: float = math.inf) -> None:
+        """Send a slice. Exactly one `BatchDone` follows, whatever happens to the process.
+
+        A worker that is silent for much longer than `estimated_s` is killed, and started again.
+        """
         ...
 
-    def run_round(self, worker: int, batch_id: int, plan: Round) -> None:
-        """Send a round, to engines that re-batch. Exactly one `RoundDone` follows, whatever happens to the process."""
+    def run_round(self, worker: int, batch_id: int, plan: Round, estimated_s: float = math.inf) -> None:
+        """The same of a round, for engines that re-batch: exactly one `RoundDone` follows."""
         ...
 
     def interrupt(self, worker: int, batch_id: int) -> None:
@@ -119,7 +124,11 @@ class Workers(Protocol):
         ...
 
     def kill(self, worker: int) -> None:
-        """End one that hangs, at once; `WorkerLost` follows, and it is started again."""
+        """End one at once; `WorkerLost` follows, and it is started again."""
+        ...
+
+    def silent(self) -> list[Silent]:
+        """The workers that take too long now, for what they do: they are about to be killed."""
         ...
 
     async def stop(self) -> None:

@@ -1,0 +1,120 @@
+"""Deadlines of requests: one that comes to its end gets 504 or a final error, and the scheduler a cancel."""
+
+import asyncio
+
+import httpx
+import pytest
+from serving import LAW, HandWorkers, ToyWorkers, client, events, turns
+
+from toolkit.estimators.memory import ZetaMemory
+from toolkit.sched.eventlog import Cancel, Recorder, replay
+from toolkit.sched.policies import make_policy
+from toolkit.sched.scheduler import Scheduler
+from toolkit.sched.types import Worker
+
+ASK = {"prompt": "a", "max_tokens": 8}
+
+
+def ask(scenario, workers=None, **settings) -> None:
+    async def main() -> None:
+        async with client(workers or HandWorkers(), **settings) as http:
+            await scenario(http)
+
+    asyncio.run(main())
+
+
+async def expire(http: httpx.AsyncClient) -> None:
+    """The deadlines of all that are on their way come now."""
+    for live in list(http.driver._lives):
+        assert live.deadline is not None
+        http.driver._expire(live)
+    await turns()
+
+
+def test_a_request_that_waits_at_its_deadline_gets_504_though_no_worker_lives() -> None:
+    async def test(http: httpx.AsyncClient) -> None:
+        first = asyncio.create_task(http.post("/v1/completions", json=ASK | {"timeout": 5.0}))
+        await turns(60)
+        http.workers.crash()
+        await turns()
+        await expire(http)
+        answer = await first
+        assert (answer.status_code, answer.headers["x-should-retry"]) == (504, "false")
+        error = answer.json()["error"]
+        assert (error["code"], error["type"]) == ("deadline_exceeded", "server_error")
+        assert error["message"] == "the request failed: it was not done at its deadline, 5 s after it came"
+        assert http.driver.waiting == http.driver.running == 0
+
+    ask(test)
+
+
+def test_a_stream_that_runs_at_its_deadline_gets_a_final_error() -> None:
+    async def test(http: httpx.AsyncClient) -> None:
+        asking = asyncio.create_task(http.post("/v1/completions", json=ASK | {"stream": True, "timeout": 5}))
+        await turns(60)
+        http.workers.progress(steps=2)
+        await turns()
+        await expire(http)
+        *_, error, done = events((await asking).text)
+        assert (error["error"]["code"], done) == ("deadline_exceeded", "[DONE]")
+        assert len(http.workers.unwanted) == 1  # its worker may stop
+
+    ask(test)
+
+
+def test_the_timer_itself_ends_it() -> None:
+    async def test(http: httpx.AsyncClient) -> None:
+        answer = await http.post("/v1/completions", json=ASK | {"timeout": 0.01})
+        assert answer.status_code == 504
+
+    ask(test)
+
+
+def test_the_servers_deadline_is_the_default_and_the_longest() -> None:
+    async def test(http: httpx.AsyncClient) -> None:
+        asking = [
+            asyncio.create_task(http.post("/v1/completions", json=ASK | more))
+            for more in ({}, {"timeout": 500}, {"timeout": 2})
+        ]
+        await turns(60)
+        assert sorted(live.ask.timeout_s for live in http.driver._lives) == [2, 60, 60]
+        await expire(http)
+        assert [(await one).status_code for one in asking] == [504] * 3
+
+    ask(test, request_timeout_s=60.0)
+
+
+def test_without_one_there_is_no_deadline_and_one_that_ended_has_none() -> None:
+    async def test(http: httpx.AsyncClient) -> None:
+        assert (await http.post("/v1/completions", json=ASK)).status_code == 200
+        assert (await http.post("/v1/completions", json=ASK | {"timeout": 3600})).status_code == 200
+        timers = [timer for timer in asyncio.get_running_loop()._scheduled if not timer.cancelled()]
+        assert not any("_expire" in repr(timer) for timer in timers)
+
+    ask(test, workers=ToyWorkers())
+
+
+@pytest.mark.parametrize("timeout", [0, -1, 1e9, "5", True])
+def test_a_deadline_that_is_none_is_refused(timeout: object) -> None:
+    async def test(http: httpx.AsyncClient) -> None:
+        answer = await http.post("/v1/completions", json=ASK | {"timeout": timeout})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "timeout")
+
+    ask(test)
+
+
+def test_it_is_a_cancel_in_the_log_and_replays() -> None:
+    async def main() -> None:
+        log = []
+        async with client(HandWorkers()) as http:
+            policy = make_policy("slice", {"slice_tokens": 8})
+            http.driver.scheduler = Recorder(policy, [Worker(0, LAW, ZetaMemory(4096))], log.append)
+            asking = asyncio.create_task(http.post("/v1/completions", json=ASK | {"timeout": 5}))
+            await turns(60)
+            await expire(http)
+            assert (await asking).status_code == 504
+            assert [type(event) for event in log].count(Cancel) == 1
+            again = Scheduler(make_policy("slice", {"slice_tokens": 8}), [Worker(0, LAW, ZetaMemory(4096))])
+            assert list(replay(log, again)) == []
+
+    asyncio.run(main())
