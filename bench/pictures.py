@@ -9,6 +9,7 @@ pictures one of its workers is killed. Needs Chromium at /usr/bin/chromium, and 
 
 from __future__ import annotations
 
+import argparse
 import base64
 import signal
 import subprocess
@@ -33,7 +34,9 @@ QUALITY = 90
 
 
 def main() -> None:
-    folder = Path(sys.argv[1] if len(sys.argv) > 1 else "demo-out")
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path, nargs="?", default=Path("demo-out"), help="of the demo's files")
+    folder = parser.parse_args().folder
     stages = Stages(sys.stdout)
     with sync_playwright() as playwright, tempfile.TemporaryDirectory() as scratch:
         browser = playwright.chromium.launch(executable_path="/usr/bin/chromium", args=ARGUMENTS)
