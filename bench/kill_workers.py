@@ -181,7 +181,9 @@ async def mixed_life(server: Server, load: Load, rounds: int, rng: random.Random
 def run_mixed(plan: Path, settings: list[str], options: argparse.Namespace) -> dict[str, object]:
     """All rounds, over as many fronts as it takes."""
     rng, found = random.Random(options.seed), Counter[str]()
-    wrong, done, begin_s, expected = [], 0, time.monotonic(), {}
+    wrong: list[str] = []
+    expected: dict[str, str] = {}
+    done, begin_s = 0, time.monotonic()
     while found["rounds"] < options.rounds:
         with Server(plan, "--policy", options.policy, *settings, "--port", "0") as server:
 

@@ -27,6 +27,7 @@ from toolkit.serve.live import merge
 from toolkit.workers.channel import SocketChannel
 from toolkit.workers.child import Outbox, RunningRound
 from toolkit.workers.frames import DoneRound, RunRound, front_side, pack, worker_side
+from toolkit.workers.lifeline import Line
 from toolkit.workers.protocol import Times
 
 LAW = bilinear_law(p=(1e-4, 1e-3, 0.0, 0.01), d=(1e-6, 1e-4, 0.0, 0.01))
@@ -56,7 +57,7 @@ def frames_us(rows: int, repeats: int) -> dict[str, float]:
     out, back = pack(run), pack(done)
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        channel = SocketChannel(theirs)
+        channel = SocketChannel(Line(theirs))
         outbox = Outbox(channel, NEVER_S, time.perf_counter)
         outbox.begin_round(5, run.plan)
         outbox.put(steps[0])  # has first tokens, so it goes out; those that follow wait

@@ -244,7 +244,7 @@ def test_an_actor_takes_frames_in_the_order_in_which_they_were_sent() -> None:
     actor.tell(1, pack(Interrupt(7)))
     with ThreadPoolExecutor() as threads:
         life = threads.submit(actor.live)
-        (ready,) = answers(actor, 0, start)
+        *_, ready = answers(actor, 0, start)
         assert isinstance(ready, Ready)
         *_, done = answers(actor, 2, Run(7, tuple(ROWS), 20))
         assert isinstance(done, Done)
@@ -255,7 +255,7 @@ def test_an_actor_that_cannot_load_says_why() -> None:
     actor = WorkerActor()
     with ThreadPoolExecutor() as threads:
         life = threads.submit(actor.live)
-        (refused,) = answers(actor, 0, Start.of(fake(no_such_key=1), tiny.engine_spec("fake"), tiny.CPU, 0.05))
+        *_, refused = answers(actor, 0, Start.of(fake(no_such_key=1), tiny.engine_spec("fake"), tiny.CPU, 0.05))
         assert isinstance(refused, Refused)
         assert life.result() == 2
 

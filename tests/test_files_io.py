@@ -252,7 +252,7 @@ def test_a_file_that_says_a_key_twice_is_refused(chain: dict[str, Path], role: s
     [
         (b"[" * 100_000, "nested too deep"),
         (b'{"a": ' * 50_000, "nested too deep"),
-        (b'{"name": "\xff\xfe"}', "byte 10 is not UTF-8"),
+        (b'{"name": "\xff\xfe"}', "byte 11 is not UTF-8"),
         (b"{}{", "not JSON"),
     ],
 )
