@@ -46,9 +46,9 @@ import uvicorn
 from starlette.types import ASGIApp, Message, Scope
 
 from toolkit.serve.errors import ApiError, error_body
+from toolkit.serve.settings import MAX_BODY_BYTES
 
 MAX_HEAD_BYTES = 1 << 16  # of the request line and all headers, and of trailers
-MAX_BODY_BYTES = 8 << 20
 MAX_FRAMING_FACTOR = 8  # a body in chunks of one byte takes six bytes for each
 MAX_PIPELINED_REQUESTS = 16  # behind the one that is answered
 MAX_CONNECTIONS = 4096

@@ -6,7 +6,8 @@ import math
 from dataclasses import dataclass
 
 from toolkit.files.keys import ApiKey
-from toolkit.serve.http import MAX_BODY_BYTES
+
+MAX_BODY_BYTES = 8 << 20
 
 
 @dataclass(slots=True, frozen=True)
