@@ -74,6 +74,7 @@ class Signs:
         self._idle = idle
         self._seen = (-1.0, -1)  # CPU time and bytes read at the last sign; the first look finds news
         self._children_s = 0.0
+        self._pause = threading.Event()  # never set: another clock than time.sleep, which tests replace
         threading.Thread(target=self._beat, daemon=True, name="signs").start()
 
     def _beat(self) -> None:
@@ -81,7 +82,7 @@ class Signs:
             while True:
                 if self._lives():
                     self._send()
-                time.sleep(BEAT_EVERY_S)
+                self._pause.wait(BEAT_EVERY_S)
         except OSError:
             pass  # the front is gone, which `end_with_front` notices
 
