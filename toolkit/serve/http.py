@@ -654,7 +654,7 @@ class HttpExchange:
         self._runs = True
         try:
             await self._server.app(self.scope, self.receive, self.send)
-        except Exception as error:
+        except Exception as error:  # an edge: a bug in one request must not end the others' connections
             _logger.error("exception in the application", exc_info=error)
         finally:
             self._runs = False
