@@ -10,11 +10,16 @@ STATE = pytest.StashKey[tempfile.TemporaryDirectory[str]]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """A shell that starts the tests in the background has SIGINT ignored; the tests send it, so it must count."""
+    """A shell that starts the tests in the background has SIGINT ignored; the tests send it, so it
+    must count.
+    """
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    # servers that tests start remember themselves: not where those of whoever runs the tests are remembered
-    os.environ["XDG_STATE_HOME"] = config.stash.setdefault(STATE, tempfile.TemporaryDirectory()).name
+    # servers that tests start remember themselves: not where those of whoever runs the tests are
+    # remembered
+    os.environ["XDG_STATE_HOME"] = config.stash.setdefault(
+        STATE, tempfile.TemporaryDirectory()
+    ).name
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

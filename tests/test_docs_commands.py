@@ -65,7 +65,9 @@ def commands(page: Path) -> list[str]:
 
 def named_files(page: Path) -> dict[str, str]:
     """The YAML files that the page shows, by the name in their first line."""
-    blocks = re.findall(r"^```yaml\n# (\S+\.yaml)\n(.*?)^```", page.read_text(encoding="utf-8"), re.M | re.S)
+    blocks = re.findall(
+        r"^```yaml\n# (\S+\.yaml)\n(.*?)^```", page.read_text(encoding="utf-8"), re.M | re.S
+    )
     return dict(blocks)
 
 
@@ -90,7 +92,12 @@ class Folder:
     def run(self, command: str, code: int = 0) -> None:
         """One command, to its end."""
         done = subprocess.run(
-            self._words(command), cwd=self.path, env=self._env(), capture_output=True, text=True, timeout=TIMEOUT_S
+            self._words(command),
+            cwd=self.path,
+            env=self._env(),
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT_S,
         )
         assert done.returncode == code, f"$ {command}\n{done.stdout}\n{done.stderr}"
 
@@ -100,7 +107,12 @@ class Folder:
         output = self.path / f"server-{len(self.servers)}.log"
         with output.open("w") as log:
             server = subprocess.Popen(
-                self._words(command), cwd=self.path, env=self._env(), stdout=subprocess.PIPE, stderr=log, text=True
+                self._words(command),
+                cwd=self.path,
+                env=self._env(),
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
             )
         self.servers.append(server)
         assert server.stdout is not None
@@ -123,7 +135,8 @@ class Folder:
         return [sys.executable, "-P", "-m", "toolkit", *words[1:]]
 
     def _env(self) -> dict[str, str]:
-        # These files come before those of this checkout, which an editable install puts on the path.
+        # These files come before those of this checkout, which an editable install puts on the
+        # path.
         return os.environ | {"PYTHONPATH": str(self.installed.site)} | self.environment
 
 
@@ -155,7 +168,16 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
     """The wheel, built and unpacked; its recipes name a free port, so that no other server is met."""
     folder = tmp_path_factory.mktemp("wheel")
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
-    build = [*pip, "wheel", "--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir", folder, ROOT]
+    build = [
+        *pip,
+        "wheel",
+        "--no-deps",
+        "--no-build-isolation",
+        "--no-index",
+        "--wheel-dir",
+        folder,
+        ROOT,
+    ]
     subprocess.run(build, check=True, capture_output=True)
     [wheel] = folder.glob("*.whl")
     install = [*pip, "install", "--no-deps", "--no-index", "--target", folder / "site", wheel]
@@ -168,7 +190,8 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
 
 @pytest.fixture(scope="session")
 def tuned(installed: Installed, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What a reader has when the first steps are done: traces, and the tiny model from profile to plan.
+    """What a reader has when the first steps are done: traces, and the tiny model from profile to
+    plan.
 
     The shipped profile stands for one that was measured here, which takes a minute.
     """
@@ -199,7 +222,9 @@ def clock(row: Mapping[str, float]) -> str:
 
 
 def shipped(folder: Folder, recipe: str, name: str) -> str:
-    return (folder.installed.site / "toolkit" / "_data" / "profiles" / recipe / name).read_text(encoding="utf-8")
+    return (folder.installed.site / "toolkit" / "_data" / "profiles" / recipe / name).read_text(
+        encoding="utf-8"
+    )
 
 
 def measured_here(folder: Folder) -> None:
@@ -228,7 +253,12 @@ def planned_for_this_machine(folder: Folder) -> None:
     """The plan of a GPU as if it had been profiled on this CPU, for the stand-in to serve."""
     plan = json.loads((folder.path / "plan.json").read_text())
     plan["recipe"]["hardware"]["device"] = "cpu"
-    plan["fit"]["engine"] |= {"device": "cpu", "processor": processor(), "engine_version": "0.32.0", "analytic": ""}
+    plan["fit"]["engine"] |= {
+        "device": "cpu",
+        "processor": processor(),
+        "engine_version": "0.32.0",
+        "analytic": "",
+    }
     (folder.path / "plan.json").write_text(json.dumps(plan))
 
 
@@ -284,9 +314,14 @@ SCRIPTS = {
     "bench.md": Script(before={"llmctl validate plan.json --tuning": tuned_on_azure}),
     "cluster.md": Script(elsewhere={"llmctl serve plan.json --ray": CLUSTER}),
     "demo.md": Script(elsewhere={"llmctl": "what `make demo` printed, which takes five minutes"}),
-    "deploying.md": Script(before={"llmctl serve FOLDER": rendered_to_run_here, "llmctl stop": serving}),
+    "deploying.md": Script(
+        before={"llmctl serve FOLDER": rendered_to_run_here, "llmctl stop": serving}
+    ),
     "fleets.md": Script(
-        elsewhere={"llmctl serve plan.json --ray": CLUSTER, "llmctl serve plan.json": "needs three GPUs"},
+        elsewhere={
+            "llmctl serve plan.json --ray": CLUSTER,
+            "llmctl serve plan.json": "needs three GPUs",
+        },
     ),
     "profiling.md": Script(prepare=quick_recipe),
     "results.md": Script(elsewhere={"llmctl": "how results were made; each takes minutes"}),
@@ -305,7 +340,9 @@ def folder(installed: Installed, tuned: Path, tmp_path: Path) -> Iterator[Folder
     one.stop()
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if commands(page)], ids=lambda page: page.name)
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if commands(page)], ids=lambda page: page.name
+)
 def test_every_command_of_a_page_runs_as_it_is_written(page: Path, folder: Folder) -> None:
     script = SCRIPTS.get(page.name, Script())
     for name, text in named_files(page).items():
@@ -335,7 +372,9 @@ class AcceptedError(Exception):
 def benchmarks(page: Path) -> set[str]:
     """The benchmark commands of a page, those in its text and its tables too."""
     text = page.read_text(encoding="utf-8")
-    return {command.strip() for command in re.findall(r"python (bench/[a-z_0-9]+\.py[^`|\n#]*)", text)}
+    return {
+        command.strip() for command in re.findall(r"python (bench/[a-z_0-9]+\.py[^`|\n#]*)", text)
+    }
 
 
 @pytest.mark.parametrize("command", sorted(set().union(*map(benchmarks, PAGES))), ids=str)

@@ -1,4 +1,6 @@
-"""What is the deepspeed engine's own: what it says it got, what it refuses, and that it keeps quiet."""
+"""What is the deepspeed engine's own: what it says it got, what it refuses, and that it keeps
+quiet.
+"""
 
 import subprocess
 import sys
@@ -11,10 +13,10 @@ from test_workers_pool import Events, with_workers
 from toolkit.engines.factory import make_engine
 from toolkit.engines.protocol import Row, SamplingParams
 from toolkit.errors import EngineError
-from toolkit.estimators.memory_fit import fit_memory
+from toolkit.estimators.part_fits import fit_memory
 from toolkit.files.profile import EngineFacts, MemoryPoint
 from toolkit.files.recipe import EngineSpec
-from toolkit.workers.processes import ProcessWorkers
+from toolkit.workers.pool import ProcessWorkers
 from toolkit.workers.protocol import BatchDone, WorkerReady
 
 FREE = SamplingParams(ignore_eos=True)
@@ -39,7 +41,9 @@ def test_on_a_cpu_it_passes_through_and_says_so(capfd: pytest.CaptureFixture[str
 
 @pytest.mark.usefixtures("_installed")
 def test_kernels_that_the_recipe_needs_are_not_replaced_in_silence() -> None:
-    with pytest.raises(EngineError, match="kernel_injection is true: DeepSpeed has no inference kernels for cpu"):
+    with pytest.raises(
+        EngineError, match="kernel_injection is true: DeepSpeed has no inference kernels for cpu"
+    ):
         make_engine(tiny.model_spec(), spec_of(kernel_injection=True), tiny.CPU)
 
 
@@ -76,7 +80,9 @@ def test_a_worker_process_serves_slices_of_it_with_the_tokens_of_transformers() 
             workers.run(0, number, left, 8)
             output = (await events.until(BatchDone, number + 1))[-1].output
             so_far = [done + new for done, new in zip(so_far, output.tokens, strict=True)]
-        assert [done[: len(tokens)] for done, tokens in zip(so_far, whole, strict=True)] == list(whole)
+        assert [done[: len(tokens)] for done, tokens in zip(so_far, whole, strict=True)] == list(
+            whole
+        )
 
     with_workers(scenario, ProcessWorkers(tiny.model_spec("deepspeed"), spec_of(), tiny.CPU, 1))
 
@@ -122,4 +128,8 @@ def test_algorithm_2_is_what_probes_like_the_papers_give() -> None:
     ]
     memory = fit_memory(probes, facts)
     assert memory.form == "rules"
-    assert [(rule.length_above, rule.max_batch_size) for rule in memory.rules] == [(1024, 12), (512, 22), (0, 28)]
+    assert [(rule.length_above, rule.max_batch_size) for rule in memory.rules] == [
+        (1024, 12),
+        (512, 22),
+        (0, 28),
+    ]

@@ -5,12 +5,16 @@ from synthetic_profiles import ENVIRONMENT, FACTS
 
 from toolkit.errors import InputError
 from toolkit.files.profile import FailedPoint, MemoryPoint, SlicePoint
-from toolkit.profiling.journal import Conditions, Journal, Visit
+from toolkit.profiling.journal import Journal, JournalConditions, PointVisit
 
-NOW = Conditions(tool_version="1", recipe={"model": "aa", "profile": "bb"}, environment=ENVIRONMENT, engine=FACTS)
+NOW = JournalConditions(
+    tool_version="1", recipe={"model": "aa", "profile": "bb"}, environment=ENVIRONMENT, engine=FACTS
+)
 RESULTS = {
-    "prefill/1/16/0": Visit(seconds=[0.1, 1e-9, 1 / 3]),
-    "prefill/64/256": FailedPoint(kind="prefill", batch_size=64, length=256, reason="out of memory"),
+    "prefill/1/16/0": PointVisit(seconds=[0.1, 1e-9, 1 / 3]),
+    "prefill/64/256": FailedPoint(
+        kind="prefill", batch_size=64, length=256, reason="out of memory"
+    ),
     "memory/64/16": MemoryPoint(input_length=64, steps=16, largest_ok=3, smallest_oom=None),
     "slice/7": SlicePoint(batch_size=2, input_length=16, steps=16, seconds=0.25),
 }
@@ -63,9 +67,15 @@ def test_what_follows_a_damaged_line_is_measured_again(path):
         ({"recipe": {"model": "aa", "profile": "bb", "engine": "dd"}}, "'engine' of the recipe"),
         ({"tool_version": "2"}, "llmctl (1, now 2)"),
         ({"environment": ENVIRONMENT.model_copy(update={"cpu_count": 64})}, "the machine"),
-        ({"environment": ENVIRONMENT.model_copy(update={"packages": {"torch": "2"}})}, "torch (none, now 2)"),
+        (
+            {"environment": ENVIRONMENT.model_copy(update={"packages": {"torch": "2"}})},
+            "torch (none, now 2)",
+        ),
         ({"engine": FACTS.model_copy(update={"device": "H100"})}, "device CPU (here H100)"),
-        ({"engine": FACTS.model_copy(update={"capacity_tokens": 9000})}, "what the engine says of itself"),
+        (
+            {"engine": FACTS.model_copy(update={"capacity_tokens": 9000})},
+            "what the engine says of itself",
+        ),
     ],
 )
 def test_results_of_other_conditions_are_set_aside(path, change, said):

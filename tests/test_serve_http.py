@@ -1,6 +1,7 @@
 """HTTP on real sockets in front of a small application: framing, order, timers, bounds.
 
-Timers are run by hand: the server has a clock of the test's, and `sweep` lets those that have run out take effect.
+Timers are run by hand: the server has a clock of the test's, and `sweep` lets those that have run
+out take effect.
 """
 
 import asyncio
@@ -51,7 +52,9 @@ class Desk:
                 body, more = body + message["body"], message["more_body"]
             self.bodies.append(body)
             self.seen.append({name.decode(): value.decode() for name, value in scope["headers"]})
-            await self._answer(send, b"x" * LARGE_BYTES if scope["path"] == "/large" else b"%d bytes" % len(body))
+            await self._answer(
+                send, b"x" * LARGE_BYTES if scope["path"] == "/large" else b"%d bytes" % len(body)
+            )
 
     async def _answer(self, send: Callable, body: bytes, status: int = 200) -> None:
         length = (b"content-length", str(len(body)).encode())
@@ -170,7 +173,12 @@ def post(path: str, body: bytes, *headers: bytes, version: bytes = b"1.1") -> by
 
 
 def chunked(*pieces: bytes, trailer: bytes = b"") -> bytes:
-    return b"".join(b"%x\r\n%b\r\n" % (len(piece), piece) for piece in pieces) + b"0\r\n" + trailer + b"\r\n"
+    return (
+        b"".join(b"%x\r\n%b\r\n" % (len(piece), piece) for piece in pieces)
+        + b"0\r\n"
+        + trailer
+        + b"\r\n"
+    )
 
 
 def statuses(received: bytes) -> list[int]:
@@ -188,7 +196,9 @@ def test_upgrades_behind_each_other_are_all_answered_in_this_protocol():
     upgrade = b"POST /echo HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nUpgrade: h2c\r\nContent-Length: 3\r\n\r\nabc"
 
     async def test(wire: Wire) -> None:
-        peer = await wire.open(KEPT + upgrade + upgrade + post("/echo", b"last", b"Connection: close"))
+        peer = await wire.open(
+            KEPT + upgrade + upgrade + post("/echo", b"last", b"Connection: close")
+        )
         assert statuses(await peer.rest()) == [200] * 4
         assert wire.desk.bodies == [b"", b"abc", b"abc", b"last"]
 
@@ -197,7 +207,9 @@ def test_upgrades_behind_each_other_are_all_answered_in_this_protocol():
 
 def test_answers_leave_in_the_order_of_their_requests():
     async def test(wire: Wire) -> None:
-        peer = await wire.open(WAIT + post("/echo", b"second") + post("/early", b"", b"Connection: close"))
+        peer = await wire.open(
+            WAIT + post("/echo", b"second") + post("/early", b"", b"Connection: close")
+        )
         await until(lambda: wire.desk.asked == ["/wait"])
         wire.desk.go.set()
         received = await peer.rest()
@@ -295,7 +307,9 @@ def test_a_large_body_behind_a_running_request_is_not_kept():
         ("/stream", b"first \r\n0", b"4\r\nlast\r\n0\r\n\r\n"),  # the next chunk's size is 04
     ],
 )
-def test_a_client_that_only_ends_its_side_gets_its_whole_answer(path: str, probe: bytes, last: bytes):
+def test_a_client_that_only_ends_its_side_gets_its_whole_answer(
+    path: str, probe: bytes, last: bytes
+):
     async def test(wire: Wire) -> None:
         peer = await wire.open(post(path, b""))
         peer.half_close()
@@ -336,7 +350,9 @@ def test_a_request_whose_rest_will_never_come_is_told_so(sent: bytes, message: s
 
 def test_a_client_that_ends_its_side_after_a_refusal_is_let_go():
     async def test(wire: Wire) -> None:
-        peer = await wire.open(b"POST /wait HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n")
+        peer = await wire.open(
+            b"POST /wait HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n"
+        )
         assert statuses(await peer.rest()) == [400]
         await wire.connections(1)  # it lingers, so that the client can read its answer
         peer.half_close()
@@ -406,7 +422,15 @@ def test_a_client_of_http_1_0_gets_no_chunks():
         (KEPT + b"\r\n\r\n", 60, [200]),
         (post("/early", b"abc")[:-2], 5, [401]),
     ],
-    ids=["nothing", "line ends", "half a head", "half a body", "idle", "line ends behind an answer", "early answer"],
+    ids=[
+        "nothing",
+        "line ends",
+        "half a head",
+        "half a body",
+        "idle",
+        "line ends behind an answer",
+        "early answer",
+    ],
 )
 def test_each_phase_ends_with_its_timer(sent: bytes, seconds: float, status: list[int]):
     async def test(wire: Wire) -> None:
@@ -417,7 +441,9 @@ def test_each_phase_ends_with_its_timer(sent: bytes, seconds: float, status: lis
             peer.send(b"\r\n" if status == [200] else b"c")  # neither begins a request
         else:
             await until(lambda: bool(wire.server.connections))
-            await until(lambda: wire.desk.asked == ["/echo"] or status != [408] or b"POST" not in sent)
+            await until(
+                lambda: wire.desk.asked == ["/echo"] or status != [408] or b"POST" not in sent
+            )
             await until(lambda: not sent.startswith(b"GET") or bool(wire.server.heads))
             wire.pass_time(seconds - 1)
         await wire.connections(1)
@@ -469,7 +495,9 @@ def test_more_bodies_than_the_server_holds_are_refused_and_small_ones_are_not():
         assert statuses(received) == [503]
         assert b"Retry-After: 5\r\n" in received
         assert error(received)["code"] == "overloaded"
-        assert statuses(await wire.say(post("/echo", b"y" * SMALL_BODY_BYTES, b"Connection: close"))) == [200]
+        assert statuses(
+            await wire.say(post("/echo", b"y" * SMALL_BODY_BYTES, b"Connection: close"))
+        ) == [200]
         first.send(b"x")
         await first.has(b"1048576 bytes")
         assert wire.server.body_bytes == 0
@@ -481,7 +509,10 @@ def test_more_bodies_than_the_server_holds_are_refused_and_small_ones_are_not():
 def test_a_body_that_is_too_large_is_refused_as_soon_as_it_is(framed: bool):
     async def test(wire: Wire) -> None:
         if framed:
-            sent = b"POST /echo HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n" + b"1\r\nx\r\n" * 2000
+            sent = (
+                b"POST /echo HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+                + b"1\r\nx\r\n" * 2000
+            )
         else:
             sent = post("/echo", b"x" * 2000)
         received = await wire.say(sent)
@@ -516,7 +547,10 @@ def test_a_connection_more_than_can_be_is_told_so_when_none_is_idle():
             await stream.has(b"first ")
         received = await wire.say(KEPT)
         assert statuses(received) == [503]
-        assert error(received)["message"] == "the server has 2 connections, as many as it takes; try again later"
+        assert (
+            error(received)["message"]
+            == "the server has 2 connections, as many as it takes; try again later"
+        )
         wire.desk.go.set()
         for stream in streams:
             await stream.has(b"last")

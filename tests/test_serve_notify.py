@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from serving import Server, fake_plan
 
-from toolkit.serve.notify import Manager
+from toolkit.serve.launch import Manager
 
 
 @pytest.fixture

@@ -1,4 +1,6 @@
-"""How a server begins and ends: on a real port, signals to this very process, workers moved by hand."""
+"""How a server begins and ends: on a real port, signals to this very process, workers moved by
+hand.
+"""
 
 import asyncio
 import os
@@ -10,7 +12,7 @@ import httpx
 import pytest
 from serving import SETTINGS, HandWorkers, events, make_driver, text, turns
 
-from toolkit.engines.bytes_tokenizer import ByteTokenizer
+from toolkit.engines.tokenizer import ByteTokenizer
 from toolkit.errors import EngineError, InputError
 from toolkit.serve.api import make_app
 from toolkit.serve.driver import Driver
@@ -30,7 +32,9 @@ def run(test: Test, ending: Ending = Ending(), workers: HandWorkers | None = Non
         driver = make_driver(hands)
         with listen("127.0.0.1", 0) as listener:
             app = make_app(driver, ByteTokenizer(), SETTINGS)
-            serving = asyncio.create_task(serve(driver, app, listener, ending, lambda: announced.append(url(listener))))
+            serving = asyncio.create_task(
+                serve(driver, app, listener, ending, lambda: announced.append(url(listener)))
+            )
             async with httpx.AsyncClient(base_url=url(listener)) as http:
                 await test(http, driver, hands)
                 await serving
@@ -62,7 +66,10 @@ def test_a_signal_lets_running_streams_finish_while_ready_says_no():
             assert (await until_not_ready(http)).json() == {"status": "leaving"}
             assert (await http.get("/health")).status_code == 200
             refused = await http.post("/v1/completions", json=BODY)
-            assert (refused.status_code, refused.json()["error"]["message"]) == (503, "the server is draining")
+            assert (refused.status_code, refused.json()["error"]["message"]) == (
+                503,
+                "the server is draining",
+            )
             assert refused.headers["connection"] == "close"
             with pytest.raises(httpx.ConnectError):
                 await http.get("/ready")  # the listener is closed, and no connection is left

@@ -1,4 +1,5 @@
-"""What the SCLS paper found must come out of the simulator (ALGORITHMS section 2): orderings, shapes and gains.
+"""What the SCLS paper found must come out of the simulator (ALGORITHMS section 2): orderings,
+shapes and gains.
 
 The setting is that of `bench/scls_figures.py`, on one trace instead of the mean of several.
 """
@@ -57,7 +58,10 @@ def test_throughput_rises_then_falls_with_the_slice_length():
 
 @pytest.mark.parametrize("engine", [HF.name, DS.name])
 def test_light_load_is_the_papers_exception_and_eager_mends_it(engine):
-    sls, paper, eager = (run(Case(engine, name, rate_rps=2.0))["e2e_mean_s"] for name in ("SLS", "SCLS", "SCLS, eager"))
+    sls, paper, eager = (
+        run(Case(engine, name, rate_rps=2.0))["e2e_mean_s"]
+        for name in ("SLS", "SCLS", "SCLS, eager")
+    )
     assert paper > sls > eager
 
 

@@ -1,4 +1,6 @@
-"""Evaluations in a database, found again after an interruption: SQLite, and a PostgreSQL server that starts here."""
+"""Evaluations in a database, found again after an interruption: SQLite, and a PostgreSQL server
+that starts here.
+"""
 
 import os
 import shutil
@@ -17,11 +19,8 @@ from test_cli_tune import files, tune
 from test_tuning import trace
 
 from toolkit.errors import InputError
-from toolkit.tuning.crew import Alone, collect
-from toolkit.tuning.evaluate import Bench, Task
-from toolkit.tuning.memo import Remembering
-from toolkit.tuning.storage import Studies
-from toolkit.tuning.workload import make_world
+from toolkit.tuning.evaluate import EvaluationSetup, Task, make_world
+from toolkit.tuning.executor import InProcessRunner, Remembering, Studies, collect
 
 __all__ = ["files"]
 CANARY = "canary/7f3a:@"
@@ -54,10 +53,25 @@ def server() -> Iterator[str]:
             os.chown(path, 65534, 65534)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    options = ["--auth=scram-sha-256", "--username=tuner", f"--pwfile={password}", "--no-sync", "--encoding=UTF8"]
+    options = [
+        "--auth=scram-sha-256",
+        "--username=tuner",
+        f"--pwfile={password}",
+        "--no-sync",
+        "--encoding=UTF8",
+    ]
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "cwd": folder}
     subprocess.run([*as_user, where / "initdb", "-D", data, *options], check=True, **quiet)
-    settings = ["-p", str(port), "-k", folder, "-c", "listen_addresses=127.0.0.1", "-c", "fsync=off"]
+    settings = [
+        "-p",
+        str(port),
+        "-k",
+        folder,
+        "-c",
+        "listen_addresses=127.0.0.1",
+        "-c",
+        "fsync=off",
+    ]
     running = subprocess.Popen([*as_user, where / "postgres", "-D", data, *settings], **quiet)
     try:
         url = f"postgresql://tuner:{ESCAPED}@127.0.0.1:{port}/postgres"
@@ -69,7 +83,9 @@ def server() -> Iterator[str]:
                 assert running.poll() is None
         yield url
     finally:
-        running.send_signal(signal.SIGINT)  # with SIGTERM it would wait until all connections are closed
+        running.send_signal(
+            signal.SIGINT
+        )  # with SIGTERM it would wait until all connections are closed
         running.wait()
         shutil.rmtree(folder)
 
@@ -92,22 +108,33 @@ class Interrupted:
 
 
 def test_what_was_kept_is_found_again_and_the_result_is_the_same(url: str) -> None:
-    bench = Bench(make_world(samples.recipe(), samples.fit()), [trace(50)], {"ttft_p99_s": 2.0})
-    tasks = [Task(bench, "slice", {"slice_tokens": 8 * k, "max_min": bool(k % 2)}) for k in range(1, 5)]
+    bench = EvaluationSetup(
+        make_world(samples.recipe(), samples.fit()), [trace(50)], {"ttft_p99_s": 2.0}
+    )
+    tasks = [
+        Task(bench, "slice", {"slice_tokens": 8 * k, "max_min": bool(k % 2)}) for k in range(1, 5)
+    ]
     with pytest.raises(KeyboardInterrupt):
         collect(Remembering(Interrupted(), Studies(url, "test", "one")), tasks)
-    again = Remembering(Alone(), Studies(url, "test", "one"))
+    again = Remembering(InProcessRunner(), Studies(url, "test", "one"))
     assert again.remembered == 2
-    assert collect(again, tasks) == collect(Alone(), tasks)
-    assert Remembering(Alone(), Studies(url, "test", "two")).remembered == 0
+    assert collect(again, tasks) == collect(InProcessRunner(), tasks)
+    assert Remembering(InProcessRunner(), Studies(url, "test", "two")).remembered == 0
     everything = Studies(url, "test", "one")
-    assert collect(Remembering(Interrupted(), everything), tasks) == collect(Alone(), tasks)
+    assert collect(Remembering(Interrupted(), everything), tasks) == collect(
+        InProcessRunner(), tasks
+    )
 
 
 def test_the_studies_are_optunas(tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path}/trials.db"
-    bench = Bench(make_world(samples.recipe(), samples.fit()), [trace(50)], {}, "search, 2 workers")
-    (found,) = collect(Remembering(Alone(), Studies(url, "test", "one")), [Task(bench, "slice", {"slice_tokens": 8})])
+    bench = EvaluationSetup(
+        make_world(samples.recipe(), samples.fit()), [trace(50)], {}, "search, 2 workers"
+    )
+    (found,) = collect(
+        Remembering(InProcessRunner(), Studies(url, "test", "one")),
+        [Task(bench, "slice", {"slice_tokens": 8})],
+    )
     storage = optuna.storages.RDBStorage(url)
     (name,) = optuna.get_all_study_names(storage)
     assert name.startswith("llmctl test ")
@@ -117,11 +144,17 @@ def test_the_studies_are_optunas(tmp_path: Path) -> None:
     assert trial.params["slice.slice_tokens"] == 8
 
 
-def test_a_storage_changes_no_byte_of_the_result(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_storage_changes_no_byte_of_the_result(
+    files: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert tune("--out", "without.json") == 0
     assert tune("--out", "with.json", "--storage", "sqlite:///trials.db") == 0
     assert tune("--out", "again.json", "--storage", "sqlite:///trials.db") == 0
-    assert Path("without.json").read_bytes() == Path("with.json").read_bytes() == Path("again.json").read_bytes()
+    assert (
+        Path("without.json").read_bytes()
+        == Path("with.json").read_bytes()
+        == Path("again.json").read_bytes()
+    )
 
 
 @pytest.mark.parametrize(
@@ -130,12 +163,20 @@ def test_a_storage_changes_no_byte_of_the_result(files: Path, capsys: pytest.Cap
         ("mysql://me:{}@host/db", "'mysql' is not a database that can be used"),
         ("{}", "'...' is not a database that can be used"),
         ("postgresql://me:{}@host:port/db", "it is not a URL"),
-        ("postgresql://me:{}@127.0.0.1:1/db", "storage postgresql+psycopg://me:***@127.0.0.1:1/db: "),
-        ("postgresql://127.0.0.1:1/db?user=me&password={}", "storage postgresql+psycopg://127.0.0.1:1/db: "),
+        (
+            "postgresql://me:{}@127.0.0.1:1/db",
+            "storage postgresql+psycopg://me:***@127.0.0.1:1/db: ",
+        ),
+        (
+            "postgresql://127.0.0.1:1/db?user=me&password={}",
+            "storage postgresql+psycopg://127.0.0.1:1/db: ",
+        ),
         ("sqlite:////nowhere/trials.db", "unable to open database file"),
     ],
 )
-def test_no_password_is_shown(url: str, said: str, files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_password_is_shown(
+    url: str, said: str, files: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert tune("--storage", url.format(ESCAPED)) == 2
     out, err = capsys.readouterr()
     assert said in err
@@ -151,16 +192,18 @@ def test_a_password_that_is_wrong_is_not_shown(server: str) -> None:
 
 
 def test_a_database_that_goes_away_is_one_line(tmp_path: Path) -> None:
-    bench = Bench(make_world(samples.recipe(), samples.fit()), [trace(50)], {}, "search, 2 workers")
+    bench = EvaluationSetup(
+        make_world(samples.recipe(), samples.fit()), [trace(50)], {}, "search, 2 workers"
+    )
     studies = Studies(f"sqlite:///{tmp_path}/trials.db", "test", "one")
     (tmp_path / "trials.db").unlink()
     (tmp_path / "trials.db").touch()
     with pytest.raises(InputError, match=r"storage sqlite:///.*trials.db: \(sqlite3"):
-        collect(Remembering(Alone(), studies), [Task(bench, "slice")])
+        collect(Remembering(InProcessRunner(), studies), [Task(bench, "slice")])
 
 
 def test_a_damaged_line_of_the_memo_is_said_in_one_line(tmp_path):
-    from toolkit.tuning.memo import _read
+    from toolkit.tuning.executor import _read
 
     for damaged in (b"\xff\xfe\n", b"[" * 100_000 + b"\n", b"[1]\n"):
         (tmp_path / "memo").write_bytes(b'"mine"\n' + damaged)

@@ -37,7 +37,18 @@ ONLY_IN = {
     "matplotlib": "cli/figure.py",
 }  # fmt: skip
 NOWHERE = {"pickle", "cPickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"}
-NOT_IN_SCHED = {"time", "asyncio", "random", "os", "socket", "threading", "datetime", "logging", "uuid", "secrets"}
+NOT_IN_SCHED = {
+    "time",
+    "asyncio",
+    "random",
+    "os",
+    "socket",
+    "threading",
+    "datetime",
+    "logging",
+    "uuid",
+    "secrets",
+}
 NEVER_CALLED = {"yaml.load", "yaml.load_all", "yaml.unsafe_load", "yaml.full_load", "torch.load"}
 
 
@@ -64,7 +75,11 @@ def violations(path: str, source: str) -> list[str]:
             allowed = other not in FLOORS or other == room or (room, other) in SAME_FLOOR
             if not allowed and FLOORS[other] >= FLOORS[room]:
                 found.append(f"{room} imports toolkit.{other}")
-        elif not path.startswith(ONLY_IN.get(top, "")) or top in NOWHERE or (room == "sched" and top in NOT_IN_SCHED):
+        elif (
+            not path.startswith(ONLY_IN.get(top, ""))
+            or top in NOWHERE
+            or (room == "sched" and top in NOT_IN_SCHED)
+        ):
             found.append(f"{room} imports {top}")
     found += [f"calls {name}" for name in map(dotted, ast.walk(tree)) if name in NEVER_CALLED]
     return found
@@ -73,7 +88,9 @@ def violations(path: str, source: str) -> list[str]:
 def dotted(node: ast.AST) -> str:
     """'yaml.load' of an attribute of a name, '' of anything else."""
     return (
-        f"{node.value.id}.{node.attr}" if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) else ""
+        f"{node.value.id}.{node.attr}"
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
+        else ""
     )
 
 
@@ -89,7 +106,11 @@ def test_imports_go_downwards_and_libraries_stay_in_their_room(path: str) -> Non
 
 
 def test_every_room_has_its_floor() -> None:
-    rooms = {path.name.removesuffix(".py") for path in PACKAGE.iterdir() if not path.name.startswith(("_", "."))}
+    rooms = {
+        path.name.removesuffix(".py")
+        for path in PACKAGE.iterdir()
+        if not path.name.startswith(("_", "."))
+    }
     assert rooms - {"py.typed"} == FLOORS.keys()
 
 

@@ -1,11 +1,13 @@
-"""How long an engine's passes took and how long the fitted law says they take; when its requests had their tokens.
+"""How long an engine's passes took and how long the fitted law says they take; when its requests
+had their tokens.
 
-Both are sums, under the names that llmctl's own server gives them: whoever reads one server's reads the other's. A pass
-counts from its beginning to its end, and what lies between it and the next where requests were there all the time.
+Both are sums, under the names that llmctl's own server gives them: whoever reads one server's reads
+the other's. A pass counts from its beginning to its end, and what lies between it and the next
+where requests were there all the time.
 
-A request that arrives during a pass is seen by the engine when that is over. When it arrived nobody tells; on average
-it was in the middle between two looks, so that is what is taken. What is before, HTTP and tokenizing, and what comes
-behind a pass's end, is the front's.
+A request that arrives during a pass is seen by the engine when that is over. When it arrived nobody
+tells; on average it was in the middle between two looks, so that is what is taken. What is before,
+HTTP and tokenizing, and what comes behind a pass's end, is the front's.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from toolkit.estimators.steps import StepLaw, shape_of_rows
-from toolkit.sched.iterations import Pass
+from toolkit.sched.iterations import LoggedPass
 
 
 class Sums(Protocol):
@@ -39,7 +41,9 @@ class PassCounts:
         self._law, self._sums = law, sums
         self._arrived_s: dict[str, float] = {}  # of requests that have not ended
         self._first: set[str] = set()  # of them, those without a token
-        self._looked_s: float | None = None  # when the engine looked for requests last; None: nobody was there since
+        self._looked_s: float | None = (
+            None  # when the engine looked for requests last; None: nobody was there since
+        )
         self._ended_s: float | None = None  # the last pass, in the same way
         self._rows = 0  # of the last pass
 
@@ -60,7 +64,7 @@ class PassCounts:
         if self._arrived_s.pop(request_id, None) is not None:
             self._rest()
 
-    def passed(self, one: Pass) -> None:
+    def passed(self, one: LoggedPass) -> None:
         """A pass is over, and its tokens are there."""
         if one.rows:
             self._count(one)
@@ -74,7 +78,7 @@ class PassCounts:
                 self._sums.e2e(one.end_s - arrived_s)
         self._rest()
 
-    def _count(self, one: Pass) -> None:
+    def _count(self, one: LoggedPass) -> None:
         shape = shape_of_rows(one.rows)
         start_s, predicted_s = one.start_s, self._law.forward_s(shape)
         if self._ended_s is not None:

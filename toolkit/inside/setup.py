@@ -1,16 +1,19 @@
-"""What an engine that we run inside of is told by its environment: the policy, the laws of time, the log.
+"""What an engine that we run inside of is told by its environment: the policy, the laws of time,
+the log.
 
 LLMCTL_VLLM_POLICY     a policy, and its parameters: "past-future reserve=0.1 window=500"; the default is past-future
 LLMCTL_VLLM_FIT        fit.json: the laws of time, for policies that ask for them
 LLMCTL_VLLM_PLAN       plan.json: policy and laws in one, instead of these two
 LLMCTL_VLLM_EVENT_LOG  a file that gets every call and decision of the scheduler
-LLMCTL_VLLM_ITERATIONS a file that gets a line for each pass (`toolkit.inside.vllm_iterations`); nothing to this one
+LLMCTL_VLLM_ITERATIONS a file that gets a line for each pass (`toolkit.inside.vllm_iterations`);
+nothing to this one
 LLMCTL_VLLM_PYTHON     the Python that has vLLM, for `llmctl profile` and `llmctl serve`; nothing to an engine
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -83,7 +86,8 @@ def read_setup(environ: Mapping[str, str]) -> Setup:
     if plan_path and (words or fit_path):
         other = "LLMCTL_VLLM_POLICY" if words else "LLMCTL_VLLM_FIT"
         raise InputError(
-            f"LLMCTL_VLLM_PLAN and {other} are both set", "a plan has its policy and its laws; set one only"
+            f"LLMCTL_VLLM_PLAN and {other} are both set",
+            "a plan has its policy and its laws; set one only",
         )
     fit: Fit | None = None
     if plan_path:
@@ -112,11 +116,15 @@ def warm_up(setup: Setup) -> None:
         scheduler.submit(Request(str(number), now_s, 8, 512), now_s)
         for batch in scheduler.tick(now_s):
             ended = [job.request_id for job in worker.residents.jobs][: number % 4 == 3]
-            scheduler.complete(RoundResult(batch.batch_id, 0, min(batch.steps, 64), tuple(ended)), now_s)
+            scheduler.complete(
+                RoundResult(batch.batch_id, 0, min(batch.steps, 64), tuple(ended)), now_s
+            )
 
 
 def refuse_inside(policy: Policy, *, timed: bool) -> None:
-    """`InputError` where `policy` cannot run inside such an engine; `timed` says whether there are laws of time."""
+    """`InputError` where `policy` cannot run inside such an engine; `timed` says whether there are
+    laws of time.
+    """
     refuse_oracle(policy.name)
     if policy.name in ELSEWHERE:
         raise InputError(
@@ -128,3 +136,18 @@ def refuse_inside(policy: Policy, *, timed: bool) -> None:
             f"policy '{policy.name}' asks how long steps take, and no fit was given",
             "set LLMCTL_VLLM_FIT to the fit.json of this engine; docs/vllm.md says how to make one",
         )
+
+
+# Errors as an engine that we run inside of prints them: it shows what an exception says, and
+# knows of no hints.
+
+
+@contextmanager
+def one_line() -> Iterator[None]:
+    """Message and hint in one line."""
+    try:
+        yield
+    except InputError as error:
+        raise InputError(
+            f"{error.message}: {error.hint}" if error.hint else error.message
+        ) from None

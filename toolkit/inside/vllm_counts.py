@@ -1,8 +1,9 @@
 """vLLM's scheduler, or ours inside it, that counts its passes.
 
-The flag is `--scheduler-cls toolkit.inside.vllm_counts.counted_scheduler`. It decides nothing more than they do. The
-laws are those of LLMCTL_VLLM_PLAN. vLLM's /metrics shows the sums where PROMETHEUS_MULTIPROC_DIR names an empty folder:
-then its processes share their metrics through files there.
+The flag is `--scheduler-cls toolkit.inside.vllm_counts.counted_scheduler`. It decides nothing more
+than they do. The laws are those of LLMCTL_VLLM_PLAN. vLLM's /metrics shows the sums where
+PROMETHEUS_MULTIPROC_DIR names an empty folder: then its processes share their metrics through files
+there.
 """
 
 from __future__ import annotations
@@ -17,26 +18,30 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request as VllmRequest
 
-from toolkit.endpoints.vllm_flags import POLICY
+from toolkit.endpoints.vllm import POLICY
 from toolkit.errors import InputError
 from toolkit.estimators.steps import StepLaw, law_of_steps
 from toolkit.files.io import read_file
 from toolkit.files.plan import Plan
-from toolkit.inside.one_line import one_line
 from toolkit.inside.pass_counts import PassCounts
-from toolkit.inside.vllm_iterations import Watched
+from toolkit.inside.setup import one_line
+from toolkit.inside.vllm_iterations import PassLoggingMixin
 from toolkit.inside.vllm_scheduler import LlmctlScheduler
-from toolkit.sched.iterations import Pass
+from toolkit.sched.iterations import LoggedPass
 
 PLAN = "LLMCTL_VLLM_PLAN"
 
 
-class Series:
-    """`toolkit.inside.pass_counts.Sums` as Prometheus' series, named as llmctl's own server names them."""
+class PassSeries:
+    """`toolkit.inside.pass_counts.Sums` as Prometheus' series, named as llmctl's own server names
+    them.
+    """
 
     def __init__(self) -> None:
         self._took = Counter("llmctl_batch_seconds", "Time of passes.")
-        self._predicted = Counter("llmctl_predicted_batch_seconds", "What the laws say of the same.")
+        self._predicted = Counter(
+            "llmctl_predicted_batch_seconds", "What the laws say of the same."
+        )
         self._ttft = Summary("llmctl_ttft_seconds", "Arrival to first token.")
         self._e2e = Summary("llmctl_e2e_seconds", "Arrival to last token.")
 
@@ -51,13 +56,15 @@ class Series:
         self._e2e.observe(seconds)
 
 
-class Counted(Watched):
-    """A mix-in over any of vLLM's schedulers, or ours. `InputError` where the plan has no law of passes."""
+class Counted(PassLoggingMixin):
+    """A mix-in over any of vLLM's schedulers, or ours. `InputError` where the plan has no law of
+    passes.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         with one_line():
-            self._counts = PassCounts(_law(), Series())
+            self._counts = PassCounts(_law(), PassSeries())
 
     def add_request(self, request: VllmRequest) -> None:
         if request.request_id not in self.requests:
@@ -68,13 +75,15 @@ class Counted(Watched):
         self._counts.looked(time.monotonic())
         return super().schedule(throttle_prefills)
 
-    def finish_requests(self, request_ids: str | Iterable[str] | None, finished_status: Any) -> list[VllmRequest]:
+    def finish_requests(
+        self, request_ids: str | Iterable[str] | None, finished_status: Any
+    ) -> list[VllmRequest]:
         finished = super().finish_requests(request_ids, finished_status)
         for request in finished:
             self._counts.gone(request.request_id)
         return finished
 
-    def _passed(self, one: Pass) -> None:
+    def _passed(self, one: LoggedPass) -> None:
         super()._passed(one)
         self._counts.passed(one)
 
@@ -105,12 +114,17 @@ def counted_scheduler(*args: Any, **kwargs: Any) -> Counted:
 def _plan() -> Plan:
     path = os.environ.get(PLAN, "")
     if not path:
-        raise InputError(f"{PLAN} is not set", "it names the plan.json whose laws the passes are held against")
+        raise InputError(
+            f"{PLAN} is not set", "it names the plan.json whose laws the passes are held against"
+        )
     return read_file(Plan, path)
 
 
 def _law() -> StepLaw:
     fit = _plan().fit.steps
     if fit is None:
-        raise InputError(f"{PLAN}: its fit has no law of passes", "profile engine vllm again; then: llmctl fit, render")
+        raise InputError(
+            f"{PLAN}: its fit has no law of passes",
+            "profile engine vllm again; then: llmctl fit, render",
+        )
     return law_of_steps(fit)

@@ -1,8 +1,10 @@
-"""vLLM's own server as a child: `python -m toolkit.inside.vllm_serve MODEL FLAGS`, as `vllm serve MODEL FLAGS`.
+"""vLLM's own server as a child: `python -m toolkit.inside.vllm_serve MODEL FLAGS`, as `vllm serve
+MODEL FLAGS`.
 
-It runs in vLLM's Python and imports nothing of ours. It ends when its standard input does, so that it does not outlive
-whoever started it, however that died, and with it all of the session that it was given, vLLM's engine too: an API
-server that loads hears no signal until its engine is there, which may be never.
+It runs in vLLM's Python and imports nothing of ours. It ends when its standard input does, so that
+it does not outlive whoever started it, however that died, and with it all of the session that it
+was given, vLLM's engine too: an API server that loads hears no signal until its engine is there,
+which may be never.
 """
 
 from __future__ import annotations

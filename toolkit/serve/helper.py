@@ -1,8 +1,9 @@
 """A process beside the server that reads large bodies, so that none stops the server's event loop.
 
-Parsing holds Python's lock from a body's first byte to its last, in a thread as well. So a body of more than
-`LARGE_BODY_BYTES` is sent to the helper, which parses and checks it and turns its text into tokens; the server gets the
-form and the tokens, or the error. Bodies are read one after the other.
+Parsing holds Python's lock from a body's first byte to its last, in a thread as well. So a body of
+more than `LARGE_BODY_BYTES` is sent to the helper, which parses and checks it and turns its text
+into tokens; the server gets the form and the tokens, or the error. Bodies are read one after the
+other.
 
 The helper ends when its standard input does: also when the server is killed.
 """
@@ -26,8 +27,7 @@ import msgspec
 from toolkit.engines.tokenizer import load_tokenizer
 from toolkit.files.recipe import ModelSpec
 from toolkit.serve.errors import ApiError
-from toolkit.serve.prompts import BodyReader
-from toolkit.serve.schemas import ChatForm, CompletionForm
+from toolkit.serve.forms import BodyReader, ChatForm, CompletionForm
 
 LARGE_BODY_BYTES = 1 << 15
 MAX_WAITING_BODIES = 64
@@ -36,7 +36,9 @@ RETRY_AFTER_S = 5
 PIPE_BYTES = 1 << 18
 TRIM_BYTES = 1 << 20  # after a body of this size memory goes back to the system
 
-ReadLarge = Callable[[str, bytes], Awaitable[Any]]  # a method of `BodyReader` and the body, to what it returns
+ReadLarge = Callable[
+    [str, bytes], Awaitable[Any]
+]  # a method of `BodyReader` and the body, to what it returns
 
 
 def in_thread(reader: BodyReader) -> ReadLarge:
@@ -60,7 +62,9 @@ class Helper:
     async def start(self) -> None:
         command = (sys.executable, "-m", "toolkit.serve.helper")
         pipe = asyncio.subprocess.PIPE
-        self._process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, limit=PIPE_BYTES)
+        self._process = await asyncio.create_subprocess_exec(
+            *command, stdin=pipe, stdout=pipe, limit=PIPE_BYTES
+        )
         assert self._process.stdin
         self._process.stdin.write(_framed(msgspec.msgpack.encode(self._begin)))
 
@@ -72,10 +76,14 @@ class Helper:
             await process.wait()
 
     async def __call__(self, kind: str, body: bytes) -> Any:
-        """What `BodyReader`'s method `kind` makes of the body, prompts as tuples. `ApiError` as there."""
+        """What `BodyReader`'s method `kind` makes of the body, prompts as tuples. `ApiError` as
+        there.
+        """
         if self._waiting >= MAX_WAITING_BODIES:
             text = f"{self._waiting} large bodies wait to be read; try again later"
-            raise ApiError(text, status=503, code="overloaded", headers={"Retry-After": str(RETRY_AFTER_S)})
+            raise ApiError(
+                text, status=503, code="overloaded", headers={"Retry-After": str(RETRY_AFTER_S)}
+            )
         self._waiting += 1
         try:
             async with self._turn:
@@ -86,7 +94,9 @@ class Helper:
             return reply
         if isinstance(reply, _Refused):
             raise ApiError(reply.message, status=reply.status, param=reply.param, code=reply.code)
-        form = (CompletionForm if kind == "completion" else ChatForm).model_validate_json(reply.form)
+        form = (CompletionForm if kind == "completion" else ChatForm).model_validate_json(
+            reply.form
+        )
         prompts = []
         for data in reply.prompts:
             tokens = array("q")
@@ -176,16 +186,22 @@ def _worked(reader: BodyReader, kind: str, body: bytes) -> bytes:
     try:
         found = getattr(reader, kind)(body)
     except ApiError as error:
-        return _framed(msgspec.msgpack.encode(_Refused(error.message, error.status, error.param, error.code)))
+        return _framed(
+            msgspec.msgpack.encode(_Refused(error.message, error.status, error.param, error.code))
+        )
     if isinstance(found, bytes):
         return _framed(found, whole=True)
     form, prompts = found
     told = form.model_dump_json(exclude_none=True).encode()
-    return _framed(msgspec.msgpack.encode(_Read(told, [array("q", prompt).tobytes() for prompt in prompts])))
+    return _framed(
+        msgspec.msgpack.encode(_Read(told, [array("q", prompt).tobytes() for prompt in prompts]))
+    )
 
 
 def main() -> None:
-    """The helper's own life. Only the server's end ends it, since what the server has read is to be answered."""
+    """The helper's own life. Only the server's end ends it, since what the server has read is to be
+    answered.
+    """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     pipe, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")

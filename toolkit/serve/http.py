@@ -1,6 +1,8 @@
-"""HTTP/1.1 on the wire: connections with a timer and a byte bound in every phase, in front of an ASGI application.
+"""HTTP/1.1 on the wire: connections with a timer and a byte bound in every phase, in front of an
+ASGI application.
 
-The server of `llmctl serve` and the recorder of `llmctl trace record` share it. uvicorn listens, llhttp (through
+The server of `llmctl serve` and the recorder of `llmctl trace record` share it. uvicorn listens,
+llhttp (through
 httptools) parses; everything that bounds a client is here:
 
     phase       what it waits for                  ends with
@@ -10,16 +12,17 @@ httptools) parses; everything that bounds a client is here:
     answering   the application                    the application's own deadlines
     closing     the client to close its side       the connection aborted, after `linger_timeout_s`
 
-In every phase a client that leaves an answer unread for `write_timeout_s` is given up. One sweep a second looks at all
-connections, so a timer may be up to `SWEEP_EVERY_S` late.
+In every phase a client that leaves an answer unread for `write_timeout_s` is given up. One sweep a
+second looks at all connections, so a timer may be up to `SWEEP_EVERY_S` late.
 
-Answers leave in the order of their requests. While one is made, requests behind it are parsed and wait; what cannot be
-parsed is answered after them, and then the connection closes.
+Answers leave in the order of their requests. While one is made, requests behind it are parsed and
+wait; what cannot be parsed is answered after them, and then the connection closes.
 
-A client that ends its side of the connection after a whole request (`shutdown(SHUT_WR)`) gets its answer. One that has
-closed both sides looks the same until it is written to, and then its machine resets the connection. So something that
-changes nothing is written at once: `100 Continue` before an answer has begun, and in a chunked answer a zero, which is
-then the first digit of the next chunk's size. Over TLS an end of one side is the end of both.
+A client that ends its side of the connection after a whole request (`shutdown(SHUT_WR)`) gets its
+answer. One that has closed both sides looks the same until it is written to, and then its machine
+resets the connection. So something that changes nothing is written at once: `100 Continue` before
+an answer has begun, and in a chunked answer a zero, which is then the first digit of the next
+chunk's size. Over TLS an end of one side is the end of both.
 """
 
 from __future__ import annotations
@@ -58,17 +61,23 @@ SMALL_BODY_BYTES = 1 << 16  # a body up to this size is taken even when `MAX_HEL
 
 HEAD_TIMEOUT_S = 60.0
 BODY_TIMEOUT_S = 60.0
-IDLE_TIMEOUT_S = 60.0  # longer than clients' connection pools keep theirs, so that they do not meet a closed one
+IDLE_TIMEOUT_S = (
+    60.0  # longer than clients' connection pools keep theirs, so that they do not meet a closed one
+)
 WRITE_TIMEOUT_S = 30.0
 LINGER_TIMEOUT_S = 5.0
-MIN_READ_BYTES = 1 << 15  # what a client has to read of a waiting answer within `WRITE_TIMEOUT_S`, or all of it
+MIN_READ_BYTES = (
+    1 << 15
+)  # what a client has to read of a waiting answer within `WRITE_TIMEOUT_S`, or all of it
 SWEEP_EVERY_S = 1.0
 PROBE_AFTER_S = 0.05  # an answer that begins by then has no `100 Continue` before it
 PROBED_AFTER_S = 0.01  # for a reset to arrive; later ones are seen by the sweep
 
 RETRY_AFTER_S = 5
 SPARE_DESCRIPTORS = 128  # of this process, for everything but connections
-READ_AGAIN_BYTES = 1 << 16  # after so many at once, other connections are served before this one is read again
+READ_AGAIN_BYTES = (
+    1 << 16
+)  # after so many at once, other connections are served before this one is read again
 
 _NOT_HTTP = "this is not HTTP/1.1 as this server reads it"
 _HEADER_NAME = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
@@ -117,7 +126,9 @@ class HttpServer:
         self.now_s = now_s
         self.connections: set[Connection] = set()
         self.idle: dict[Connection, None] = {}  # the longest idle first
-        self.heads: dict[Connection, None] = {}  # in the middle of a request's head, the oldest first
+        self.heads: dict[
+            Connection, None
+        ] = {}  # in the middle of a request's head, the oldest first
         self.tasks: set[asyncio.Task[None]] = set()
         self.body_bytes = 0  # of requests that have not ended
         self.unread_bytes = 0  # of answers, as of the last sweep and what was written since
@@ -157,7 +168,9 @@ class HttpServer:
             server.close()
 
     async def stop(self, timeout_s: float) -> None:
-        """Close idle connections, wait `timeout_s` for answers under way to leave, and cut the rest off."""
+        """Close idle connections, wait `timeout_s` for answers under way to leave, and cut the rest
+        off.
+        """
         self.leaving = True
         self.close_listener()
         for connection in list(self.connections):
@@ -234,7 +247,9 @@ class Connection(asyncio.Protocol):
         self._message: HttpExchange | None = None  # whose body is being read
         self._running: HttpExchange | None = None  # whose answer is being made
         self._queue: deque[HttpExchange] = deque()  # requests behind it
-        self._last_words: ApiError | None = None  # the answer to what cannot be parsed, after all others
+        self._last_words: ApiError | None = (
+            None  # the answer to what cannot be parsed, after all others
+        )
         self._ended = False  # the client has ended its side
         self._closing = False
         self._deadline_s = 0.0  # of the phase, where the phase has one
@@ -293,11 +308,15 @@ class Connection(asyncio.Protocol):
             self._feed(data)
         except httptools.HttpParserError as error:
             cause = error.__context__
-            self._stop_reading(cause.error if isinstance(cause, _RefusedError) else ApiError(_NOT_HTTP))
+            self._stop_reading(
+                cause.error if isinstance(cause, _RefusedError) else ApiError(_NOT_HTTP)
+            )
             return
         if self._in_head and self._raw_bytes > self._limits.head_bytes:
             self._stop_reading(self._head_too_long())
-        elif self._raw_bytes > MAX_FRAMING_FACTOR * (self._limits.body_bytes + self._limits.head_bytes):
+        elif self._raw_bytes > MAX_FRAMING_FACTOR * (
+            self._limits.body_bytes + self._limits.head_bytes
+        ):
             self._stop_reading(self._body_too_long())
         if len(data) >= READ_AGAIN_BYTES and not self.transport.is_closing():
             self.transport.pause_reading()
@@ -327,8 +346,8 @@ class Connection(asyncio.Protocol):
     def _feed(self, data: bytes) -> None:
         """Give the parser `data`.
 
-        It stops where a request would rather speak another protocol, which a server may ignore: the head is read once
-        more without that wish, and what follows with it.
+        It stops where a request would rather speak another protocol, which a server may ignore: the
+        head is read once more without that wish, and what follows with it.
         """
         while True:
             try:
@@ -344,7 +363,11 @@ class Connection(asyncio.Protocol):
             for name, value in self._headers
             if name != b"upgrade"
         ]
-        line = b"%s %s HTTP/%s" % (self._parser.get_method(), self._url, self._parser.get_http_version().encode())
+        line = b"%s %s HTTP/%s" % (
+            self._parser.get_method(),
+            self._url,
+            self._parser.get_http_version().encode(),
+        )
         return b"\r\n".join([line, *kept, b"\r\n"])
 
     def on_message_begin(self) -> None:
@@ -365,7 +388,9 @@ class Connection(asyncio.Protocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self._count(len(name) + len(value) + 4)
-        if self._in_head:  # else a trailer: no field of those that this server reads may be one (RFC 9110, 6.5.1)
+        if (
+            self._in_head
+        ):  # else a trailer: no field of those that this server reads may be one (RFC 9110, 6.5.1)
             name = name.lower()
             self._headers.append((name, value.lower() if name == b"expect" else value))
 
@@ -488,7 +513,9 @@ class Connection(asyncio.Protocol):
             self._take_over(exchange, ApiError("internal error", status=500))
 
     def _stop_reading(self, error: ApiError | None) -> None:
-        """What comes now is thrown away. `error` is the answer to what was being read; None: there is none."""
+        """What comes now is thrown away. `error` is the answer to what was being read; None: there
+        is none.
+        """
         exchange, self._message = self._message, None
         self._parses = self._in_head = False
         self._sends_on = not self._ended
@@ -522,7 +549,8 @@ class Connection(asyncio.Protocol):
     def _close(self) -> None:
         """Close once all that was written has left.
 
-        A client that is still sending would lose its answer to a reset: it may see the end of this side first.
+        A client that is still sending would lose its answer to a reset: it may see the end of this
+        side first.
         """
         if self._closing:
             return
@@ -547,7 +575,9 @@ class Connection(asyncio.Protocol):
         self.server.left(self)
         with suppress(OSError, AttributeError):
             reset = struct.pack("ii", 1, 0)
-            self.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, reset)
+            self.transport.get_extra_info("socket").setsockopt(
+                socket.SOL_SOCKET, socket.SO_LINGER, reset
+            )
         self.transport.abort()
 
     # Timers
@@ -563,7 +593,9 @@ class Connection(asyncio.Protocol):
         return "answering" if self._running else "idle"
 
     def check(self, now_s: float) -> int:
-        """Let timers that have run out have their effect. How many bytes of answers wait for the client to read."""
+        """Let timers that have run out have their effect. How many bytes of answers wait for the
+        client to read.
+        """
         waiting = self.transport.get_write_buffer_size()
         taken, since_s = self._taken
         if not waiting or self._written_bytes - waiting >= taken + MIN_READ_BYTES:
@@ -605,7 +637,9 @@ class Connection(asyncio.Protocol):
         if self._running is None or self.transport.is_closing() or not hasattr(socket, "TCP_INFO"):
             return
         with suppress(OSError):
-            state = self.transport.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)
+            state = self.transport.get_extra_info("socket").getsockopt(
+                socket.IPPROTO_TCP, socket.TCP_INFO, 1
+            )
             if state[0] == _TCP_CLOSE:
                 self.abort()
 
@@ -631,8 +665,12 @@ class HttpExchange:
     def __init__(self, connection: Connection, scope: Scope) -> None:
         self.scope = scope
         self.keep_alive = True
-        self.chunkable = scope["http_version"] == "1.1"  # HTTP/1.0 knows neither chunks nor 100 Continue
-        self.refusal: ApiError | None = None  # the answer, where the application should not be asked
+        self.chunkable = (
+            scope["http_version"] == "1.1"
+        )  # HTTP/1.0 knows neither chunks nor 100 Continue
+        self.refusal: ApiError | None = (
+            None  # the answer, where the application should not be asked
+        )
         self.started = False  # the answer's head was written
         self.complete = False
         self.body_bytes = 0
@@ -654,7 +692,9 @@ class HttpExchange:
         self._runs = True
         try:
             await self._server.app(self.scope, self.receive, self.send)
-        except Exception as error:  # an edge: a bug in one request must not end the others' connections
+        except (
+            Exception
+        ) as error:  # an edge: a bug in one request must not end the others' connections
             _logger.error("exception in the application", exc_info=error)
         finally:
             self._runs = False
@@ -783,7 +823,9 @@ def _most_connections(limits: WireLimits) -> int:
     most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
     if soft < most:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-    return max(min(limits.connections, (max(soft, most) - SPARE_DESCRIPTORS) // limits.descriptors_each), 1)
+    return max(
+        min(limits.connections, (max(soft, most) - SPARE_DESCRIPTORS) // limits.descriptors_each), 1
+    )
 
 
 def _address(transport: asyncio.Transport, which: str) -> Any:
@@ -792,23 +834,33 @@ def _address(transport: asyncio.Transport, which: str) -> Any:
 
 
 def _without_upgrade(connection: bytes) -> bytes:
-    return b", ".join(token for token in connection.split(b",") if token.strip().lower() != b"upgrade")
+    return b", ".join(
+        token for token in connection.split(b",") if token.strip().lower() != b"upgrade"
+    )
 
 
 def _status_line(status: int) -> bytes:
     return _STATUS_LINES.get(status) or b"HTTP/1.1 %d \r\n" % status
 
 
-_STATUS_LINES = {one.value: f"HTTP/1.1 {one.value} {one.phrase}\r\n".encode("ascii") for one in HTTPStatus}
+_STATUS_LINES = {
+    one.value: f"HTTP/1.1 {one.value} {one.phrase}\r\n".encode("ascii") for one in HTTPStatus
+}
 
 
 def _busy(text: str) -> ApiError:
-    return ApiError(text, status=503, code="overloaded", headers={"Retry-After": str(RETRY_AFTER_S)})
+    return ApiError(
+        text, status=503, code="overloaded", headers={"Retry-After": str(RETRY_AFTER_S)}
+    )
 
 
 def _refusal(error: ApiError, common_headers: bytes) -> bytes:
     """A whole answer that ends the connection."""
     body = error_body(error)
-    headers = {"content-type": "application/json", "content-length": str(len(body)), "connection": "close"}
+    headers = {
+        "content-type": "application/json",
+        "content-length": str(len(body)),
+        "connection": "close",
+    }
     lines = "".join(f"{name}: {value}\r\n" for name, value in (headers | error.headers).items())
     return _status_line(error.status) + common_headers + lines.encode("ascii") + b"\r\n" + body

@@ -1,8 +1,10 @@
-"""From a plan of engine `vllm` to vLLM's own server, as a child of ours, with exactly the plan's flags.
+"""From a plan of engine `vllm` to vLLM's own server, as a child of ours, with exactly the plan's
+flags.
 
-vLLM speaks to clients itself; we start it, say when it is ready, hand signals on and see to its end. A policy of ours
-runs inside it (`toolkit.inside.vllm_scheduler`), from the same plan. Either way its passes are counted and held against
-the plan's laws (`toolkit.inside.vllm_counts`), in vLLM's own /metrics.
+vLLM speaks to clients itself; we start it, say when it is ready, hand signals on and see to its
+end. A policy of ours runs inside it (`toolkit.inside.vllm_scheduler`), from the same plan. Either
+way its passes are counted and held against the plan's laws (`toolkit.inside.vllm_counts`), in
+vLLM's own /metrics.
 """
 
 from __future__ import annotations
@@ -19,15 +21,20 @@ from types import FrameType
 from prometheus_client import CollectorRegistry
 from prometheus_client.multiprocess import MultiProcessCollector
 
-from toolkit.endpoints.vllm_command import VllmCommand, vllm_version
-from toolkit.endpoints.vllm_flags import POLICY, flags_of
-from toolkit.endpoints.vllm_server import VllmServer, vllm_server
-from toolkit.engines.saved_model import saved_model
-from toolkit.files.identity import OnForeign, refuse_foreign
+from toolkit.endpoints.vllm import (
+    POLICY,
+    VllmCommand,
+    VllmServer,
+    flags_of,
+    vllm_server,
+    vllm_version,
+)
+from toolkit.engines.loading import saved_model
 from toolkit.files.io import processor, write_file
 from toolkit.files.plan import Plan
+from toolkit.files.profile import OnForeign, refuse_foreign
 from toolkit.serve.server import Ending, check_exposure, end_signals, listen
-from toolkit.workers.gpus import require_gpu
+from toolkit.workers.process import require_gpu
 
 OURS = "toolkit.inside.vllm_scheduler.LlmctlScheduler"
 COUNTED = "toolkit.inside.vllm_counts.counted_scheduler"
@@ -52,24 +59,32 @@ class VllmLaunch:
     insecure: bool = False
     event_log: Path | None = None
     ending: Ending = field(default_factory=Ending)
-    on_foreign: OnForeign | None = None  # told where vLLM or the CPU is not the fitted one; None: it is refused
+    on_foreign: OnForeign | None = (
+        None  # told where vLLM or the CPU is not the fitted one; None: it is refused
+    )
 
 
 def launch_vllm(order: VllmLaunch, on_ready: Callable[[str], None]) -> dict[str, int]:
-    """Serve until a signal ends it; `on_ready` gets the URL once it answers. How requests ended, by reason.
+    """Serve until a signal ends it; `on_ready` gets the URL once it answers. How requests ended, by
+    reason.
 
-    `InputError` for an address that cannot be used, a version of vLLM that was not tried, or a plan that was fitted on
-    another CPU or another of vLLM's versions; `EngineError` where vLLM
-    is not there, cannot load, or ends by itself.
+    `InputError` for an address that cannot be used, a version of vLLM that was not tried, or a plan
+    that was fitted on another CPU or another of vLLM's versions; `EngineError` where vLLM is not
+    there, cannot load, or ends by itself.
     """
     require_gpu([order.plan.recipe])
     check_exposure(order.host, asks_key=bool(order.api_key), insecure=order.insecure)
     refuse_foreign(order.plan.fit.engine, [_here(order.plan)], order.on_foreign)
-    with listen(order.host, order.port) as probe:  # said before anything slow is done; vLLM takes the port later
+    with listen(
+        order.host, order.port
+    ) as probe:  # said before anything slow is done; vLLM takes the port later
         port = probe.getsockname()[1]
     with tempfile.TemporaryDirectory(prefix="llmctl-plan-") as folder, _signals() as seen:
         command = command_of(order, Path(folder))
-        with contextlib.suppress(AskedToEnd), vllm_server(command, order.host, port, quiet=False) as server:
+        with (
+            contextlib.suppress(AskedToEnd),
+            vllm_server(command, order.host, port, quiet=False) as server,
+        ):
             seen.loading = False
             if not seen.count:
                 on_ready(server.url)
@@ -104,7 +119,9 @@ def _ended(metrics: Path) -> dict[str, int]:
     """How requests ended, by vLLM's finish reasons, from the files that it leaves behind."""
     registry = CollectorRegistry()
     MultiProcessCollector(registry, str(metrics))
-    samples = [sample for family in registry.collect() if family.name == ENDED for sample in family.samples]
+    samples = [
+        sample for family in registry.collect() if family.name == ENDED for sample in family.samples
+    ]
     found: dict[str, int] = {}
     for sample in samples:
         reason = sample.labels.get(REASON, "")
@@ -114,9 +131,13 @@ def _ended(metrics: Path) -> dict[str, int]:
 
 def _here(plan: Plan) -> dict[str, str]:
     """What will serve, as far as can be known before it is loaded."""
-    version, _, _ = vllm_version(plan.recipe).partition("+")  # a build's own mark; vLLM does not say it of itself
+    version, _, _ = vllm_version(plan.recipe).partition(
+        "+"
+    )  # a build's own mark; vLLM does not say it of itself
     found = {"engine": f"vllm {version}"}
-    return found | ({"device": f"CPU {processor()}"} if plan.recipe.hardware.device == "cpu" else {})
+    return found | (
+        {"device": f"CPU {processor()}"} if plan.recipe.hardware.device == "cpu" else {}
+    )
 
 
 class _Seen:
@@ -144,7 +165,9 @@ def _signals() -> Iterator[_Seen]:
 
 
 def _serve(server: VllmServer, ending: Ending, seen: _Seen) -> None:
-    """Until a signal; then vLLM finishes what runs, for as long as it was given, or until a second signal."""
+    """Until a signal; then vLLM finishes what runs, for as long as it was given, or until a second
+    signal.
+    """
     while not seen.count:
         if server.wait(LOOK_EVERY_S) is not None:
             raise server.died("while it served")

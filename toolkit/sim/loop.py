@@ -1,6 +1,7 @@
 """The scheduler on a virtual clock: arrivals, completions and wake-ups in the order of time.
 
-The loop is the same as the live driver's: tell the scheduler what happened, tick it, start what it says.
+The loop is the same as the live driver's: tell the scheduler what happened, tick it, start what it
+says.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ from toolkit.errors import LlmctlError
 from toolkit.sched.scheduler import Scheduler
 from toolkit.sched.types import Batch, BatchResult, Refusal, Request, RoundResult
 
-MAX_IDLE_WAKES = 1000  # wake-ups in a row that started nothing while nothing ran: no policy needs as many
+MAX_IDLE_WAKES = (
+    1000  # wake-ups in a row that started nothing while nothing ran: no policy needs as many
+)
 
 
 class SimulationStalledError(LlmctlError):
@@ -34,14 +37,22 @@ class VirtualWorker(Protocol):
 
 
 def run(
-    scheduler: Scheduler, requests: Sequence[Request], workers: Sequence[VirtualWorker], *, drain: bool = True
+    scheduler: Scheduler,
+    requests: Sequence[Request],
+    workers: Sequence[VirtualWorker],
+    *,
+    drain: bool = True,
 ) -> list[Refusal]:
-    """Drive `scheduler` through `requests` (sorted by arrival) until every one has ended; returns those refused.
+    """Drive `scheduler` through `requests` (sorted by arrival) until every one has ended; returns
+    those refused.
 
-    Without `drain` it stops when the last request has been admitted. Raises `SimulationStalledError`, naming the state,
-    where the scheduler leaves requests waiting for ever.
+    Without `drain` it stops when the last request has been admitted. Raises
+    `SimulationStalledError`, naming the state, where the scheduler leaves requests waiting for
+    ever.
     """
-    ends: list[tuple[float, int, int]] = []  # a heap of (when, batch id, worker): one for each worker that runs
+    ends: list[
+        tuple[float, int, int]
+    ] = []  # a heap of (when, batch id, worker): one for each worker that runs
     refused: list[Refusal] = []
     arrived, count, idle_wakes = 0, len(requests), 0
     next_arrival_s = requests[0].arrival_s if count else math.inf
@@ -84,7 +95,10 @@ def run(
 def _stalled(scheduler: Scheduler, count: int, now_s: float) -> SimulationStalledError:
     """What the scheduler left in which state; at infinity nothing would ever have happened again."""
     when = "" if now_s == math.inf else f" at {now_s:.6g} s"
-    running, memory = scheduler.running_jobs, max(worker.capacity_tokens for worker in scheduler.workers)
+    running, memory = (
+        scheduler.running_jobs,
+        max(worker.capacity_tokens for worker in scheduler.workers),
+    )
     return SimulationStalledError(
         f"the simulation stalled{when}: {scheduler.jobs:,} of {count:,} requests have not ended, "
         f"{scheduler.waiting_jobs:,} wait and {running:,} run; a worker's memory holds {memory:,} tokens",
@@ -93,7 +107,9 @@ def _stalled(scheduler: Scheduler, count: int, now_s: float) -> SimulationStalle
 
 
 def _end_at(ends: list[tuple[float, int, int]], worker: int, done_s: float) -> None:
-    """The worker's round was interrupted and ends then: before all that end at the same time, if that is earlier."""
+    """The worker's round was interrupted and ends then: before all that end at the same time, if
+    that is earlier.
+    """
     for k, end in enumerate(ends):
         if end[2] == worker and end[0] != done_s:
             ends[k] = (done_s, -1, worker)

@@ -1,11 +1,13 @@
-"""Which worker a request goes to, for policies whose requests wait at a worker: a name each, for a parameter.
+"""Which worker a request goes to, for policies whose requests wait at a worker: a name each, for a
+parameter.
 
-A router is a function of the view that gives each pooled job a worker, in the pool's order. It counts
-work in tokens, and knows of output lengths only what has ended before.
+A router is a function of the view that gives each pooled job a worker, in the pool's order. It
+counts work in tokens, and knows of output lengths only what has ended before.
 
 Where workers are of several kinds, each is asked by its own laws how fast it is with a full memory
-(`toolkit.sched.pace`): who is twice as fast gets twice as much, counted in requests or in tokens, and memory is counted
-in shares of what a worker has. A job goes only where its longest possible end has room.
+(`toolkit.sched.queues`): who is twice as fast gets twice as much, counted in requests or in tokens,
+and memory is counted in shares of what a worker has. A job goes only where its longest possible end
+has room.
 """
 
 from __future__ import annotations
@@ -15,12 +17,14 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from toolkit.sched.footprint import peak_to_come
-from toolkit.sched.pace import by_pace, tokens_per_s
+from toolkit.sched.protocols import View
+from toolkit.sched.queues import by_pace, tokens_per_s
 from toolkit.sched.residents import GENERATED, LENGTH
 from toolkit.sched.types import Job, Worker
-from toolkit.sched.view import View
 
-Router = Callable[[View, Sequence[Worker], int], Sequence[int]]  # and the most rows that the policy runs on a worker
+Router = Callable[
+    [View, Sequence[Worker], int], Sequence[int]
+]  # and the most rows that the policy runs on a worker
 
 
 def round_robin(view: View, alive: Sequence[Worker], rows: int) -> Sequence[int]:
@@ -32,7 +36,8 @@ def round_robin(view: View, alive: Sequence[Worker], rows: int) -> Sequence[int]
 
 
 def least_loaded(view: View, alive: Sequence[Worker], rows: int) -> Sequence[int]:
-    """To the worker with the fewest tokens outstanding: what its jobs hold, and what they are expected to add.
+    """To the worker with the fewest tokens outstanding: what its jobs hold, and what they are
+    expected to add.
 
     Of several kinds, where these take the least time with the request's own.
     """
@@ -42,12 +47,16 @@ def least_loaded(view: View, alive: Sequence[Worker], rows: int) -> Sequence[int
 def max_min(view: View, alive: Sequence[Worker], rows: int) -> Sequence[int]:
     """As least-loaded, the longest of those who came together first (SCLS 4.5, Eq. 11)."""
     order = sorted(range(len(view.pool)), key=lambda k: -view.pool[k].length)
-    homes = dict(zip(order, _to_least(view, alive, [view.pool[k] for k in order], rows), strict=True))
+    homes = dict(
+        zip(order, _to_least(view, alive, [view.pool[k] for k in order], rows), strict=True)
+    )
     return [homes[k] for k in range(len(order))]
 
 
 def future_memory(view: View, alive: Sequence[Worker], _rows: int) -> Sequence[int]:
-    """To the worker whose memory will peak lowest with the request (Past-Future, Eq. 2-4, by expected lengths)."""
+    """To the worker whose memory will peak lowest with the request (Past-Future, Eq. 2-4, by
+    expected lengths).
+    """
     expected = expected_output(view)
     added: dict[int, list[Job]] = {worker.index: [] for worker in alive}
 
@@ -90,7 +99,9 @@ def _to_least(view: View, alive: Sequence[Worker], jobs: Sequence[Job], rows: in
     return homes
 
 
-def soonest(able: Sequence[Worker], loads: Mapping[int, int], own: int, job: Job, expected: int, rows: int) -> int:
+def soonest(
+    able: Sequence[Worker], loads: Mapping[int, int], own: int, job: Job, expected: int, rows: int
+) -> int:
     """Who of `able` would be done first with its tokens outstanding and the job's own."""
 
     def done_s(worker: Worker) -> float:
@@ -107,11 +118,17 @@ def _outstanding(worker: Worker, expected: int) -> int:
 
 
 def _peak(worker: Worker, newcomers: Sequence[Job], expected: int) -> int:
-    """M* of the residents, of those who wait at the worker, and of `newcomers`, as if all ran at once."""
+    """M* of the residents, of those who wait at the worker, and of `newcomers`, as if all ran at
+    once.
+    """
     table, steps = worker.residents.table(), worker.residents.steps
     jobs = [*_waiting(worker), *newcomers]
-    used = np.concatenate([table[LENGTH] + steps, np.array([job.length for job in jobs], dtype=np.int64)])
-    generated = np.concatenate([table[GENERATED] + steps, np.array([job.generated for job in jobs], dtype=np.int64)])
+    used = np.concatenate(
+        [table[LENGTH] + steps, np.array([job.length for job in jobs], dtype=np.int64)]
+    )
+    generated = np.concatenate(
+        [table[GENERATED] + steps, np.array([job.generated for job in jobs], dtype=np.int64)]
+    )
     return peak_to_come(used, np.maximum(expected - generated, 1), padded=worker.padded)
 
 
