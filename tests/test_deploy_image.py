@@ -10,8 +10,9 @@ import pytest
 import toolkit
 from toolkit.deploy.kinds.compose import ComposeService
 from toolkit.deploy.kinds.kubernetes import PodSecurity
-from toolkit.deploy.order import IN_EXTRAS, llmctl_image
+from toolkit.deploy.order import llmctl_image
 from toolkit.deploy.targets.kuberay import EXTRA
+from toolkit.engine_traits import ENGINES
 
 ROOT = Path(toolkit.__file__).parent.parent
 DOCKERFILE = (ROOT / "Dockerfile").read_text(encoding="utf-8")
@@ -55,7 +56,8 @@ def test_every_extra_of_an_image_is_one_of_the_package() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"][
         "optional-dependencies"
     ]
-    assert {*IN_EXTRAS, EXTRA} <= extras.keys()
+    needed = {traits.extra for traits in ENGINES.values()} - {""}
+    assert {*needed, EXTRA} <= extras.keys()
 
 
 @pytest.mark.parametrize(

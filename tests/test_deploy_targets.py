@@ -384,7 +384,7 @@ def test_our_scheduler_goes_into_vllm_where_it_can(tmp_path: Path) -> None:
     server = {"engine": {"name": "openai", "url": "http://127.0.0.1:8000"}, "workers": 1}
     plan = orders.plan(tmp_path, policy, fit, **(orders.GPU | server))
     files = render_target("vllm", orders.order(plan))
-    assert "--scheduler-cls toolkit.inside.vllm_scheduler.LlmctlScheduler" in files["serve.sh"]
+    assert "--scheduler-cls toolkit.backends.vllm.scheduler.LlmctlScheduler" in files["serve.sh"]
     assert 'export LLMCTL_VLLM_PLAN="$here"/plan.json' in files["serve.sh"]
     assert "a place to start from" not in files["serve.sh"]
 

@@ -71,7 +71,7 @@ def test_a_policy_of_ours_runs_inside_from_the_same_plan_until_a_signal(tmp_path
     assert answer.json()["usage"]["completion_tokens"] == 3
     joined = " ".join(words)
     assert (
-        "--scheduler-cls toolkit.inside.vllm_scheduler.LlmctlScheduler --shutdown-timeout 7"
+        "--scheduler-cls toolkit.backends.vllm.scheduler.LlmctlScheduler --shutdown-timeout 7"
         in joined
     )
     assert "INFO: ready" in said

@@ -368,10 +368,10 @@ def _count(workers: str | None) -> int | None:
 
 
 def _refuse_several_servers(recipe: Recipe, count: int) -> None:
+    from toolkit.engine_traits import traits_of
     from toolkit.errors import InputError
-    from toolkit.files.fleet import SERVERS
 
-    if recipe.engine.name in SERVERS and count > 1:
+    if traits_of(recipe.engine.name).server and count > 1:
         raise InputError(
             f"--workers {count}: engine '{recipe.engine.name}' is a server, which is one worker",
             "tune one server for its share of the traffic with --rate; --workers auto says how much one can bear",

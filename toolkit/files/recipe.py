@@ -9,7 +9,8 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field, model_validator
 from pydantic.json_schema import JsonSchemaValue
 
-from toolkit.errors import nearest
+from toolkit.engine_traits import ENGINES, traits_of
+from toolkit.errors import InputError, nearest
 from toolkit.files.strict import Strict
 
 # The names of latency targets: a metric, a statistic, and the unit, which is seconds.
@@ -84,11 +85,17 @@ Seed = Annotated[int, Field(ge=0)]
 Grid = Annotated[list[Positive], Field(min_length=1)]
 Scalar = bool | int | float | str | None
 
-TENSOR_PARALLEL = (
-    "transformers",
-    "rebatch",
-    "vllm",
-)  # engines whose workers may be groups of processes
+
+def _known_engine(name: str) -> str:
+    try:
+        return traits_of(name).name
+    except InputError as error:
+        raise ValueError(f"{error.message}; {error.hint}") from None
+
+
+EngineName = Annotated[
+    str, AfterValidator(_known_engine), Field(json_schema_extra={"enum": list(ENGINES)})
+]
 
 
 class ModelSpec(Strict):
@@ -150,7 +157,7 @@ class HardwareSpec(Strict):
 class EngineSpec(Strict):
     """What runs the model."""
 
-    name: Literal["transformers", "rebatch", "deepspeed", "vllm", "openai", "fake"] = "transformers"
+    name: EngineName = "transformers"
     url: str | None = Field(
         default=None, description="openai: the server, like http://127.0.0.1:8000"
     )
@@ -194,42 +201,36 @@ class EngineSpec(Strict):
     )
 
     @model_validator(mode="after")
-    def _servers_have_an_address(self) -> EngineSpec:
-        if self.name == "openai" and self.url is None:
-            raise ValueError("engine.name is 'openai', so engine.url says where the server is")
-        if self.name != "openai" and (self.url or self.served_model):
+    def _settings_are_the_engines_own(self) -> EngineSpec:
+        own = traits_of(self.name).settings
+        for other in ENGINES.values():
+            for key in other.settings:
+                if getattr(self, key) is not None and key not in own:
+                    raise ValueError(
+                        f"engine.{key} is for engine '{other.name}'; engine.name is '{self.name}'"
+                    )
+        return self
+
+    @model_validator(mode="after")
+    def _a_server_elsewhere_has_an_address(self) -> EngineSpec:
+        if self.url is None and not traits_of(self.name).started:
             raise ValueError(
-                f"engine.url and served_model are for engine 'openai'; engine.name is '{self.name}'"
+                f"engine.name is '{self.name}', so engine.url says where the server is"
             )
-        if self.url and any(
-            mark in self.url for mark in "@?#"
-        ):  # and it is not repeated: it may hold a secret
+        # The URL is not repeated: it may hold a secret.
+        if self.url and any(mark in self.url for mark in "@?#"):
             raise ValueError(
                 "engine.url is scheme, host, port and path alone; a key is given in LLMCTL_API_KEY"
             )
         return self
 
     @model_validator(mode="after")
-    def _only_vllm_has_its_flags(self) -> EngineSpec:
-        if self.vllm is not None and self.name != "vllm":
-            raise ValueError(f"engine.vllm is for engine 'vllm'; engine.name is '{self.name}'")
-        return self
-
-    @model_validator(mode="after")
     def _not_all_engines_share_a_model(self) -> EngineSpec:
-        if self.tensor_parallel_size > 1 and self.name not in TENSOR_PARALLEL:
-            able = " and ".join(f"'{name}'" for name in TENSOR_PARALLEL)
-            size, name = self.tensor_parallel_size, self.name
+        if self.tensor_parallel_size > 1 and not traits_of(self.name).shares_model:
+            able = [f"'{traits.name}'" for traits in ENGINES.values() if traits.shares_model]
             raise ValueError(
-                f"engine.tensor_parallel_size: {size}: a worker of '{name}' is one process; {able} share models"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _only_deepspeed_injects(self) -> EngineSpec:
-        if self.kernel_injection is not None and self.name != "deepspeed":
-            raise ValueError(
-                f"engine.kernel_injection is for engine 'deepspeed'; engine.name is '{self.name}'"
+                f"engine.tensor_parallel_size: {self.tensor_parallel_size}: a worker of "
+                f"'{self.name}' is one process; {', '.join(able)} share models"
             )
         return self
 
@@ -390,7 +391,7 @@ class Recipe(Strict):
 
     @model_validator(mode="after")
     def _a_server_is_one_worker(self) -> Recipe:
-        if self.engine.name in ("openai", "vllm") and self.workers > 1:
+        if traits_of(self.engine.name).server and self.workers > 1:
             raise ValueError(
                 f"workers: {self.workers}: a server is one worker, whatever is behind it"
             )

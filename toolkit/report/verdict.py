@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from toolkit.files.fleet import SERVERS
+from toolkit.engine_traits import traits_of
 from toolkit.files.tuning import Alternatives, Interval, Sibling, Sizing, Tuning, WindowLength
 from toolkit.units import number, percent
 
@@ -40,7 +40,7 @@ def alternative_lines(result: Tuning) -> list[str]:
         if found.up_to_rps is not None
         else "  not fewer requests: the best settings break a limit even at a 64th of the rate"
     )
-    if result.engines[0] in SERVERS:
+    if traits_of(result.engines[0]).server:
         lines.append(
             "  a server is one worker: several side by side, behind a router, are not simulated"
         )

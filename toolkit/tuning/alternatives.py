@@ -14,9 +14,9 @@ from functools import partial
 
 import numpy as np
 
+from toolkit.engine_traits import traits_of
 from toolkit.errors import LimitsBrokenError
 from toolkit.files.fit import Fit
-from toolkit.files.fleet import SERVERS
 from toolkit.files.plan import Kind
 from toolkit.files.recipe import PolicySpec, Recipe
 from toolkit.files.tuning import Alternatives, Outcome, Sibling, Sizing, SizingRow
@@ -247,7 +247,11 @@ def alternatives(
         tasks = [Task(ground.bench, name) for name in others]
         done = collect(ground.runner, tasks, ground.tick)
         policies = [one.outcome for one in done if one.feasible(ground.limits)]
-        if engine not in SERVERS and not policies and not any(one.feasible for one in siblings):
+        if (
+            not traits_of(engine).server
+            and not policies
+            and not any(one.feasible for one in siblings)
+        ):
             workers = fewest(
                 lambda count: ground.keeps(at_size(ground.bench, count), chosen.outcome)
             )
@@ -298,7 +302,7 @@ def _try(ground: Ground, sibling: Kind) -> Sibling:
 def _bench_of(ground: Ground, sibling: Kind) -> EvaluationSetup:
     recipe, workers = ground.recipe, ground.bench.world.size
     kind = sibling.model_copy(
-        update={"workers": 1 if sibling.recipe.engine.name in SERVERS else workers}
+        update={"workers": 1 if traits_of(sibling.recipe.engine.name).server else workers}
     )
     world = world_of([kind], max_new_tokens=recipe.serve.max_new_tokens, seed=recipe.tune.seed)
     return replace(ground.bench, world=world, label=f"{ground.bench.label}, {sibling.recipe.name}")

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
+from toolkit.engine_traits import traits_of
 from toolkit.errors import EngineError
 from toolkit.files.recipe import Recipe
 from toolkit.workers.frames import FromWorker, Start, ToWorker, front_side, pack
@@ -31,7 +32,6 @@ DEVICES = Path("/dev")
 # What a GPU's driver makes in /dev: NVIDIA's, that of WSL, AMD's (whose torch has `cuda` devices
 # too), two of Jetson's.
 DEVICE_FILES = ("nvidia[0-9]*", "dxg", "kfd", "nvhost-gpu", "nvgpu")
-NO_DEVICE = ("fake", "openai")  # engines that load no model here
 
 
 def visible_gpus(
@@ -63,7 +63,7 @@ def require_gpu(
         (
             one
             for one in recipes
-            if one.hardware.device == "cuda" and one.engine.name not in NO_DEVICE
+            if one.hardware.device == "cuda" and traits_of(one.engine.name).loads_model
         ),
         None,
     )

@@ -72,7 +72,7 @@ class VllmCommand:
     def words(self, host: str, port: int) -> list[str]:
         """The command, the Python first."""
         spec, model, engine = self._spec, self.recipe.model, self.recipe.engine
-        words = [vllm_python(self.recipe), "-m", "toolkit.inside.vllm_serve", self.model]
+        words = [vllm_python(self.recipe), "-m", "toolkit.backends.vllm.child", self.model]
         words += ["--host", host, "--port", str(port), "--served-model-name", self.served_model]
         words += ["--dtype", model.dtype, "--max-model-len", str(model.max_model_len)]
         if model.source != "random":
