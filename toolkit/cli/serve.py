@@ -206,6 +206,18 @@ RequestTimeoutOption = Annotated[
         help="Deadline of requests that name none, and the longest that one may name; the recipe's by default.",
     ),
 ]
+ClientShareOption = Annotated[
+    float | None,
+    typer.Option(
+        "--client-share",
+        min=0.001,
+        max=1,
+        show_default=False,
+        metavar="SHARE",
+        rich_help_panel=LOAD,
+        help="Of connections and held bytes, for one address; 0.5 by default. 1 behind a proxy elsewhere.",
+    ),
+]
 TimeoutOption = Annotated[
     float,
     typer.Option(
@@ -320,6 +332,7 @@ def command(
     open_metrics: OpenMetricsOption = False,
     status_page: StatusOption = None,
     request_timeout: RequestTimeoutOption = None,
+    client_share: ClientShareOption = None,
     shutdown_timeout: TimeoutOption = 30.0,
     shutdown_notice: NoticeOption = 0.0,
     check: CheckOption = None,
@@ -353,6 +366,7 @@ def command(
         start_server,
     )
     from toolkit.serve.assemble import make_limits, make_settings, model_name
+    from toolkit.serve.http import CLIENT_SHARE
     from toolkit.serve.launch import Launch, Manager
     from toolkit.serve.server import Ending, is_loopback
 
@@ -384,6 +398,7 @@ def command(
                 "--ssl-keyfile": ssl_keyfile,
                 "--request-log": request_log,
                 "--request-timeout": request_timeout,
+                "--client-share": client_share,
                 "--allow-end-after": allow_end_after,
                 "--vllm-metrics": vllm_metrics,
                 "--open-metrics": open_metrics,
@@ -414,6 +429,7 @@ def command(
         port=at[1],
         insecure=insecure,
         limits=make_limits(chosen, admission, replays=allow_end_after),
+        client_share=CLIENT_SHARE if client_share is None else client_share,
         event_log=event_log,
         request_log=request_log,
         ending=ending,

@@ -222,7 +222,13 @@ def llmctl_image(order: Order, *extras: str) -> Reckoned[str]:
     `InputError` where the one that was asked for is not pinned.
     """
     if order.options.image:
-        return Reckoned(check_image(order.options.image), "--image")
+        image = check_image(order.options.image)
+        moves = (
+            ""
+            if "@sha256:" in image
+            else f"; NOT PINNED: a tag may be moved, {image}@sha256:... may not"
+        )
+        return Reckoned(image, f"--image{moves}")
     needed = {traits_of(kind.recipe.engine.name).extra for kind in order.plan.kinds}
     wanted = sorted({*extras, *needed} - {""})
     name = "-".join([f"llmctl:{toolkit.__version__}", *wanted])

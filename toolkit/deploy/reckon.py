@@ -41,6 +41,11 @@ VALUE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 # docs/deploying.md
 FRONT_MIB = 768
 WORKER_MIB = 1024
+# a pod's memory limit, of what it asks for: libraries and loading were not measured to the last
+# page
+LIMIT_FACTOR = 2
+SHARED_GIB = 1  # of /dev/shm, for NCCL between a worker's processes
+UNKNOWN_MODELS_GIB = 1024  # the models' cache, where nothing says how large they are
 PLAN_LIMIT_BYTES = 900 * 1024  # a ConfigMap and systemd's credentials both hold 1 MiB at most
 
 
@@ -145,6 +150,32 @@ def worker_memory_mib(kind: Kind) -> Reckoned[int]:
     return Reckoned(libraries + math.ceil((weights + cache) / MIB), " + ".join(parts))
 
 
+def memory_limit_mib(order: Order) -> Reckoned[int]:
+    """Host memory at which the pod of a server is ended."""
+    asked, kind = memory_mib(order), order.plan.kinds[0]
+    beside = worker_memory_beside(kind)
+    source = f"{LIMIT_FACTOR} times what it asks for"
+    if beside.value:
+        source += f", and for each of {order.plan.recipe.workers} workers {beside.source}"
+    return Reckoned(LIMIT_FACTOR * asked.value + order.plan.recipe.workers * beside.value, source)
+
+
+def worker_memory_beside(kind: Kind) -> Reckoned[int]:
+    """MiB of host memory that one worker may take beside what it asks for: swapped caches, and a
+    group's load.
+    """
+    group, weights = kind.recipe.engine.tensor_parallel_size, kind.recipe.model.weight_bytes or 0
+    sizes = {
+        "MiB of swapped caches": kind.fit.swap.host_bytes if kind.fit.swap else 0,
+        f"MiB of weights in the {group - 1} other processes while they load": (group - 1) * weights,
+        "MiB of /dev/shm": SHARED_GIB * GIB if group > 1 else 0,
+    }
+    parts = [(math.ceil(size / MIB), of) for of, size in sizes.items() if size]
+    return Reckoned(
+        sum(size for size, _ in parts), " + ".join(f"{size:,} {of}" for size, of in parts)
+    )
+
+
 def replicas(order: Order) -> Reckoned[int]:
     """Servers beside each other, each with all the plan's workers."""
     workload, each = order.plan.workload, order.plan.workers
@@ -161,8 +192,7 @@ def replicas(order: Order) -> Reckoned[int]:
 
 def from_hub(recipe: Recipe) -> bool:
     """Whether the model, or its tokenizer, comes from the hub."""
-    source = recipe.model.source
-    return source != "random" and not source.startswith(("/", "."))
+    return recipe.model.from_hub
 
 
 def gap_target(recipe: Recipe) -> tuple[str, float] | None:

@@ -4,6 +4,7 @@ to serve it.
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, model_validator
@@ -98,6 +99,10 @@ EngineName = Annotated[
 ]
 
 
+REVISION_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._/-]*$"
+COMMIT_PATTERN = r"[0-9a-f]{40}"
+
+
 class ModelSpec(Strict):
     """Which model, and the facts about it that planning needs without loading it."""
 
@@ -108,7 +113,10 @@ class ModelSpec(Strict):
         default_factory=dict,
         description="transformers config keys, `model_type` among them; needed where source is 'random'",
     )
-    revision: str | None = None
+    revision: Annotated[str, Field(pattern=REVISION_PATTERN)] | None = Field(
+        default=None,
+        description="of a model on the hub: a commit of 40 hex digits; a branch or a tag may be moved",
+    )
     trust_remote_code: bool = False
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
     tokenizer: Literal["model", "bytes"] = Field(
@@ -126,6 +134,16 @@ class ModelSpec(Strict):
         description="2 * layers * kv_heads * head_dim * bytes; checked against the loaded model",
     )
     weight_bytes: Positive | None = None
+
+    @property
+    def from_hub(self) -> bool:
+        """Whether the model, or its tokenizer, comes from the hub."""
+        return self.source != "random" and not self.source.startswith(("/", "."))
+
+    @property
+    def pinned(self) -> bool:
+        """Whether every load takes the same files."""
+        return not self.from_hub or re.fullmatch(COMMIT_PATTERN, self.revision or "") is not None
 
     @model_validator(mode="after")
     def _random_needs_config(self) -> ModelSpec:

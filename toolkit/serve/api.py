@@ -67,7 +67,7 @@ _REASONS = {
     "408": "the body did not come in time",
     "413": "the body is too large",
     "415": "the body is not JSON by its type",
-    "429": "the key's limit is reached",
+    "429": "the key's limit is reached, or the client's share of connections or bytes",
     "503": "loading, draining or overloaded; or the request failed",
 }
 
