@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +17,7 @@ from numpy.typing import NDArray
 from toolkit.deploy.order import Order, Reckoned
 from toolkit.errors import InputError
 from toolkit.files.plan import Kind, Plan
-from toolkit.files.recipe import Recipe
+from toolkit.files.recipe import Recipe, TuneSpec
 from toolkit.sched.policies import make_any
 from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sched.protocols import AnyPolicy, BuiltIn
@@ -239,7 +240,17 @@ def check_plan_size(text: str, holder: str) -> None:
 # tells whether the target holds, there is no threshold, and the reason is said instead.
 
 MOST = 4096  # nobody needs to wait in a longer queue than that
-DEFAULT_TRACE = "chat-small"  # which ships; what `tune` takes as well
+
+
+def default_trace(recipe: Recipe) -> str:
+    """The trace that stands for the traffic where none is given: the recipe's, where it is here, or
+    one that ships.
+    """
+    try:
+        trace_path(recipe.tune.trace)
+    except InputError:
+        return str(TuneSpec.model_fields["trace"].default)
+    return recipe.tune.trace
 
 
 def ttft_targets(recipe: Recipe) -> dict[str, float]:
@@ -252,18 +263,17 @@ def waiting_threshold(plan: Plan, trace: Trace | None) -> Reckoned[int | None]:
     of the target.
 
     Lengths are the trace's, made ready for the recipe, in its order and from its start again when
-    it is over; without a trace, those of one that ships. The longest that the recipe allows say
+    it is over; without a trace, those of `default_trace`. The longest that the recipe allows say
     nothing: a batch of them alone takes the whole target, so that none could wait.
     """
     targets = ttft_targets(plan.recipe)
     if not targets:
         return Reckoned(None, "the recipe has no TTFT target that would say how many may wait")
-    whose = (
-        f"the lengths of {trace.source}"
-        if trace
-        else f"no trace was given, so with the lengths of {DEFAULT_TRACE}"
-    )
-    trace = trace or read_trace(trace_path(DEFAULT_TRACE))[0]
+    whose = f"the lengths of {trace.source}" if trace else ""
+    if trace is None:
+        default = default_trace(plan.recipe)
+        whose = f"no trace was given, so with the lengths of {Path(default).name}"
+        trace = read_trace(trace_path(default))[0]
     policy = make_any(plan.policy.name, plan.policy.parameters)
     limit, seed = plan.recipe.serve.max_new_tokens, plan.recipe.tune.seed
     kinds = plan.kinds

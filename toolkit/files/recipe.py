@@ -66,6 +66,8 @@ class VllmSpec(Strict):
 
 NAME_PATTERN = r"^[a-z0-9][a-z0-9._-]{0,63}$"
 Name = Annotated[str, Field(pattern=NAME_PATTERN)]
+MAX_TRIALS = 100_000  # TPE's time for each grows with those before it
+MAX_DRAWS = 10_000
 MAX_WORKERS = 1024
 WORKERS_LIMIT = f"the limit is {MAX_WORKERS:,}, since one scheduler plans for all of them"
 MORE_WORKERS = "for more, put several servers behind a router"
@@ -286,7 +288,7 @@ class PolicySpec(Strict):
 class TuneSpec(Strict):
     """How to search."""
 
-    trials: Positive = 60
+    trials: Annotated[int, Field(gt=0, le=MAX_TRIALS)] = 60
     seed: Seed = 0
     windows: Positive = Field(default=2, description="trace windows used for the search")
     held_out_windows: Positive = Field(
@@ -327,7 +329,7 @@ class TuneSpec(Strict):
         default=None,
         description="share of requests that must meet all targets, judged by its lower confidence bound",
     )
-    draws: Annotated[int, Field(ge=0)] = Field(
+    draws: Annotated[int, Field(ge=0, le=MAX_DRAWS)] = Field(
         default=40,
         description="draws of the fitted laws with which the verdict is repeated; 0: none",
     )

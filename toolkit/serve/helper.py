@@ -7,7 +7,8 @@ more than `LARGE_BODY_BYTES` is sent to the helper, which parses and checks it a
 into tokens; the server gets the form and the tokens, or the error. Bodies are read one after the
 other.
 
-The helper ends when its standard input does: also when the server is killed.
+The helper ends when its standard input does, and `toolkit.guard` ends it with the server: also when
+that is killed.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from typing import Any, BinaryIO
 
 import msgspec
 
+from toolkit import guard
 from toolkit.engines.tokenizer import load_tokenizer
 from toolkit.files.recipe import ModelSpec
 from toolkit.serve.errors import ApiError
@@ -73,10 +75,11 @@ class ReadingProcess:
         command = (sys.executable, "-m", self._module)
         pipe = asyncio.subprocess.PIPE
         self._process = await asyncio.create_subprocess_exec(
-            *command, stdin=pipe, stdout=pipe, limit=PIPE_BYTES
+            *command, stdin=pipe, stdout=pipe, limit=PIPE_BYTES, start_new_session=True
         )
         assert self._process.stdin
         self._process.stdin.write(_framed(self._begin))
+        await asyncio.to_thread(guard.watch, self._process.pid)
 
     async def stop(self) -> None:
         process, self._process = self._process, None
@@ -84,6 +87,7 @@ class ReadingProcess:
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
             await process.wait()
+            guard.forget(process.pid)
 
     async def ask(self, kind: str, body: bytes) -> bytes | Read:
         """What the process makes of the body. Its own `ApiError`, or one where it is busy or has

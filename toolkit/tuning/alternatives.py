@@ -19,7 +19,7 @@ from toolkit.errors import LimitsBrokenError
 from toolkit.files.fit import Fit
 from toolkit.files.plan import Kind
 from toolkit.files.recipe import PolicySpec, Recipe
-from toolkit.files.tuning import Alternatives, Outcome, Sibling, Sizing, SizingRow
+from toolkit.files.tuning import Alternatives, Outcome, Sibling, Sizing, SizingRow, share_used
 from toolkit.sched.policies.servable import refusal
 from toolkit.sim.api import usual_policies
 from toolkit.sim.world import world_of
@@ -116,8 +116,8 @@ def nothing_suffices(sizes: WorkerCounts, siblings: Sequence[Sibling] = ()) -> L
     able = next((one for one in siblings if one.feasible), None)
     last = max(sizes.rows, key=lambda row: row.workers)
     return LimitsBrokenError(
-        f"no number of workers up to {last.workers} keeps all limits: {last.binding} is at "
-        f"{last.binding_ratio:.0%} of its limit even with {last.workers}",
+        f"no number of workers up to {last.workers} keeps all limits: {last.binding} is "
+        f"{share_used(last.binding_ratio)} even with {last.workers}",
         f"tune {able.recipe} (engine {able.engine}): on {able.workers} it keeps them"
         if able
         else "a looser target in the recipe's sla, or other parameters: more workers do not help",

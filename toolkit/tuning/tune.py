@@ -20,6 +20,7 @@ from toolkit.files.plan import Kind
 from toolkit.files.profile import Profile
 from toolkit.files.recipe import Recipe
 from toolkit.files.tuning import (
+    UNSERVED,
     Interval,
     Limit,
     Outcome,
@@ -444,7 +445,8 @@ def _judged(one: Evaluation, limits: CandidateLimits, recipe: Recipe) -> list[Li
     for limit in recipe_limits(recipe):
         share = usage[SHARES.get(limit.name, limit.name)]
         sla = one.ratios.get(limit.name)
-        value = metrics.get(limit.name, 0.0) if sla is None else sla * limit.limit
+        value: float | None = metrics.get(limit.name, 0.0) if sla is None else sla * limit.limit
+        value = None if share >= UNSERVED else value
         judged.append(limit.judged(value, kept=share <= 1.0))
     return judged
 
