@@ -84,12 +84,14 @@ def test_a_log_that_cannot_be_written(
     )
 
 
+@pytest.mark.slow
 def test_an_engine_that_cannot_load_ends_it(capsys: pytest.CaptureFixture[str], tmp_path: Path):
     fake_plan(tmp_path, no_such_key=1)
     assert llmctl("serve", tmp_path / "plan.json") == 3
     assert "model.config.no_such_key: the fake engine has no such key" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_fit_of_another_engine_is_refused_with_both_sides(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ):
