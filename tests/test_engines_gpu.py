@@ -1,8 +1,7 @@
-"""What only a GPU can show: copies on a stream of their own, a real end of memory, timings. Skipped
-without one.
+"""Tests that need a GPU: copies on their own stream, device memory that runs out, timings. Skipped
+without a GPU.
 
-Weights drawn on a GPU are others than those drawn on a CPU, so the engines that are compared share
-the CPU's.
+Weights drawn on a GPU differ from weights drawn on a CPU, so the compared engines share the CPU's.
 """
 
 import random
@@ -56,9 +55,7 @@ def on_gpu(cpu: RebatchEngine, **changes: object) -> RebatchEngine:
 
 @pytest.fixture
 def small_gpu() -> Iterator[EngineSpec]:
-    """An engine that may take `SHARE` of the memory; the allocator's limit is lifted again
-    afterwards.
-    """
+    """An engine that may use `SHARE` of the memory; the allocator's limit is removed afterwards."""
     torch.cuda.empty_cache()
     yield EngineSpec(name="rebatch", gpu_memory_utilization=SHARE)
     torch.cuda.set_per_process_memory_fraction(1.0)
@@ -89,10 +86,8 @@ def test_rows_that_come_go_and_are_swapped_get_the_cpu_s_tokens(
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_transfers_beside_compute_move_every_value(overlap: bool) -> None:
-    """Each swap out is followed at once by steps that reuse the device's memory, and each swap in
-    by a step.
-    """
+def test_transfers_in_parallel_with_computation_move_every_value(overlap: bool) -> None:
+    """Steps that reuse the device's memory follow at once each swap out, and a step each swap in."""
     cpu = rebatch_engine()
     desk = Desk(on_gpu(cpu), ROWS)
     while desk.having(WAITS):
@@ -113,7 +108,7 @@ def test_swapped_rows_lie_in_pinned_memory() -> None:
     assert block.is_pinned()
 
 
-def test_the_device_s_end_of_memory_is_survived_by_slices(small_gpu: EngineSpec) -> None:
+def test_slices_survive_running_out_of_device_memory(small_gpu: EngineSpec) -> None:
     engine = TransformersEngine(
         large_spec(), small_gpu.model_copy(update={"name": "transformers"}), GPU
     )
@@ -125,7 +120,7 @@ def test_the_device_s_end_of_memory_is_survived_by_slices(small_gpu: EngineSpec)
     assert engine.run_slice([row], 8, go_on) == before
 
 
-def test_the_device_s_end_of_memory_drops_some_rows_and_no_swapped_one(
+def test_running_out_of_device_memory_drops_some_rows_but_no_swapped_row(
     small_gpu: EngineSpec,
 ) -> None:
     engine = RebatchEngine(large_spec(), small_gpu, GPU)

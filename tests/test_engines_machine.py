@@ -1,8 +1,8 @@
-"""A hypothesis machine over the engine `rebatch`: any moves, in any order, with memory that fails
-at any point.
+"""A hypothesis state machine over the engine `rebatch`: any moves, in any order, with memory that
+fails at any point.
 
-Everybody gets the tokens that transformers' own generate() gives him alone; nothing is counted that
-is not there. `LLMCTL_EXAMPLES` says how many runs of up to 50 rounds; 12 by default.
+Each row gets the tokens that transformers' own generate() gives it alone, and only memory in use is
+counted. `LLMCTL_EXAMPLES` is the number of runs of up to 50 rounds; 12 by default.
 """
 
 import functools
@@ -32,12 +32,12 @@ KINDS = [
     (0, {"joining": "shape"}),
     (0, {"kv_layout": "rows"}),
 ]  # chunk_tokens, and the engine's settings
-WAYS = {  # what may happen in a round to a row that is somewhere
+WAYS = {  # the moves of a row in a round, by its state
     RUNS: [*[()] * 9, ("evict",), ("pause",), ("swap_out",)],
     PAUSED: [(), ("evict",), ("swap_out",), *[("resume",)] * 2],
     SWAPPED: [(), (), ("evict",), ("swap_in",), *[("swap_in", "resume")] * 2],
 }
-SEEDS = st.integers(0, (1 << 32) - 1)  # of a round's moves: drawn one by one they would be few
+SEEDS = st.integers(0, (1 << 32) - 1)  # of a round's moves: hypothesis would draw only few
 EXAMPLES = int(os.environ.get("LLMCTL_EXAMPLES", "12"))
 
 
@@ -47,8 +47,8 @@ def alone() -> list[tuple[int, ...]]:
 
 
 class Rounds(RuleBasedStateMachine):
-    """Joins, ends, evictions, pauses, resumes, swaps, interruptions, slices beside, and memory that
-    runs out.
+    """Joins, ends, evictions, pauses, resumes, swaps, interruptions, slices between rounds, and
+    memory that runs out.
     """
 
     @initialize(kind=st.sampled_from(range(len(KINDS))))
@@ -67,7 +67,7 @@ class Rounds(RuleBasedStateMachine):
 
     @rule(seed=SEEDS, fails_at=st.integers(1, 600), lasting=st.booleans())
     def memory_runs_out(self, seed: int, fails_at: int, lasting: bool) -> None:
-        """`Desk` sees to it that who was not dropped is where he was to be."""
+        """`Desk` checks that each row that was not dropped is where the plan wanted it."""
         rng = random.Random(seed)
         with Scarce(self.engine, fails_at, lasting=lasting) as scarce:
             for _ in range(3):
@@ -78,7 +78,7 @@ class Rounds(RuleBasedStateMachine):
         numbers=st.sets(st.sampled_from(range(len(ROWS))), min_size=1, max_size=3),
         steps=st.integers(1, 9),
     )
-    def a_slice_runs_beside(self, numbers: set[int], steps: int) -> None:
+    def a_slice_runs_between(self, numbers: set[int], steps: int) -> None:
         output = self.engine.run_slice(
             [ROWS[number] for number in numbers], steps, lambda step: True
         )

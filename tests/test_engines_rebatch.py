@@ -1,4 +1,4 @@
-"""Continuous re-batching: rows that come and go get the tokens that they get alone."""
+"""Continuous re-batching: rows that join and leave a batch get the tokens that they get alone."""
 
 import functools
 import random
@@ -92,14 +92,14 @@ def test_sampled_tokens_equal_those_of_static_batches(
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 def test_each_way_of_sampling_gives_another_text(sampling: str) -> None:
-    plain, told = (
+    plain, changed = (
         random_rows(5, 12, how) for how in (SamplingParams(temperature=1.0), SAMPLINGS[sampling])
     )
     plain = random_rows(5, 12) if sampling == "temperature" else plain
     engine = rebatch_engine()
     texts = [
         [engine.run_slice([row], 1000, lambda step: True).tokens[0] for row in rows]
-        for rows in (plain, told)
+        for rows in (plain, changed)
     ]
     assert texts[0] != texts[1]
 
@@ -113,7 +113,7 @@ def test_a_seed_gives_one_text_and_another_seed_another() -> None:
     assert first == third != second
 
 
-def test_a_round_ends_when_any_row_does() -> None:
+def test_a_round_ends_when_any_row_ends() -> None:
     desk = Desk(rebatch_engine(), [free_row(5, 9), free_row(30, 4), free_row(8, 4)])
     output = desk.run(100, enter=(0, 1, 2))
     assert (output.steps, set(output.ended), output.joined) == (3, {1, 2}, ((1, 0), (2, 0), (0, 0)))
@@ -128,13 +128,12 @@ def test_a_row_that_ends_with_its_first_token_ends_the_round_before_a_step() -> 
     assert desk.having(RUNS) == [0]
 
 
-def test_a_round_stops_where_it_may_when_it_is_told_to() -> None:
+def test_a_stopped_round_ends_at_a_multiple_of_stop_every() -> None:
     desk = Desk(rebatch_engine(), [free_row(5, 40)])
     assert desk.run(2, enter=(0,)).steps == 2
     desk.stop_after = 1
-    assert (
-        desk.run(30, stop_every=8, steps_before=3).steps == 5
-    )  # as the caller counts, whatever the engine made
+    # The caller's count of steps decides, not the engine's.
+    assert desk.run(30, stop_every=8, steps_before=3).steps == 5
     assert desk.run(30).steps == 1
 
 
@@ -152,7 +151,7 @@ def test_an_idle_round_does_nothing() -> None:
     assert desk.steps == []
 
 
-def test_with_chunks_those_who_run_get_tokens_while_a_long_prompt_is_prefilled() -> None:
+def test_with_chunks_running_rows_get_tokens_while_a_long_prompt_is_prefilled() -> None:
     desk = Desk(rebatch_engine(), [free_row(4, 60), free_row(60, 20)], chunk_tokens=10)
     desk.run(3, enter=(0,))
     output = desk.run(30, enter=(1,))
@@ -161,7 +160,7 @@ def test_with_chunks_those_who_run_get_tokens_while_a_long_prompt_is_prefilled()
     assert output.steps == 5 + 19
 
 
-def test_a_round_ends_though_a_prefill_is_not_done_and_the_next_goes_on_with_it() -> None:
+def test_a_round_may_end_during_a_prefill_and_the_next_round_continues_it() -> None:
     desk = Desk(
         rebatch_engine(), [free_row(4, 6), free_row(60, 20), free_row(3, 50)], chunk_tokens=10
     )
@@ -171,7 +170,7 @@ def test_a_round_ends_though_a_prefill_is_not_done_and_the_next_goes_on_with_it(
     assert desk.run(30).joined == ((1, 3),)
 
 
-def test_a_pass_is_no_larger_than_a_chunk_where_others_wait_for_it(
+def test_a_pass_is_no_larger_than_a_chunk_while_rows_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     passes: list[int] = []
@@ -191,7 +190,7 @@ def test_a_pass_is_no_larger_than_a_chunk_where_others_wait_for_it(
     assert len(desk.steps[-1].rows) == 8
 
 
-def test_a_prompt_whose_pass_does_not_fit_is_cut_though_nobody_waits() -> None:
+def test_a_prompt_whose_pass_does_not_fit_is_cut_even_if_no_row_runs() -> None:
     row = free_row(90, 5)
     for chunk_tokens in (0, 20):
         desk = Desk(rebatch_engine(budget_mib=0.125), [row], chunk_tokens=chunk_tokens)
@@ -201,14 +200,14 @@ def test_a_prompt_whose_pass_does_not_fit_is_cut_though_nobody_waits() -> None:
         assert desk.engine.ledger.peak_bytes <= desk.engine.facts.kv_budget_bytes
 
 
-def test_newcomers_of_like_length_are_prefilled_together() -> None:
+def test_newcomers_of_similar_length_are_prefilled_together() -> None:
     desk = Desk(rebatch_engine(), [free_row(length, 9) for length in (5, 80, 9, 30, 78)])
     output = desk.run(1, enter=range(5))
     assert [set(step.rows) for step in desk.steps[:2]] == [{0, 2, 3}, {1, 4}]
     assert len(output.joined) == 5
 
 
-def test_memory_is_given_back_as_rows_leave() -> None:
+def test_memory_is_freed_as_rows_leave() -> None:
     engine = rebatch_engine()
     long, short = [free_row(80, 10, first=k) for k in range(12)], [free_row(4, 90)]
     desk = Desk(engine, [*short, *long])
@@ -220,7 +219,7 @@ def test_memory_is_given_back_as_rows_leave() -> None:
     assert engine.ledger.used_bytes == 0
 
 
-def test_what_is_swapped_is_charged_to_the_host_and_not_to_the_device() -> None:
+def test_a_swapped_row_is_charged_to_host_memory_only() -> None:
     engine = rebatch_engine()
     desk = Desk(engine, [free_row(50, 30)])
     desk.run(4, enter=(0,))
@@ -243,7 +242,7 @@ def test_a_row_comes_back_from_host_memory_without_a_prefill(
     assert [len(tokens) for tokens in desk.got] == [9, 13]
 
 
-def test_running_out_of_memory_drops_newcomers_and_those_who_run_go_on() -> None:
+def test_running_out_of_memory_drops_newcomers_and_running_rows_go_on() -> None:
     engine = rebatch_engine(budget_mib=0.25)  # 1024 tokens
     rows = [free_row(60, 30, first=k) for k in range(40)]
     expected = Desk(rebatch_engine(), rows[:2]).finish()
@@ -300,9 +299,7 @@ def test_rounds_run_in_half_precision(dtype: str) -> None:
         ({"numbers": (0,)}, "row 0 is here"),
     ],
 )
-def test_moves_that_cannot_be_are_bugs_and_not_guesses(
-    moves: dict[str, tuple[int, ...]], line: str
-) -> None:
+def test_impossible_moves_raise(moves: dict[str, tuple[int, ...]], line: str) -> None:
     desk = Desk(rebatch_engine(), [free_row(5, 30)] * 8)
     desk.run(2, enter=(0, 1))
     desk.run(2, swap_out=(1,))
@@ -329,7 +326,7 @@ SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "v
         ({"model_type": "t5", "vocab_size": 300}, "'t5' is not a causal language model"),
     ],
 )
-def test_models_whose_caches_do_not_fit_are_refused_by_name(
+def test_models_with_unsupported_caches_are_refused_by_name(
     config: dict[str, object], line: str
 ) -> None:
     with pytest.raises(EngineError) as raised:

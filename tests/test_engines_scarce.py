@@ -1,11 +1,11 @@
-"""Memory that runs out at any allocation of a round: rows that had room keep their caches, and
-nobody's tokens change.
+"""Memory that runs out at any allocation of a round: rows that had room keep their caches, and no
+row's tokens change.
 
-An allocation is what a ledger is asked for and every tensor that torch makes, in the model's passes
-too. It fails once, so that a second try helps, or with all that follow in its round, so that rows
-have to go. After each round `Desk` holds the engine's rows against what the round wanted and what
-it says was dropped. Passes that fail once they have been made are made again, whole and then in
-parts. `test_engines_machine.py` has any rounds in any order.
+An allocation is a charge to a ledger or a tensor that torch makes, also in the model's passes. Either
+one allocation fails, so that a second try succeeds, or all later ones in the round fail too, so that
+rows are dropped. After each round `Desk` compares the engine's rows with the plan and with the rows
+that the round reports as dropped. Failed passes are repeated, whole and then in parts.
+`test_engines_machine.py` has any rounds in any order.
 """
 
 import functools
@@ -49,13 +49,13 @@ def make_desk(layout: str, chunk_tokens: int) -> Desk:
 
 
 def cached(desk: Desk) -> list[int]:
-    """Those who run and have their caches."""
+    """The running rows that have their caches."""
     return [number for number in desk.having(RUNS) if number in desk.engine._batch]
 
 
 class FailingPasses:
-    """Within it, the first passes have been computed when memory runs out, or all of more than so
-    many rows.
+    """In this context, the first `failures` passes run out of memory after they were computed, or
+    all passes of more than `most_rows` rows.
     """
 
     def __init__(self, engine: RebatchEngine, failures: int = 0, *, most_rows: int = 0) -> None:
@@ -82,7 +82,7 @@ class FailingPasses:
 
 
 def play(desk: Desk, scarce: Scarce) -> None:
-    """Rounds with all that there is in one, each move made of whoever is there for it."""
+    """Rounds with every kind of move, each of rows that are in the right state."""
     with scarce:
         for round_ in (
             lambda: desk.run(3, enter=desk.having(WAITS)[:2]),
@@ -103,7 +103,7 @@ def play(desk: Desk, scarce: Scarce) -> None:
 
 @pytest.mark.parametrize("lasting", [False, True], ids=["once", "for the rest of the round"])
 @pytest.mark.parametrize(("layout", "chunk_tokens"), CASES)
-def test_no_allocation_that_fails_costs_a_token(
+def test_a_failing_allocation_changes_no_tokens(
     layout: str, chunk_tokens: int, lasting: bool
 ) -> None:
     desk = make_desk(layout, chunk_tokens)
@@ -121,7 +121,7 @@ def test_no_allocation_that_fails_costs_a_token(
 
 
 def test_an_allocation_that_fails_once_in_a_step_costs_no_row() -> None:
-    """Whatever it is: the step is made again."""
+    """Whichever allocation it is, the step is repeated."""
     desk = make_desk("slab", 0)
     desk.run(2, enter=(0, 1, 4))
     with Scarce(desk.engine) as calm:
@@ -135,7 +135,7 @@ def test_an_allocation_that_fails_once_in_a_step_costs_no_row() -> None:
         assert desk.finish() == alone()
 
 
-def test_newcomers_who_fail_cost_those_who_run_nothing() -> None:
+def test_newcomers_that_do_not_fit_do_not_affect_running_rows() -> None:
     desk = make_desk("slab", 0)
     desk.run(2, enter=(0, 1))
     with Scarce(desk.engine, 1, lasting=True):
@@ -144,7 +144,7 @@ def test_newcomers_who_fail_cost_those_who_run_nothing() -> None:
     assert desk.run(2).steps == 2
 
 
-def test_a_step_that_has_no_room_costs_the_last_row_that_came() -> None:
+def test_a_step_without_room_drops_the_last_admitted_row() -> None:
     desk = make_desk("slab", 0)
     desk.run(2, enter=(0, 1, 4))
     with Scarce(desk.engine, 1, lasting=True):
@@ -170,7 +170,7 @@ def test_a_step_whose_passes_fail_is_made_in_parts_and_the_round_goes_on(
     assert desk.finish() == Desk(rebatch_engine(), CROWD).finish()
 
 
-def test_where_memory_stays_short_not_every_step_fails_twice() -> None:
+def test_while_memory_stays_short_not_every_step_fails_twice() -> None:
     """Passes of more than two rows have no room."""
     desk = Desk(rebatch_engine(), CROWD)
     desk.run(2, enter=range(4))
@@ -193,7 +193,7 @@ def test_a_prefill_that_fails_is_made_in_parts_and_joins_all_the_same(
     assert desk.finish() == alone()
 
 
-def test_what_no_parts_help_costs_whom_it_was_for() -> None:
+def test_a_pass_that_fails_in_parts_too_drops_the_rows_that_it_was_for() -> None:
     desk = make_desk("slab", 0)
     desk.run(2, enter=(0, 1, 4))
     with FailingPasses(desk.engine, 100) as passes:

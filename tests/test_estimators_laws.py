@@ -1,5 +1,5 @@
-"""Laws of time and memory: closed forms equal what they stand for, and the papers' figures come
-out.
+"""Laws of time and memory: closed forms equal their definitions, and reproduce the papers'
+figures.
 """
 
 import math
@@ -95,7 +95,7 @@ def test_figure_11_batching_fifteen_short_requests_with_a_long_one():
     assert PAPER.serve_s(16, 1024, 128) == pytest.approx(13.5, abs=0.001)
 
 
-def test_figure_11_batching_them_apart():
+def test_figure_11_batching_the_long_request_separately():
     assert PAPER.serve_s(15, 10, 128) + PAPER.serve_s(1, 1024, 128) == pytest.approx(7.6, abs=0.001)
 
 
@@ -170,6 +170,6 @@ def test_rules_must_descend():
         )
 
 
-def test_a_capacity_that_cannot_be_is_named():
+def test_an_invalid_capacity_is_refused():
     with pytest.raises(InputError, match="capacity of 0 tokens"):
         ZetaMemory(0)

@@ -1,4 +1,4 @@
-"""Which class runs a recipe's engine. Imports only the one that is asked for."""
+"""Loads the engine that a recipe names, and imports only that engine's module."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ if TYPE_CHECKING:
 
 
 def make_engine(model: ModelSpec, engine: EngineSpec, hardware: HardwareSpec) -> Engine:
-    """Load the engine, in as many processes as share its model. `EngineError` or `InputError` where
-    it cannot be.
+    """Load the engine, in as many processes as share its model.
+
+    Raises `EngineError` or `InputError` if the engine cannot be loaded.
     """
     if engine.tensor_parallel_size > 1:
         from toolkit.engines.tensor_parallel import TensorParallelEngine
@@ -25,7 +26,7 @@ def make_engine(model: ModelSpec, engine: EngineSpec, hardware: HardwareSpec) ->
 def load_engine(
     model: ModelSpec, engine: EngineSpec, hardware: HardwareSpec, share: RankShare | None = None
 ) -> Engine | RoundEngine:
-    """This process's engine, or its share of one."""
+    """This process's engine, or its share of an engine."""
     if engine.name == "fake":
         from toolkit.engines.fake import FakeRoundEngine
 

@@ -130,7 +130,7 @@ class StepLaw:
         return seconds
 
     def after_s(self, rows: int) -> float:
-        """Seconds from the end of a pass of `rows` rows to the start of the next, if there is work."""
+        """Seconds from the end of a pass of `rows` rows to the next, if there is work."""
         return self.host_s + self.host_row_s * rows
 
     def step_s(self, shape: StepShape) -> float:
@@ -202,7 +202,7 @@ def shape_of_rows(rows: Sequence[LoggedRow]) -> StepShape:
 
 
 def chunk_attended(cached: int, new: int) -> float:
-    """Keys that a chunk of `new` tokens attends to after `cached` ones: new * (cached + new / 2)."""
+    """Sum of the keys that `new` tokens attend to after `cached` ones."""
     return new * (cached + new / 2)
 
 
