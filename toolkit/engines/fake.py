@@ -73,7 +73,7 @@ class FakeConfig:
 
     @classmethod
     def of(cls, model: ModelSpec) -> FakeConfig:
-        """The settings of a recipe. Raises `InputError`, with the nearest key, for an unknown key."""
+        """The settings of a recipe. Raises `InputError` for an unknown key, naming the nearest."""
         known = cls.__dataclass_fields__
         for key in model.config:
             if key not in known:

@@ -78,7 +78,7 @@ class ByteLedger:
 
     @contextmanager
     def hold(self, size_bytes: int) -> Iterator[None]:
-        """Charge `size_bytes` from now on, unless the context raises: then the allocation failed."""
+        """Charge `size_bytes` from now on, unless the allocation in the context fails."""
         self.take(size_bytes)
         try:
             yield
@@ -194,8 +194,9 @@ def _cuda_budget_bytes(engine: EngineSpec, device: torch.device) -> int:
         left = min(left, int(engine.kv_cache_memory_mib * MIB))
     if left <= 0:
         raise EngineError(
-            f"no GPU memory is left for the KV cache: {free / MIB:.0f} of {total / MIB:.0f} MiB are "
-            f"free, and engine.gpu_memory_utilization is {engine.gpu_memory_utilization}",
+            "no GPU memory is left for the KV cache: "
+            f"{free / MIB:.0f} of {total / MIB:.0f} MiB are free, and "
+            f"engine.gpu_memory_utilization is {engine.gpu_memory_utilization}",
             "free the GPU, raise engine.gpu_memory_utilization, or use a smaller model",
         )
     return left

@@ -112,7 +112,7 @@ class ParkedRows:
         self._rows[number] = row
 
     def swap_out(self, number: int, row: Parked) -> None:
-        """Move the row to host memory. On CUDA this starts the transfer, and `wait` waits for it."""
+        """Move the row to host memory. On CUDA this starts a transfer, which `wait` ends."""
         self._ledgers[1].take(row.size_bytes)
         self._rows[number] = row
         row.on_host = True

@@ -177,7 +177,7 @@ class RebatchCache(Cache):  # type: ignore[misc]
         return max(needed - self._held_bytes, 0) + min(needed, self._held_bytes) // len(self.layers)
 
     def join(self, row: RowKV) -> None:
-        """Add a row after the others; call `make_room` first. Its tensors may be on another device."""
+        """Add a row after the others, after `make_room`. Its tensors may be on another device."""
         length = row[0][0].shape[1]
         index, end = self.rows, self._window.end
         self._grow_left_to(end - length)

@@ -252,7 +252,7 @@ class RebatchEngine(TransformersEngine):
             self._prefiller.remove(number)
 
     def _take_out(self, number: int) -> Parked:
-        """Remove a row that runs, is paused, or waits for its prefill; a partial prefill is lost."""
+        """Remove a row that runs, is paused or waits for its prefill; partial prefills are lost."""
         if number in self._batch:
             row = self._parked.copy_of(*self._batch.peek(number))
             self._batch.drop(number)

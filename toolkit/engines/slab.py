@@ -21,7 +21,7 @@ KVShape = tuple[torch.Size, torch.Size]  # of a layer's keys and values
 
 
 class SlabLayer(DynamicLayer):  # type: ignore[misc]
-    """One layer's keys and values, with room for `columns` tokens. The first update allocates it."""
+    """One layer's keys and values, with room for `columns` tokens; the first update allocates."""
 
     def __init__(self, columns: int) -> None:
         super().__init__()

@@ -163,8 +163,8 @@ def utf8(text: str) -> bytes:
         return text.encode()
     except UnicodeEncodeError as error:
         raise InputError(
-            f"character {error.start} is the lone surrogate U+{ord(text[error.start]):04X}, which is "
-            "not text",
+            f"character {error.start} is the lone surrogate U+{ord(text[error.start]):04X}, "
+            "which is not text",
             "send both halves of the pair, or none",
         ) from None
 

@@ -123,7 +123,7 @@ class TransformersEngine:
         return as_out_of_memory(lambda: self._serve(rows, steps, on_step))
 
     def time_prefill(self, batch_size: int, input_length: int, clock: Callable[[], float]) -> float:
-        """See `Engine.time_prefill`: from the rows' tokens to the first token of each, on the host."""
+        """See `Engine.time_prefill`: from the rows' tokens to each first token on the host."""
         return as_out_of_memory(lambda: self._time_prefill(batch_size, input_length, clock))
 
     def time_decode(self, batch_size: int, cached_length: int, clock: Callable[[], float]) -> float:

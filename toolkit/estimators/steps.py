@@ -108,8 +108,9 @@ class StepLaw:
         host_row_s: float = 0.0,
     ) -> StepLaw:
         """The law with these `coefficients`, in the order of `features`."""
-        values = tuple(map(float, coefficients))
-        return cls(*values[:5], values[5:], knots, host_s, host_row_s)
+        base_s, row_s, prefill_s, cached_s, attended_s, *token_s = map(float, coefficients)
+        fixed = base_s, row_s, prefill_s, cached_s, attended_s
+        return cls(*fixed, tuple(token_s), knots, host_s, host_row_s)
 
     @property
     def coefficients(self) -> tuple[float, ...]:

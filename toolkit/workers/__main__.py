@@ -1,5 +1,6 @@
-"""`python -m toolkit.workers FD`: a worker's process, tied to its front before it imports anything
-that takes time.
+"""`python -m toolkit.workers FD`: a worker's process.
+
+It ensures that it ends with its front before it imports anything that takes time.
 """
 
 import socket
