@@ -60,7 +60,7 @@ def test_a_draw_does_not_depend_on_the_batch() -> None:
         row(generated=index, temperature=1.0, seed=index % 3, top_p=0.9, top_k=index % 5)
         for index in range(20)
     ]
-    assert draw(rows) == [draw([one])[0] for one in rows] == draw(rows[::-1])[::-1]
+    assert draw(rows) == [draw([row])[0] for row in rows] == draw(rows[::-1])[::-1]
 
 
 def test_a_draw_depends_on_the_position_and_not_on_where_the_slice_began() -> None:
@@ -133,7 +133,7 @@ def test_a_regrouped_sampler_draws_the_same_tokens() -> None:
         row(tokens=(index,), temperature=1.0, seed=index, repetition_penalty=1.4)
         for index in range(4)
     ]
-    apart = [Sampler([one], (), VOCAB, CPU) for one in rows]
+    apart = [Sampler([row], (), VOCAB, CPU) for row in rows]
     whole = [
         [sampler.draw(LOGITS[None].clone(), step).item() for step in range(6)] for sampler in apart
     ]

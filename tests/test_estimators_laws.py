@@ -112,16 +112,16 @@ def test_tables_are_shared_and_cannot_be_written_to():
 
 @pytest.mark.parametrize("starts", [[], [2], [1, 1], [1, 8, 4]])
 def test_segments_begin_at_one_and_ascend(starts):
-    one = Segment(batch_size_min=1, nl=0, n=0, l=0, const=1)
-    bad = tuple(one.model_copy(update={"batch_size_min": start}) for start in starts)
+    flat = Segment(batch_size_min=1, nl=0, n=0, l=0, const=1)
+    bad = tuple(flat.model_copy(update={"batch_size_min": start}) for start in starts)
     with pytest.raises(InputError, match="must begin at 1 and ascend"):
-        SegmentedLaw(bad, (one,), True)
+        SegmentedLaw(bad, (flat,), True)
 
 
 def test_decode_has_no_square():
-    one = Segment(batch_size_min=1, nl=0, n=0, l=0, const=1)
+    flat = Segment(batch_size_min=1, nl=0, n=0, l=0, const=1)
     with pytest.raises(InputError, match="no square"):
-        SegmentedLaw((one,), (one.model_copy(update={"nll": 1e-9}),), True)
+        SegmentedLaw((flat,), (flat.model_copy(update={"nll": 1e-9}),), True)
 
 
 def test_zeta_memory_is_equation_9():

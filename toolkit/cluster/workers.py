@@ -144,7 +144,12 @@ def no_room(wanted: Sequence[WorkerPlacement], machines: Sequence[Machine]) -> s
     kinds = [
         list(same) for _, same in groupby(wanted, key=lambda place: (place.share, place.labels))
     ]
-    short = [kind for kind in kinds if _room(kind[0], machines) < len(kind)]
+    short = [
+        kind
+        for kind in kinds
+        if len(kind)
+        > sum(kind[0].share.fits(machine.resources) for machine in _of_kind(kind[0], machines))
+    ]
     return "the cluster has no room for " + "; and none for ".join(
         _lacks(kind, machines) for kind in short or kinds
     )
@@ -174,10 +179,6 @@ def _check_apart(
             "set other labels in the fleet, like nodes: {memory: 80GB}; then: "
             "ray start --labels=memory=80GB",
         )
-
-
-def _room(place: WorkerPlacement, machines: Sequence[Machine]) -> int:
-    return sum(place.share.fits(machine.resources) for machine in _of_kind(place, machines))
 
 
 def _of_kind(place: WorkerPlacement, machines: Sequence[Machine]) -> Iterator[Machine]:

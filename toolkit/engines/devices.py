@@ -44,20 +44,17 @@ def find_devices() -> Devices:
 
     try:
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        gpus = tuple(_gpu(index) for index in range(count))
+        gpus = tuple(
+            CudaDevice(index, torch.cuda.get_device_name(index), total, free)
+            for index in range(count)
+            for free, total in (torch.cuda.mem_get_info(index),)
+        )
     except RuntimeError as error:
         reason = str(error).splitlines()[0]
         raise EngineError(
             f"the GPU cannot be used: {reason}", "see which processes use it: nvidia-smi"
         ) from None
     return Devices(str(torch.__version__), torch.version.cuda or "", _driver(), gpus)
-
-
-def _gpu(index: int) -> CudaDevice:
-    import torch
-
-    free, total = torch.cuda.mem_get_info(index)
-    return CudaDevice(index, torch.cuda.get_device_name(index), total, free)
 
 
 def _driver() -> str:

@@ -18,6 +18,7 @@ import zlib
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 
@@ -249,7 +250,7 @@ class FakeRow:
 class FakeRoundEngine(FakeEngine):
     """`toolkit.engines.protocol.RoundEngine` in memory."""
 
-    def __init__(self, *args, **options) -> None:  # type: ignore[no-untyped-def]  # those of FakeEngine
+    def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._running: dict[int, FakeRow] = {}
         self._paused: dict[int, FakeRow] = {}

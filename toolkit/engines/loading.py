@@ -57,11 +57,15 @@ def load_model(
     transformers_logging.disable_progress_bar()
     config = load_config(spec)
     check_caches(config, spec.max_model_len)
-    _check_lengths(spec, config)
-    try:
-        model = (
-            _random_model(spec, config, device) if _is_random(spec) else _stored_model(spec, device)
+    positions = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
+    if positions and spec.max_model_len > positions:
+        raise EngineError(
+            f"model.max_model_len is {spec.max_model_len}; the model has {positions} positions",
+            f"set model.max_model_len to at most {positions}",
         )
+    is_random = spec.source == "random" or spec.load_format == "dummy"
+    try:
+        model = _random_model(spec, config, device) if is_random else _stored_model(spec, device)
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
@@ -126,10 +130,6 @@ def _device(hardware: HardwareSpec, share: RankShare | None) -> torch.device:
         )
     torch.cuda.set_device(share.rank)
     return torch.device("cuda", share.rank)
-
-
-def _is_random(spec: ModelSpec) -> bool:
-    return spec.source == "random" or spec.load_format == "dummy"
 
 
 def _name(spec: ModelSpec) -> str:
@@ -257,15 +257,6 @@ def _stored_model(spec: ModelSpec, device: torch.device) -> PreTrainedModel:
             "its weights and its config.json do not belong together",
         )
     return model.to(device)
-
-
-def _check_lengths(spec: ModelSpec, config: PreTrainedConfig) -> None:
-    limit = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
-    if limit and spec.max_model_len > limit:
-        raise EngineError(
-            f"model.max_model_len is {spec.max_model_len}; the model has {limit} positions",
-            f"set model.max_model_len to at most {limit}",
-        )
 
 
 def _check_model(model: PreTrainedModel) -> None:

@@ -304,18 +304,18 @@ class TensorParallelEngine:
 
     def _watch(self) -> None:
         """End this process as soon as another rank ends: from now on ranks wait for one another."""
+
+        def end_with(rank: int, other: subprocess.Popen[bytes]) -> None:
+            code = other.wait()
+            if not self._ending.is_set():
+                message = f"rank {rank} of the worker's group ended with {code}"
+                print(message, file=sys.stderr, flush=True)
+                os._exit(1)  # the main thread may wait for that rank without end
+
         for rank, other in enumerate(self._others, start=1):
             threading.Thread(
-                target=self._end_with, args=(rank, other), daemon=True, name=f"rank {rank}"
+                target=end_with, args=(rank, other), daemon=True, name=f"rank {rank}"
             ).start()
-
-    def _end_with(self, rank: int, other: subprocess.Popen[bytes]) -> None:
-        code = other.wait()
-        if not self._ending.is_set():
-            print(
-                f"rank {rank} of the worker's group ended with {code}", file=sys.stderr, flush=True
-            )
-            os._exit(1)  # the main thread may wait for that rank without end
 
     def _end(self) -> None:
         self._ending.set()

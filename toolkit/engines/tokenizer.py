@@ -151,7 +151,7 @@ class ByteDetokenizer:
         return self._decoder.decode(_bytes_of(tokens))
 
     def flush(self) -> str:
-        """What was held back."""
+        """The text that was held back, at the end of the output."""
         return self._decoder.decode(b"", final=True)
 
 

@@ -66,10 +66,9 @@ class TransformersEngine:
         self._last_position = spec.max_model_len - 1
         self._bool_masks = self._model.config._attn_implementation == "sdpa"
         self._kv_shapes = self._probe_kv_shapes()
-        kv_values = sum(
+        self._kv_bytes_per_token = self._shape.value_bytes * sum(
             keys[1] * keys[3] + values[1] * values[3] for keys, values in self._kv_shapes
         )
-        self._kv_bytes_per_token: int = kv_values * self._shape.value_bytes
         measured = shares * self._kv_bytes_per_token
         if spec.kv_bytes_per_token not in (None, measured):
             raise InputError(
@@ -80,24 +79,22 @@ class TransformersEngine:
         budget = kv_budget_bytes(engine, self._device)
         if share:
             budget = share.least(budget, self._device)
-        limited = (
-            self._device.type == "cpu"
-            or engine.kv_cache_memory_mib is not None
-            or share is not None
-        )
+        on_cpu = self._device.type == "cpu"
+        limited = on_cpu or engine.kv_cache_memory_mib is not None or share is not None
         self.ledger = ByteLedger(budget if limited else None, alone=share is None)
-        self.facts = EngineFacts(
+        self.facts = self._facts(spec, budget, share)
+
+    def _facts(self, spec: ModelSpec, budget: int, share: RankShare | None) -> EngineFacts:
+        on_cpu = self._device.type == "cpu"
+        parameters = sum(weight.numel() for weight in self._model.parameters())
+        return EngineFacts(
             engine=self.name,
             engine_version=self._version,
-            model_type=config.model_type,
-            parameters=share.parameters
-            if share
-            else sum(weight.numel() for weight in self._model.parameters()),
+            model_type=self._model.config.get_text_config(decoder=True).model_type,
+            parameters=share.parameters if share else parameters,
             dtype=spec.dtype,
-            device="cpu"
-            if self._device.type == "cpu"
-            else torch.cuda.get_device_name(self._device),
-            threads=torch.get_num_threads() if self._device.type == "cpu" else None,
+            device="cpu" if on_cpu else torch.cuda.get_device_name(self._device),
+            threads=torch.get_num_threads() if on_cpu else None,
             kv_bytes_per_token=self._kv_bytes_per_token,
             kv_budget_bytes=budget,
             capacity_tokens=budget // self._kv_bytes_per_token,
@@ -105,9 +102,9 @@ class TransformersEngine:
             vocab_size=self._shape.vocab,
             prefill_emits_token=True,
             torch=str(torch.__version__),
-            processor=processor() if self._device.type == "cpu" else "",
+            processor=processor() if on_cpu else "",
             config_sha256=config_digest(self._model.config),
-            tensor_parallel_size=shares,
+            tensor_parallel_size=share.size if share else 1,
             deepspeed=self._deepspeed,
         )
 

@@ -281,7 +281,7 @@ def fit_round_overhead(sequences: Sequences, law: SegmentedLaw, seed: int) -> Ov
         )
     times = [_expected_and_measured(rounds, law) for rounds in sequences]
     if min(pair.min() for pair in times) <= 0.0:
-        raise InputError("rounds: one took no time", MEASURE_AGAIN)
+        raise InputError("rounds: a round took no time", MEASURE_AGAIN)
 
     def predict(seen: Rows, rows: Rows) -> Floats:
         batch_s, stretch = _line([times[k] for k in seen])

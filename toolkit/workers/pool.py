@@ -393,7 +393,12 @@ class WorkerPool:
         if was_ready:
             self._emit(WorkerLost(slot.index, reason))
         if not slot.first_ready.done():
-            slot.first_ready.set_exception(_cannot_start(slot, reason))
+            refusal, index = slot.refusal, slot.index
+            slot.first_ready.set_exception(
+                EngineError(f"worker {index} ended while it loaded its engine: {reason}")
+                if refusal is None
+                else EngineError(refusal.message, refusal.hint)
+            )
 
     async def _back_off(self, slot: _Slot) -> None:
         """Wait before a restart: not after a single end, and longer after each further one."""
@@ -410,12 +415,6 @@ class WorkerPool:
 
 def _batch_id(batch: BatchRecord | int) -> int:
     return batch if isinstance(batch, int) else batch.batch_id
-
-
-def _cannot_start(slot: _Slot, reason: str) -> EngineError:
-    if slot.refusal is not None:
-        return EngineError(slot.refusal.message, slot.refusal.hint)
-    return EngineError(f"worker {slot.index} ended while it loaded its engine: {reason}")
 
 
 def _cannot_load(slot: _Slot, reason: str) -> EngineError:
