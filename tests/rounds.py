@@ -29,10 +29,10 @@ def rebatch_engine(
     )
 
 
-class Scarce(TorchDispatchMode):
+class FailingAllocations(TorchDispatchMode):
     """In this context, allocations are counted: charges to a ledger, and every tensor that is made.
 
-    The allocation number `fails_at` fails, and with `lasting` all later ones until `relent`.
+    The allocation number `fails_at` fails, and with `lasting` all later ones until `stop_failing`.
     """
 
     def __init__(self, engine: RebatchEngine, fails_at: int = 0, *, lasting: bool = False) -> None:
@@ -42,7 +42,7 @@ class Scarce(TorchDispatchMode):
         self.count = 0
         self.failures = 0
 
-    def __enter__(self) -> "Scarce":
+    def __enter__(self) -> "FailingAllocations":
         for ledger in self._ledgers:
             ledger.take = partial(self._take, ledger)
         return super().__enter__()
@@ -64,7 +64,7 @@ class Scarce(TorchDispatchMode):
             self._count()
         return made
 
-    def relent(self) -> None:
+    def stop_failing(self) -> None:
         """Let allocations succeed again."""
         if self.failures:
             self._lasting = False
@@ -121,7 +121,7 @@ def generated_alone(kind: str, rows: Sequence[Row]) -> list[tuple[int, ...]]:
     return texts
 
 
-class Desk:
+class RoundDriver:
     """Serves requests in an engine's rounds; a request's number is its index.
 
     `run` makes a round and checks that its output agrees with the plan.
@@ -170,8 +170,8 @@ class Desk:
         engine = self.engine
         running = {*engine._batch.numbers, *engine._prefiller.numbers}
         assert running == set(self.having(RUNS))
-        assert set(engine._parked.on_device) == set(self.having(PAUSED))
-        assert set(engine._parked._rows) - set(engine._parked.on_device) == set(
+        assert set(engine._suspended.on_device) == set(self.having(PAUSED))
+        assert set(engine._suspended._rows) - set(engine._suspended.on_device) == set(
             self.having(SWAPPED)
         )
 

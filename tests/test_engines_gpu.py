@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 import tiny
 import torch
-from rounds import RUNS, SWAPPED, WAITS, Desk, free_row, random_rows, rebatch_engine
+from rounds import RUNS, SWAPPED, WAITS, RoundDriver, free_row, random_rows, rebatch_engine
 
 from toolkit.engines.protocol import OutOfMemory, Round, StepOutput
 from toolkit.engines.rebatch_engine import RebatchEngine
@@ -77,33 +77,33 @@ def test_rows_that_come_go_and_are_swapped_get_the_cpu_s_tokens(
     chunk_tokens: int, changes: dict[str, object]
 ) -> None:
     cpu = rebatch_engine(**changes)
-    desk = Desk(on_gpu(cpu, **changes), ROWS, chunk_tokens=chunk_tokens)
+    driver = RoundDriver(on_gpu(cpu, **changes), ROWS, chunk_tokens=chunk_tokens)
     rng = random.Random(5)
     for _ in range(25):
-        desk.at_random(rng)
-    assert desk.finish() == [cpu.run_slice([row], 1000, go_on).tokens[0] for row in ROWS]
-    assert desk.engine.ledger.used_bytes == desk.engine.host_ledger.used_bytes == 0
+        driver.at_random(rng)
+    assert driver.finish() == [cpu.run_slice([row], 1000, go_on).tokens[0] for row in ROWS]
+    assert driver.engine.ledger.used_bytes == driver.engine.host_ledger.used_bytes == 0
 
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_transfers_in_parallel_with_computation_move_every_value(overlap: bool) -> None:
     """Steps that reuse the device's memory follow at once each swap out, and a step each swap in."""
     cpu = rebatch_engine()
-    desk = Desk(on_gpu(cpu), ROWS)
-    while desk.having(WAITS):
-        desk.run(2, enter=desk.having(WAITS)[:4])
-        runs = desk.having(RUNS)[:2]
-        desk.run(3, swap_out=runs, overlap=overlap)
-        back = [number for number in runs if number in desk.having(SWAPPED)]
-        desk.run(1, swap_in=back, resume=() if overlap else back, overlap=overlap)
-    assert desk.finish() == [cpu.run_slice([row], 1000, go_on).tokens[0] for row in ROWS]
+    driver = RoundDriver(on_gpu(cpu), ROWS)
+    while driver.having(WAITS):
+        driver.run(2, enter=driver.having(WAITS)[:4])
+        runs = driver.having(RUNS)[:2]
+        driver.run(3, swap_out=runs, overlap=overlap)
+        back = [number for number in runs if number in driver.having(SWAPPED)]
+        driver.run(1, swap_in=back, resume=() if overlap else back, overlap=overlap)
+    assert driver.finish() == [cpu.run_slice([row], 1000, go_on).tokens[0] for row in ROWS]
 
 
 def test_swapped_rows_lie_in_pinned_memory() -> None:
     engine = on_gpu(rebatch_engine())
     engine.run_round(Round(steps=2, enter=(free_row(20, 30),), numbers=(0,)), go_on)
     engine.run_round(Round(steps=0, swap_out=(0,)), go_on)
-    block = engine._parked._rows[0].block
+    block = engine._suspended._rows[0].block
     assert block is not None
     assert block.is_pinned()
 

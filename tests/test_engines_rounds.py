@@ -4,7 +4,7 @@ import random
 from collections import Counter
 
 import pytest
-from rounds import FREE, Desk, rebatch_engine
+from rounds import FREE, RoundDriver, rebatch_engine
 
 from toolkit.engines.protocol import Row
 from toolkit.estimators.laws import LinearSwap, bilinear_law
@@ -27,9 +27,9 @@ MOVES = {"pause", "resume", "swap_out", "swap_in"}
 class Both:
     """The simulated worker, and an engine that runs the same rounds; their results must agree."""
 
-    def __init__(self, simulated: SlabWorker, desk: Desk) -> None:
+    def __init__(self, simulated: SlabWorker, driver: RoundDriver) -> None:
         self.simulated = simulated
-        self.desk = desk
+        self.driver = driver
         self.interrupted = False
         self.moved: Counter[str] = Counter()
 
@@ -50,7 +50,7 @@ class Both:
         plan |= {"swap_out": moves.swap_out, "swap_in": moves.swap_in}
         named = {name: tuple(int(job.request_id) for job in jobs) for name, jobs in plan.items()}
         enter = tuple(int(job.request_id) for job in batch.jobs)
-        output = self.desk.run(steps, enter=enter, overlap=moves.overlap, **named)
+        output = self.driver.run(steps, enter=enter, overlap=moves.overlap, **named)
         assert (output.steps, set(output.ended)) == (result.steps, set(map(int, result.ended)))
         joined = (
             dict(result.joined or ())
@@ -112,8 +112,8 @@ def test_the_engine_does_what_the_simulated_worker_does(
     simulated = SlabWorker(
         0, LAW, ledger, numbers, swap=SWAP, joining=joining, capacity_tokens=CAPACITY
     )
-    both = Both(simulated, Desk(rebatch_engine(joining=joining), rows))
+    both = Both(simulated, RoundDriver(rebatch_engine(joining=joining), rows))
     assert run(Scheduler(make_policy(policy, parameters), [worker]), requests, [both]) == []
-    assert [len(tokens) for tokens in both.desk.got] == [output for _, output in lengths]
+    assert [len(tokens) for tokens in both.driver.got] == [output for _, output in lengths]
     assert {name for name, count in both.moved.items() if count} == expected_moves
     assert (both.moved["evict"], both.moved["swap_out"]) == (ledger.evictions, ledger.swaps_out)

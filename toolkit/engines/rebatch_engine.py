@@ -28,13 +28,13 @@ from typing import TypeVar
 import torch
 
 from toolkit.engines.memory import MIB, ByteLedger, as_out_of_memory
-from toolkit.engines.parked import Parked, ParkedRows
 from toolkit.engines.protocol import LiveRow, OnStep, Part, Round, RoundOutput, Row, StepOutput
 from toolkit.engines.rebatch_cache import RebatchCache, RowKV
 from toolkit.engines.round_parts import RoundParts
 from toolkit.engines.row_cache import BatchCache, RowCache, use_row_attention
 from toolkit.engines.running import Newcomer, PrefillBatch, Prefiller, RunningBatch
 from toolkit.engines.sampling import Sampler
+from toolkit.engines.suspended import SuspendedRow, SuspendedRows
 from toolkit.engines.tensor_parallel import RankShare
 from toolkit.engines.transformers_engine import TransformersEngine
 from toolkit.errors import InputError
@@ -111,11 +111,11 @@ class RebatchEngine(TransformersEngine):
         self._batch = RunningBatch(
             self._forward, cache, self._sampler, masks_as_4d=self._bool_masks
         )
-        self._parked = ParkedRows(self._kv_shapes, like, self.ledger, self.host_ledger)
+        self._suspended = SuspendedRows(self._kv_shapes, like, self.ledger, self.host_ledger)
         passes = self._prefill_columns, self._padded, self._shape, self.ledger, cache
         self._prefiller = Prefiller(*passes, mixes=self._shapes_in)
         self._parts = RoundParts(
-            self._batch, self._prefiller, self._parked, self._kv_shapes, like, self._synchronize
+            self._batch, self._prefiller, self._suspended, self._kv_shapes, like, self._synchronize
         )
         # A bounded pass was made since the last step: running rows do not wait for two.
         self._step_is_due = False
@@ -160,7 +160,7 @@ class RebatchEngine(TransformersEngine):
                 self._admit(progress)
                 # A round that is stopped ends after a step, not between a step and its pass.
                 over = bool(progress.ended) or progress.is_short
-        self._parked.settle()
+        self._suspended.settle()
         joined, ended = tuple(progress.joined), tuple(progress.ended)
         dropped = tuple(sorted(progress.dropped, reverse=True))
         return RoundOutput(
@@ -194,7 +194,7 @@ class RebatchEngine(TransformersEngine):
         """Drop the last admitted row, of the paused rows if there are any: no client waits for
         their next tokens.
         """
-        number = max(self._parked.on_device or self._batch.numbers)
+        number = max(self._suspended.on_device or self._batch.numbers)
         self._evict(number)
         progress.dropped.append(number)
 
@@ -212,11 +212,11 @@ class RebatchEngine(TransformersEngine):
                     self._evict(number)
                     progress.dropped.append(number)
         if not plan.overlap:
-            self._parked.wait()
+            self._suspended.wait()
         dropped = set(progress.dropped)
         self._resume([number for number in plan.resume if number not in dropped], progress)
         for number in plan.numbers:
-            if number in self._batch or number in self._parked:
+            if number in self._batch or number in self._suspended:
                 raise ValueError(f"row {number} is here already")
         self._prefiller.add(
             (number, LiveRow(row, self._eos_ids))
@@ -226,16 +226,16 @@ class RebatchEngine(TransformersEngine):
     def _pause(self, number: int) -> bool:
         row = self._take_out(number)
         self._free_spare_for(row.size_bytes)
-        self._parked.pause(number, row)
+        self._suspended.pause(number, row)
         return True
 
     def _swap_out(self, number: int) -> bool:
-        self._parked.swap_out(number, self._take_out(number))
+        self._suspended.swap_out(number, self._take_out(number))
         return True
 
     def _swap_in(self, number: int) -> bool:
-        self._free_spare_for(self._parked.size_bytes(number))
-        self._parked.swap_in(number)
+        self._free_spare_for(self._suspended.size_bytes(number))
+        self._suspended.swap_in(number)
         return True
 
     def _free_spare_for(self, size_bytes: int) -> None:
@@ -246,29 +246,29 @@ class RebatchEngine(TransformersEngine):
     def _evict(self, number: int) -> None:
         if number in self._batch:
             self._batch.drop(number)
-        elif number in self._parked:
-            self._parked.drop(number)
+        elif number in self._suspended:
+            self._suspended.drop(number)
         else:
             self._prefiller.remove(number)
 
-    def _take_out(self, number: int) -> Parked:
+    def _take_out(self, number: int) -> SuspendedRow:
         """Remove a row that runs, is paused or waits for its prefill; partial prefills are lost."""
         if number in self._batch:
-            row = self._parked.copy_of(*self._batch.peek(number))
+            row = self._suspended.copy_of(*self._batch.peek(number))
             self._batch.drop(number)
             return row
-        if number in self._parked:
-            return self._parked.unpause(number)
+        if number in self._suspended:
+            return self._suspended.unpause(number)
         live = self._prefiller.remove(number)
         if live is None:
             raise ValueError(f"row {number} is not here")
-        return self._parked.copy_of(live, None)
+        return self._suspended.copy_of(live, None)
 
     def _resume(self, numbers: Sequence[int], progress: _Progress) -> None:
         rows: list[Newcomer] = []
         caches: list[RowKV] = []
         for number in numbers:
-            live, cached = self._parked.take(number)
+            live, cached = self._suspended.take(number)
             if cached is None:
                 self._prefiller.add([(number, live)])
             else:
@@ -307,7 +307,7 @@ class RebatchEngine(TransformersEngine):
             if done is None or progress.is_short:
                 self._drop_newcomers(progress)
                 # With paused rows alone, the next rounds would fail in the same way.
-                if self._parked.on_device and not self._batch:
+                if self._suspended.on_device and not self._batch:
                     self._drop_last(progress)
 
     def _finish_prefill(
@@ -372,7 +372,7 @@ class RebatchEngine(TransformersEngine):
 
     def _usage(self) -> tuple[int, int]:
         """Tokens of KV cache on the device, and the same with padding."""
-        cache, others = self._batch.cache, self._parked.device_tokens + self._prefiller.tokens
+        cache, others = self._batch.cache, self._suspended.device_tokens + self._prefiller.tokens
         return cache.tokens + others, cache.padded_tokens + others
 
     def _sampler(self, rows: Sequence[Row]) -> Sampler:

@@ -9,11 +9,11 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from toolkit.engines.parked import ParkedRows
 from toolkit.engines.protocol import LiveRow, Part, Row, SamplingParams
 from toolkit.engines.rebatch_cache import RowKV
 from toolkit.engines.running import Newcomer, Prefiller, RunningBatch
 from toolkit.engines.slab import KVShape
+from toolkit.engines.suspended import SuspendedRows
 from toolkit.sched.rounds import PADDING_SHARE
 
 SHORTEST_DIVISOR = 4  # the shortest row of a timed batch has 1/4 of the longest row's tokens
@@ -26,7 +26,7 @@ class RoundParts:
     """Times the parts of an engine's rounds; the engine must hold no rows.
 
     Args:
-        batch, prefiller, parked: the engine's own.
+        batch, prefiller, suspended: the engine's own.
         kv_shapes: what each layer caches.
         like: a tensor of the cache's dtype, on its device.
         synchronize: waits for the device.
@@ -36,12 +36,12 @@ class RoundParts:
         self,
         batch: RunningBatch,
         prefiller: Prefiller,
-        parked: ParkedRows,
+        suspended: SuspendedRows,
         kv_shapes: Sequence[KVShape],
         like: torch.Tensor,
         synchronize: Callable[[], None],
     ) -> None:
-        self._batch, self._prefiller, self._parked = batch, prefiller, parked
+        self._batch, self._prefiller, self._suspended = batch, prefiller, suspended
         self._kv_shapes, self._like, self._synchronize = kv_shapes, like, synchronize
         self._parts: dict[Part, Callable[[int, int, int, Clock], float]] = {
             "join": self._join,
@@ -133,20 +133,20 @@ class RoundParts:
 
         def back() -> None:
             for number in range(rows):
-                self._parked.swap_in(number)
-            returned = [self._parked.take(number) for number in range(rows)]
+                self._suspended.swap_in(number)
+            returned = [self._suspended.take(number) for number in range(rows)]
             newcomers = [(number, live) for number, (live, _) in enumerate(returned)]
             self._batch.join(newcomers, [cached for _, cached in returned if cached is not None])
-            self._parked.settle()
+            self._suspended.settle()
 
         return self._time(back, clock)
 
     def _to_host(self, rows: int) -> None:
         for number in range(rows):
-            parked = self._parked.copy_of(*self._batch.peek(number))
+            suspended = self._suspended.copy_of(*self._batch.peek(number))
             self._batch.drop(number)
-            self._parked.swap_out(number, parked)
-        self._parked.wait()
+            self._suspended.swap_out(number, suspended)
+        self._suspended.wait()
 
     def _time(self, work: Callable[[], object], clock: Clock) -> float:
         self._synchronize()
@@ -179,8 +179,8 @@ class RoundParts:
         self._batch.clear()
         self._prefiller.clear()
         for number in range(rows):
-            if number in self._parked:
-                self._parked.drop(number)
+            if number in self._suspended:
+                self._suspended.drop(number)
 
 
 def _newcomers(caches: Sequence[RowKV], first: int) -> list[Newcomer]:

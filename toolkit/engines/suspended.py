@@ -21,7 +21,7 @@ from toolkit.engines.slab import KVShape
 
 
 @dataclass(slots=True, eq=False)
-class Parked:
+class SuspendedRow:
     """A row and its cache.
 
     Attributes:
@@ -42,8 +42,8 @@ class Parked:
         return 0 if self.block is None else self.block.nbytes
 
 
-class ParkedRows:
-    """Parked rows by number.
+class SuspendedRows:
+    """SuspendedRow rows by number.
 
     Args:
         shapes: what each layer caches.
@@ -63,7 +63,7 @@ class ParkedRows:
         self._like = like
         self._values_per_token = sum(k[1] * k[3] + v[1] * v[3] for k, v in shapes)
         self._ledgers = (device_ledger, host_ledger)
-        self._rows: dict[int, Parked] = {}
+        self._rows: dict[int, SuspendedRow] = {}
         self._to_host: list[torch.cuda.Event] = []  # transfers that may not have ended
         self._in_transfer: list[torch.Tensor] = []  # host blocks that the device may still read
         self._stream: torch.cuda.Stream | None = None
@@ -90,14 +90,14 @@ class ParkedRows:
     def host_tokens(self) -> int:
         return sum(row.length for row in self._rows.values() if row.on_host)
 
-    def copy_of(self, live: LiveRow, cached: RowKV | None) -> Parked:
+    def copy_of(self, live: LiveRow, cached: RowKV | None) -> SuspendedRow:
         """A row that leaves the batch, with a copy of its cache in a block. `cached` is None for a
         row that was not prefilled.
 
         Nothing is charged yet, so that a row can leave when memory is full: it is copied first, and
         then its place is free.
         """
-        row = Parked(live)
+        row = SuspendedRow(live)
         if cached is not None:
             row.length = cached[0][0].shape[1]
             row.block = self._like.new_empty(row.length * self._values_per_token)
@@ -106,12 +106,12 @@ class ParkedRows:
                 to_values.copy_(values)
         return row
 
-    def pause(self, number: int, row: Parked) -> None:
+    def pause(self, number: int, row: SuspendedRow) -> None:
         """Keep the row on the device."""
         self._ledgers[0].take(row.size_bytes)
         self._rows[number] = row
 
-    def swap_out(self, number: int, row: Parked) -> None:
+    def swap_out(self, number: int, row: SuspendedRow) -> None:
         """Move the row to host memory. On CUDA this starts a transfer, which `wait` ends."""
         self._ledgers[1].take(row.size_bytes)
         self._rows[number] = row
@@ -142,7 +142,7 @@ class ParkedRows:
         self.wait()
         self._in_transfer.clear()
 
-    def unpause(self, number: int) -> Parked:
+    def unpause(self, number: int) -> SuspendedRow:
         """Remove a paused row and return it."""
         row = self._rows[number]
         if row.on_host:
@@ -183,7 +183,7 @@ class ParkedRows:
         event: torch.cuda.Event = stream.record_event()
         return event
 
-    def _views(self, row: Parked) -> RowKV:
+    def _views(self, row: SuspendedRow) -> RowKV:
         """The block as each layer's keys and values."""
         assert row.block is not None
         cached, at = [], 0
