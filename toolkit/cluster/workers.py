@@ -188,20 +188,20 @@ def _of_kind(place: WorkerPlacement, machines: Sequence[Machine]) -> Iterator[Ma
 def _lacks(kind: Sequence[WorkerPlacement], machines: Sequence[Machine]) -> str:
     """How many workers need what on which machines, and what there is."""
     place, fitting = kind[0], list(_of_kind(kind[0], machines))
-    asked = f"{len(kind)} worker{'s' * (len(kind) > 1)} of {place.share} each"
+    needed = f"{len(kind)} worker{'s' * (len(kind) > 1)} of {place.share} each"
     if not place.labels:
         there = f"{_total(place.share, fitting)} in all on {len(machines)} machines"
-        return f"{asked}: {there}, of which some may be in use"
-    asked += f" on machines with {_text(place.labels)}"
+        return f"{needed}: {there}, of which some may be in use"
+    needed += f" on machines with {_text(place.labels)}"
     if fitting:
         total = _total(place.share, fitting)
-        return f"{asked}: {total} in all on {len(fitting)} of them, of which some may be in use"
+        return f"{needed}: {total} in all on {len(fitting)} of them, of which some may be in use"
     shown = [
         _text({key: machine.labels[key] for key in place.labels if key in machine.labels})
         for machine in machines
     ]
     counts = ", ".join(f"{text} ({shown.count(text)})" for text in sorted(set(shown)))
-    return f"{asked}: none of its {len(machines)} has that; they have {counts}"
+    return f"{needed}: none of its {len(machines)} has that; they have {counts}"
 
 
 def _total(share: MachineShare, machines: Sequence[Machine]) -> str:
