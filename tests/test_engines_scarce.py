@@ -114,6 +114,7 @@ def play(driver: RoundDriver, failing: FailingAllocations) -> None:
             failing.stop_failing()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lasting", [False, True], ids=["once", "for the rest of the round"])
 @pytest.mark.parametrize(("layout", "chunk_tokens"), CASES)
 def test_a_failing_allocation_changes_no_tokens(
@@ -135,6 +136,7 @@ def test_a_failing_allocation_changes_no_tokens(
         )
 
 
+@pytest.mark.slow
 def test_an_allocation_that_fails_once_in_a_step_costs_no_row() -> None:
     """Whichever allocation it is, the step is repeated."""
     driver = make_driver("slab", 0)

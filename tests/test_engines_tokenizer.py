@@ -197,6 +197,7 @@ def test_an_unusable_template_is_refused(source: str) -> None:
         ChatTemplate(source)
 
 
+@pytest.mark.slow
 def test_the_front_needs_no_torch() -> None:
     code = (
         "import sys, toolkit.engines.tokenizer, toolkit.engines.fake, toolkit.engines.factory;"

@@ -143,8 +143,8 @@ def _guard() -> None:
     """Set the token of a local cluster: the environment's, or a new one that only its processes
     know.
 
-    Ray listens on every address of the machine, whatever it is told: the token is what keeps others
-    out.
+    Ray listens on every address of the machine: `ray.init` takes loopback for the machine's own
+    address. The token is what keeps others out.
     """
     os.environ.setdefault(MODE, "token")
     if not (os.environ.get(TOKEN) or os.environ.get(TOKEN_PATH)):

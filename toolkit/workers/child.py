@@ -240,7 +240,7 @@ def _run_round(
 
 def run(line: FrontSocket, signs: LifeSigns) -> int:
     """Serve a front over a socket. Returns the exit code."""
-    # Ctrl-C reaches the whole process group, but the front decides when to end.
+    # The front decides when to end, also if the worker's own process group gets SIGINT.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         return serve(SocketChannel(line), signs)

@@ -7,6 +7,7 @@ started once, receives frames, and ends once, with a reason; and the environment
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import socket
@@ -18,6 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
+from toolkit import guard
+from toolkit.engine_traits import traits_of
 from toolkit.errors import EngineError
 from toolkit.files.recipe import Recipe
 from toolkit.workers.frames import FromWorker, Start, ToWorker, front_side, pack
@@ -28,7 +31,6 @@ DEVICES = Path("/dev")
 # The device files of GPU drivers: NVIDIA's, WSL's, AMD's (whose torch has `cuda` devices too), and
 # two of Jetson's.
 DEVICE_FILES = ("nvidia[0-9]*", "dxg", "kfd", "nvhost-gpu", "nvgpu")
-ENGINES_WITHOUT_DEVICE = ("fake", "openai")  # they load no model on this machine
 
 
 def visible_gpus(
@@ -62,7 +64,7 @@ def require_gpu(
     needing = (
         recipe
         for recipe in recipes
-        if recipe.hardware.device == "cuda" and recipe.engine.name not in ENGINES_WITHOUT_DEVICE
+        if recipe.hardware.device == "cuda" and traits_of(recipe.engine.name).loads_model
     )
     recipe = next(needing, None)
     if recipe is None:
@@ -137,7 +139,8 @@ class Exit:
 class WorkerProcess:
     """A child that runs `toolkit.workers`. Use `spawn`.
 
-    The child ends when the socket closes, so it does not outlive its front, however that dies.
+    The child ends when the socket closes. When the front ends, Linux and `toolkit.guard` kill the
+    child and all processes that it started.
     """
 
     def __init__(self, process: subprocess.Popen[bytes], link: _Link, errors: _Tail) -> None:
@@ -176,8 +179,10 @@ class WorkerProcess:
         self._link.send(frame)
 
     def kill(self) -> None:
-        """SIGKILL, if it still runs."""
-        self._process.kill()
+        """Send SIGKILL to the child and all processes that it started, if the child still runs."""
+        if self._process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)
 
     async def gone(self) -> str:
         """Wait until it has ended and was reaped. Returns why it ended.
@@ -190,6 +195,7 @@ class WorkerProcess:
         except subprocess.TimeoutExpired:
             self.kill()
             code = await asyncio.to_thread(self._process.wait)
+        guard.forget(self.pid)
         await asyncio.wait((self._errors.closed,), timeout=STDERR_DRAIN_S)
         self._errors.close()
         return Exit(code, _last_line(bytes(self._errors.tail))).reason
@@ -204,14 +210,23 @@ def _start(theirs: socket.socket, environment: dict[str, str]) -> subprocess.Pop
     then, and the loop runs on.
     """
     with theirs:
-        return subprocess.Popen(
+        process = subprocess.Popen(
             (sys.executable, "-m", "toolkit.workers", str(theirs.fileno())),
             pass_fds=(theirs.fileno(),),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             env=environment,
+            # `kill` ends this group, with all that the child starts. Ctrl-C reaches only the front.
+            process_group=0,
         )
+    try:
+        guard.watch(process.pid)
+    except OSError:
+        process.kill()
+        process.wait()
+        raise
+    return process
 
 
 class _Tail(asyncio.Protocol):
