@@ -59,7 +59,7 @@ def fake(**config: object) -> ModelSpec:
 
 
 class Watched(RayWorkers):
-    """Workers whose events a test can wait for."""
+    """Workers with events that a test can wait for."""
 
     def __init__(
         self,

@@ -60,7 +60,7 @@ ENDLESS = [
 
 
 def slow_workers(size: int = 1, **options: float) -> ProcessWorkers:
-    """Workers whose steps take 5 ms."""
+    """Workers with steps of 5 ms."""
     return ProcessWorkers(
         fake(decode_s=0.005),
         tiny.engine_spec("fake", budget_mib=4096),

@@ -220,7 +220,7 @@ THREADS = 4
 
 
 class QueueChannel:
-    """`toolkit.workers.frames.Channel` between threads. Ray ends an actor whose front is gone.
+    """`toolkit.workers.frames.Channel` between threads. Ray ends an actor when its front is gone.
 
     Ray may call methods in any order, so frames are numbered and delivered in order.
     """
@@ -268,7 +268,7 @@ class WorkerActor:
     """A worker's loop (`toolkit.workers.child`) as a Ray actor. Frames are sent as bytes, each
     preceded by its length.
 
-    A batch is one call whose frames stream back as the worker sends them, a few per second.
+    A batch is one call; its frames stream back as the worker sends them, a few per second.
     """
 
     def __init__(self) -> None:
@@ -298,7 +298,7 @@ LAST_FRAMES_S = 5.0  # for the last frames of an actor that ended in order to ar
 
 
 class RayWorkers(WorkerPool):
-    """The pool whose bodies are actors of the cluster that this process has joined.
+    """The pool of actors in the cluster that this process has joined.
 
     Args:
         places: what each worker loads and where, by number.

@@ -313,7 +313,7 @@ class FakeRoundEngine(FakeEngine):
         return clock() - start
 
     def _drop_newcomers(self, joining: Sequence[int] = ()) -> list[int]:
-        """Drop the rows `joining`, whose prefill has just ended, and all entering rows."""
+        """Drop the rows `joining`, which have just ended their prefill, and all entering rows."""
         numbers = [*joining, *self._entering]
         for number in joining:
             del self._running[number]
@@ -330,7 +330,7 @@ class FakeRoundEngine(FakeEngine):
         return [number]
 
     def _prefill(self, bound: int) -> tuple[int, ...]:
-        """Make one pass. Returns the rows whose prefill it completes, which run from here on."""
+        """Make one pass. Returns the rows that it completes, which run from here on."""
         made = self._passes.next(bound)
         rows = len(made.group.keys)
         before_s = self._prefill_s(rows, made.start) - self._prefill_s(rows, 0) if made.start else 0

@@ -89,9 +89,9 @@ class Round(msgspec.Struct, frozen=True, omit_defaults=True):
     Attributes:
         enter: rows to prefill.
         numbers: the number of each row in `enter`; no other row has it.
-        evict: rows whose caches are dropped, wherever they are; an unknown number has gone already.
+        evict: rows to drop with their caches, wherever these are; an unknown number has gone.
         pause: rows that keep their caches on the device and do not decode.
-        swap_out: running or paused rows whose caches go to host memory.
+        swap_out: running or paused rows that go to host memory with their caches.
         swap_in: swapped rows that return to the device and are paused.
         resume: paused rows that decode again, without a prefill.
         overlap: swaps run in parallel with the round's computation, if the device can do that; else
@@ -123,7 +123,7 @@ class RoundOutput(msgspec.Struct, frozen=True):
 
     Attributes:
         steps: decode steps of the rows that were running throughout.
-        joined: rows whose prefill ended and gave a token: (number, steps made before that).
+        joined: rows that ended their prefill and got a token: (number, steps made before that).
         ended: numbers of the rows that ended.
         tokens: tokens of KV cache that rows hold on the device now.
         padded_tokens: the same with padding.
@@ -184,10 +184,10 @@ class RoundEngine(Engine, Protocol):
         """Run one round. `on_step` receives the tokens of each step, and may stop the round.
 
         A pass that does not fit into memory may be repeated in parts. If that does not help, the
-        round ends early and `RoundOutput.dropped` names the rows that were given up: a row whose
-        move had no room, rows to be prefilled, or, if a step has no room, the last admitted row.
-        All other rows are where the plan wanted them, with their caches. Reported tokens of a
-        dropped row stay valid.
+        round ends early and `RoundOutput.dropped` names the rows that were given up: a row
+        without room for its move, rows to be prefilled, or, if a step has no room, the last
+        admitted row. All other rows are where the plan wanted them, with their caches. Reported
+        tokens of a dropped row stay valid.
         """
         ...
 

@@ -136,9 +136,7 @@ class RebatchEngine(TransformersEngine):
         return self._timed(lambda: self._parts.prefill(rows, clock))
 
     def time_decode(self, batch_size: int, cached_length: int, clock: Callable[[], float]) -> float:
-        """See `Engine.time_decode`: rows whose lengths range from a quarter of `cached_length` to
-        `cached_length`.
-        """
+        """See `Engine.time_decode`: rows with lengths from 1/4 of `cached_length` up to it."""
         return self._timed(lambda: self._parts.step(batch_size, cached_length, clock))
 
     @torch.inference_mode()

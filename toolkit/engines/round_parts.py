@@ -184,7 +184,7 @@ class RoundParts:
 
 
 def _newcomers(caches: Sequence[RowKV], first: int) -> list[Newcomer]:
-    """Rows whose tokens except the last are in `caches`, numbered from `first`."""
+    """Rows with all tokens but the last in `caches`, numbered from `first`."""
     lengths = (cached[0][0].shape[1] for cached in caches)
     return [
         (number, _live([number % 2] * (length + 1))) for number, length in enumerate(lengths, first)

@@ -251,7 +251,7 @@ class RunningBatch:
         return _advance(newcomers, sampler.draw(logits, 0).tolist())
 
     def join(self, newcomers: Sequence[Newcomer], caches: Sequence[RowKV]) -> int:
-        """Embed rows whose tokens except the last are cached; they decode from the next step on.
+        """Embed rows with all tokens but the last cached; they decode from the next step on.
 
         Returns their number. If memory runs out, none of them joins, and the error is raised.
         """

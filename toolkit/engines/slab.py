@@ -122,7 +122,7 @@ def check_caches(config: object, max_model_len: int) -> None:
         raise EngineError(
             f"model_type '{kind}' has a {type(layer).__name__}, which does not cache keys and "
             "values per token",
-            "the transformers engine serves models whose layers all use full attention",
+            "the transformers engine serves only models with full attention in all layers",
         )
 
 

@@ -288,7 +288,7 @@ class TensorParallelEngine:
             return cast(RoundEngine, self._engine).time_part(part, rows, length, others, clock)
 
     def _forwarding(self, on_step: OnStep) -> OnStep:
-        """`on_step`, whose answer is also sent to the other ranks."""
+        """`on_step`, with its result also sent to the other ranks."""
 
         def forward(step: StepOutput) -> bool:
             wanted = on_step(step)

@@ -228,7 +228,7 @@ class WindowDetokenizer:
     def __init__(self, tokenizer: FileTokenizer) -> None:
         self._tokenizer = tokenizer
         self._window: list[int] = []  # the tokens of the last emitted text, then the held ones
-        self._emitted = 0  # tokens of the window whose text has been emitted
+        self._emitted = 0  # tokens at the start of the window, with emitted text
         self._emitted_text = ""
 
     def feed(self, tokens: Sequence[int]) -> str:

@@ -262,8 +262,8 @@ def _refit(
 
 
 def scaled_fits(fit: Fit, draws: int, seed: int) -> list[Fit]:
-    """`draws` fits for use without a profile: each law is scaled as a whole by a log-normal factor
-    whose median error is the law's held-out median error.
+    """`draws` fits for use without a profile: each law is scaled as a whole by a log-normal
+    factor. The median of the factor's distance from 1 is the law's held-out median error.
 
     Errors that differ from point to point would partly cancel, so these draws spread wider than
     `resampled_fits`. The memory law stays: its edge is drawn in every simulation.

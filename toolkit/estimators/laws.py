@@ -60,8 +60,8 @@ class SegmentedLaw:
     change with the batch size.
 
     T_prefill(N, L) = nl*N*L + n*N + l*L + const + nll*N*L^2. tau(l, N) has the same form with the
-    cached length l and no square. The segment that applies to N is the last one whose
-    `batch_size_min` is not above N.
+    cached length l and no square. The segment that applies to N is the last one with
+    `batch_size_min` <= N.
 
     Attributes:
         prefill_emits_token: True for an engine that samples from the prefill's logits: a slice of S

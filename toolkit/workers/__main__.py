@@ -10,7 +10,7 @@ from toolkit.workers.lifeline import ALIVE, FrontSocket, LifeSigns, end_with_fro
 
 
 def main() -> int:
-    """Serve the socket whose file descriptor is the only argument."""
+    """Serve the socket with the file descriptor in the only argument."""
     sock = socket.socket(fileno=int(sys.argv[1]))
     end_with_front(sock.fileno())
     line = FrontSocket(sock)

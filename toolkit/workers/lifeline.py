@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import Literal
 
 SIGN_EVERY_S = 0.5
-# The bytes of the frame `Alive`, whose class takes half a second to import.
+# The bytes of the frame `Alive`: importing its class takes half a second.
 ALIVE = b"\x00\x00\x00\x0c\x81\xa4type\xa5alive"
 CPU_S_MIN = 0.001  # less CPU time between two checks does not count as work
 PR_SET_PDEATHSIG = 1

@@ -450,7 +450,7 @@ class WorkerSpec:
 
 
 class ProcessWorkers(WorkerPool):
-    """The pool whose bodies are processes.
+    """The pool of processes on this machine.
 
     Args:
         model, engine, hardware: what each worker loads.

@@ -28,8 +28,8 @@ from toolkit.workers.frames import FromWorker, Start, ToWorker, front_side, pack
 VARIABLE = "CUDA_VISIBLE_DEVICES"
 NVIDIA_GPUS = Path("/proc/driver/nvidia/gpus")
 DEVICES = Path("/dev")
-# The device files of GPU drivers: NVIDIA's, WSL's, AMD's (whose torch has `cuda` devices too), and
-# two of Jetson's.
+# The device files of GPU drivers: NVIDIA's, WSL's, AMD's (torch for AMD has `cuda` devices too),
+# and two of Jetson's.
 DEVICE_FILES = ("nvidia[0-9]*", "dxg", "kfd", "nvhost-gpu", "nvgpu")
 
 
