@@ -89,6 +89,13 @@ def test_steps_before_is_the_least_count_that_takes_the_given_time(shape, values
     assert k == 0 or law.stretch_s(shape, k - 1) < seconds
 
 
+@pytest.mark.parametrize("seconds", [3.7e-40, 1e-323])
+def test_steps_before_a_tiny_time_in_which_a_first_pass_costs_nothing(seconds):
+    """With empty caches only the second pass reads any: the quadratic's slope is not above 0."""
+    law = StepLaw(0.0, 0.0, 0.0, cached_s=2.0**-7, attended_s=0.0, token_s=(0.0,))
+    assert law.steps_before(StepShape(decodes=1, decode_cached=0), seconds, 50) == 2
+
+
 def test_steps_before_is_the_limit_for_a_law_without_cost():
     assert StepLaw.of([0.0] * 6).steps_before(StepShape(1, 1), 1.0, 50) == 50
 

@@ -211,4 +211,6 @@ def _root(square: float, slope: float, value: float) -> float:
     """The x >= 0 with square * x^2 + slope * x = value; infinity if there is none."""
     if not square:
         return value / slope if slope else math.inf
-    return 2.0 * value / (slope + math.sqrt(slope * slope + 4.0 * square * value))
+    root = math.sqrt(slope * slope + 4.0 * square * value)
+    # Of the two forms of the solution, each adds two numbers of the same sign: neither cancels.
+    return 2.0 * value / (slope + root) if slope > 0.0 else (root - slope) / (2.0 * square)
