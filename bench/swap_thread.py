@@ -58,7 +58,7 @@ def measure(engine: RebatchEngine, rounds: int, pool: ThreadPoolExecutor) -> dic
         engine.run_round(Round(steps=1), go_on)
 
     def copy() -> None:
-        engine._parked.copy_of(*engine._batch.peek(1))
+        engine._suspended.copy_of(*engine._batch.peek(1))
 
     def before() -> None:
         copy()

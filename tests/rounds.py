@@ -1,4 +1,4 @@
-"""Drives an engine through rounds, and keeps what each request got."""
+"""Runs an engine's rounds, and keeps the tokens of each request."""
 
 import random
 from collections.abc import Sequence
@@ -29,11 +29,10 @@ def rebatch_engine(
     )
 
 
-class Scarce(TorchDispatchMode):
-    """Within it, what takes memory is counted: what a ledger is asked for, and every tensor that is
-    made.
+class FailingAllocations(TorchDispatchMode):
+    """In this context, allocations are counted: charges to a ledger, and every tensor that is made.
 
-    The `fails_at`th fails, and with `lasting` all that follow until `relent` is called.
+    The allocation number `fails_at` fails, and with `lasting` all later ones until `stop_failing`.
     """
 
     def __init__(self, engine: RebatchEngine, fails_at: int = 0, *, lasting: bool = False) -> None:
@@ -43,7 +42,7 @@ class Scarce(TorchDispatchMode):
         self.count = 0
         self.failures = 0
 
-    def __enter__(self) -> "Scarce":
+    def __enter__(self) -> "FailingAllocations":
         for ledger in self._ledgers:
             ledger.take = partial(self._take, ledger)
         return super().__enter__()
@@ -55,26 +54,27 @@ class Scarce(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         fresh = any(
-            str(one.type) == "Tensor" and one.alias_info is None for one in func._schema.returns
+            str(value.type) == "Tensor" and value.alias_info is None
+            for value in func._schema.returns
         )
         made = func(*args, **(kwargs or {}))
         if (fresh or "lift_fresh" in str(func)) and not (
             isinstance(made, torch.Tensor) and made.numel() == 0
         ):
-            self._ask()
+            self._count()
         return made
 
-    def relent(self) -> None:
-        """There is memory again."""
+    def stop_failing(self) -> None:
+        """Let allocations succeed again."""
         if self.failures:
             self._lasting = False
 
     def _take(self, ledger: ByteLedger, size_bytes: int) -> None:
         if size_bytes > 0:
-            self._ask()
+            self._count()
         ByteLedger.take(ledger, size_bytes)
 
-    def _ask(self) -> None:
+    def _count(self) -> None:
         self.count += 1
         if self.count == self._fails_at or (self._lasting and self.failures):
             self.failures += 1
@@ -89,7 +89,7 @@ def free_row(length: int, new: int, *, first: int = 0) -> Row:
 
 
 def random_rows(seed: int, count: int, sampling: SamplingParams = GREEDY) -> list[Row]:
-    """Prompts of 1 to 60 tokens that may get 1 to 30 more."""
+    """Rows with prompts of 1 to 60 tokens and output limits of 1 to 30."""
     rng = random.Random(seed)
     return [
         Row(
@@ -104,7 +104,7 @@ def random_rows(seed: int, count: int, sampling: SamplingParams = GREEDY) -> lis
 
 
 def generated_alone(kind: str, rows: Sequence[Row]) -> list[tuple[int, ...]]:
-    """What transformers' own greedy `generate` gives each row, one request at a time."""
+    """The tokens of transformers' own greedy `generate` for each row, one request at a time."""
     model = load_model(tiny.model_spec(kind), tiny.CPU)
     texts = []
     for row in rows:
@@ -121,10 +121,10 @@ def generated_alone(kind: str, rows: Sequence[Row]) -> list[tuple[int, ...]]:
     return texts
 
 
-class Desk:
-    """Requests on their way through an engine's rounds; a request's number is its index.
+class RoundDriver:
+    """Serves requests in an engine's rounds; a request's number is its index.
 
-    `run` makes a round of what it is told to do and checks that what comes back agrees with it.
+    `run` makes a round and checks that its output agrees with the plan.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class Desk:
         self.steps: list[StepOutput] = []  # of the last round
         self.chunk_tokens = chunk_tokens  # of all rounds
         self.dropped: list[int] = []  # in the last round
-        self.whole = not chunk_tokens  # all who run have their caches when a round ends
+        self.whole = not chunk_tokens  # running rows have their caches when a round ends
         self.stop_after: int | None = None
 
     def having(self, *states: str) -> list[int]:
@@ -166,17 +166,17 @@ class Desk:
         return output
 
     def _check_places(self) -> None:
-        """The engine has each row where the rounds wanted it, and no others."""
+        """The engine has each row in the state that the rounds wanted, and no other rows."""
         engine = self.engine
         running = {*engine._batch.numbers, *engine._prefiller.numbers}
         assert running == set(self.having(RUNS))
-        assert set(engine._parked.on_device) == set(self.having(PAUSED))
-        assert set(engine._parked._rows) - set(engine._parked.on_device) == set(
+        assert set(engine._suspended.on_device) == set(self.having(PAUSED))
+        assert set(engine._suspended._rows) - set(engine._suspended.on_device) == set(
             self.having(SWAPPED)
         )
 
     def finish(self) -> list[tuple[int, ...]]:
-        """Run all to their ends; what each got."""
+        """Run all requests to their ends. Returns the tokens of each."""
         for _ in range(1000):
             if not self.having(WAITS, RUNS, PAUSED, SWAPPED):
                 break
@@ -190,7 +190,7 @@ class Desk:
         return [tuple(tokens) for tokens in self.got]
 
     def at_random(self, rng: random.Random) -> None:
-        """A round of random moves."""
+        """Run a round of random moves."""
         running = self._some(rng, self.having(RUNS), 0.25)
         evict, pause, swap_out = (tuple(running[index::3]) for index in range(3))
         paused, swapped = (

@@ -1,4 +1,4 @@
-"""Workers on Ray: one cluster of two raylets for all of these tests, and what needs none."""
+"""Workers on Ray: tests on one cluster of two nodes, and tests that need no cluster."""
 
 import asyncio
 import socket
@@ -59,7 +59,7 @@ def fake(**config: object) -> ModelSpec:
 
 
 class Watched(RayWorkers):
-    """Workers whose events a test can wait for."""
+    """Workers with events that a test can wait for."""
 
     def __init__(
         self,
@@ -68,11 +68,11 @@ class Watched(RayWorkers):
         room_timeout_s: float = 30.0,
         **config: object,
     ) -> None:
-        outfit = WorkerSpec(
+        spec = WorkerSpec(
             fake(**config), tiny.engine_spec("fake", budget_mib=64), tiny.CPU, flush_s=0.01
         )
-        places = [WorkerPlacement(outfit, {KIND: kind}) for kind in kinds] or [
-            WorkerPlacement(outfit)
+        places = [WorkerPlacement(spec, {KIND: kind}) for kind in kinds] or [
+            WorkerPlacement(spec)
         ] * size
         super().__init__(places, room_timeout_s=room_timeout_s, backoff_s=0.1)
         self.seen: list[WorkerEvent] = []
@@ -87,7 +87,7 @@ class Watched(RayWorkers):
         await super().start(both)
 
     async def until(self, kind: type[WorkerEvent], count: int = 1) -> list[WorkerEvent]:
-        """All events of a kind, as soon as they are of `count` workers."""
+        """All events of a kind, as soon as they come from `count` workers."""
         while True:
             found = [event for event in self.seen if isinstance(event, kind)]
             if len({event.worker for event in found}) >= count:
@@ -98,8 +98,8 @@ class Watched(RayWorkers):
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[object]:
-    """A head and a second node, of one CPU each, with a token. Ray reads the environment when it is
-    loaded.
+    """A head and a second node, of one CPU each, with a token. Ray reads the environment when it
+    loads.
     """
     if "ray" in sys.modules:
         pytest.fail("Ray was loaded before its token was set")
@@ -124,7 +124,7 @@ async def complete(http, prompt: str) -> str:
 
 
 def undisturbed(prompts: Sequence[str] = PROMPTS) -> list[str]:
-    """What an engine without a server says to the prompts."""
+    """The texts of the prompts from an engine without a server."""
     engine = make_engine(fake(), tiny.engine_spec("fake", budget_mib=64), tiny.CPU)
     rows = [
         Row(prompt, tuple(prompt.encode()), 0, 200, SamplingParams(ignore_eos=True))
@@ -160,13 +160,13 @@ def test_a_node_killed_under_load_costs_no_request_and_no_token(cluster) -> None
 
 @pytest.fixture(scope="module")
 def kinds(cluster) -> dict[str, object]:
-    """Two more nodes, one of each kind, as `ray start --labels=llmctl.io/kind=NAME` says it."""
+    """Two more nodes, one of each kind, as by `ray start --labels=llmctl.io/kind=NAME`."""
     options = {"num_cpus": 1, "object_store_memory": 80 << 20}
     return {kind: cluster.add_node(labels={KIND: kind}, **options) for kind in ("large", "small")}
 
 
 def kinds_of_places(workers: RayWorkers) -> list[str]:
-    """Of which kind the node is that Ray chose for each worker."""
+    """The kind of the node that Ray chose for each worker."""
     import ray
 
     labels = {node["NodeID"]: node["Labels"] for node in ray.nodes()}
@@ -190,22 +190,22 @@ LONG = "x" * 300  # with 200 tokens more than the small worker holds
 
 
 @pytest.mark.parametrize("name", GPUS)
-def test_gpus_are_called_what_ray_calls_them(cluster, name: str) -> None:
+def test_accelerator_types_are_ray_s_own_names(cluster, name: str) -> None:
     from ray._private.accelerators.nvidia_gpu import NvidiaGPUAcceleratorManager
 
     assert accelerator_type(name) == NvidiaGPUAcceleratorManager._gpu_name_to_accelerator_type(name)
 
 
-def test_a_kind_that_the_cluster_has_no_node_of_is_named_with_what_there_is(cluster, kinds) -> None:
-    said = (
+def test_the_error_of_a_kind_without_nodes_names_the_kinds_that_exist(cluster, kinds) -> None:
+    message = (
         r"no room for 1 worker of 1 CPU each on machines with llmctl.io/kind=huge: none of its 4 has that; they have"
         r" llmctl.io/kind=large \(1\), llmctl.io/kind=small \(1\), none \(2\) \(waited 0.5 s\)"
     )
-    with pytest.raises(EngineError, match=said):
+    with pytest.raises(EngineError, match=message):
         asyncio.run(Watched(kinds=["large", "huge"], room_timeout_s=0.5).start(lambda _: None))
 
 
-def test_a_fleets_workers_are_on_nodes_of_their_kind_and_requests_go_on_where_they_fit(
+def test_fleet_workers_run_on_nodes_of_their_kind_and_requests_continue_where_they_fit(
     cluster, kinds
 ) -> None:
     async def main() -> None:
@@ -230,7 +230,7 @@ def test_a_fleets_workers_are_on_nodes_of_their_kind_and_requests_go_on_where_th
     asyncio.run(main())
 
 
-def test_workers_come_back_after_a_bug_and_refuse_what_they_cannot_load(cluster) -> None:
+def test_workers_restart_after_a_crash_and_refuse_what_they_cannot_load(cluster) -> None:
     async def main() -> None:
         workers = Watched()
         await workers.start(lambda _: None)
@@ -250,7 +250,7 @@ def test_workers_come_back_after_a_bug_and_refuse_what_they_cannot_load(cluster)
     asyncio.run(main())
 
 
-def test_trials_on_the_cluster_give_what_they_give_here(cluster) -> None:
+def test_trials_give_the_same_results_on_the_cluster_and_in_process(cluster) -> None:
     bench = EvaluationSetup(
         make_world(samples.recipe(), samples.fit()), [trace(40, seed) for seed in range(2)], {}
     )
@@ -264,39 +264,37 @@ def test_trials_on_the_cluster_give_what_they_give_here(cluster) -> None:
 
 
 def answers(actor: WorkerActor, number: int, frame: ToWorker) -> list[FromWorker]:
-    return [one for data in actor.ask(number, pack(frame)) for one in front_side().feed(data)]
+    return [found for data in actor.call(number, pack(frame)) for found in front_side().feed(data)]
 
 
-def test_an_actor_takes_frames_in_the_order_in_which_they_were_sent() -> None:
-    """Ray may start a call before one that was made earlier: an end that comes first still comes
-    last.
-    """
+def test_an_actor_handles_frames_in_the_order_in_which_they_were_sent() -> None:
+    """Ray may start a call before an earlier one: a `Stop` that arrives first still takes effect last."""
     actor = WorkerActor()
     start = Start.of(fake(), tiny.engine_spec("fake"), tiny.CPU, 0.05)
-    actor.tell(3, pack(Stop()))
-    actor.tell(1, pack(Interrupt(7)))
+    actor.send(3, pack(Stop()))
+    actor.send(1, pack(Interrupt(7)))
     with ThreadPoolExecutor() as threads:
-        life = threads.submit(actor.live)
+        exit_code = threads.submit(actor.serve)
         *_, ready = answers(actor, 0, start)
         assert isinstance(ready, Ready)
         *_, done = answers(actor, 2, RunSlice(7, tuple(ROWS), 20))
         assert isinstance(done, Done)
-        assert life.result() == 0
+        assert exit_code.result() == 0
 
 
-def test_an_actor_that_cannot_load_says_why() -> None:
+def test_an_actor_that_cannot_load_sends_the_reason() -> None:
     actor = WorkerActor()
     with ThreadPoolExecutor() as threads:
-        life = threads.submit(actor.live)
+        exit_code = threads.submit(actor.serve)
         *_, refused = answers(
             actor, 0, Start.of(fake(no_such_key=1), tiny.engine_spec("fake"), tiny.CPU, 0.05)
         )
         assert isinstance(refused, Refused)
-        assert life.result() == 2
+        assert exit_code.result() == 2
 
 
 @pytest.mark.parametrize(
-    ("address", "said"),
+    ("address", "message"),
     [
         ("ray://head:10001", "Ray Client cannot stream"),
         ("head", "'local', 'auto' or HOST:PORT"),
@@ -305,16 +303,16 @@ def test_an_actor_that_cannot_load_says_why() -> None:
         ("head:99999", "'local', 'auto' or HOST:PORT"),
     ],
 )
-def test_what_is_no_address_is_refused(address: str, said: str) -> None:
-    with pytest.raises(InputError, match=said):
+def test_an_invalid_address_is_refused(address: str, message: str) -> None:
+    with pytest.raises(InputError, match=message):
         check_address(address)
 
 
-def test_a_cluster_that_nobody_reaches_is_named_with_what_was_tried(cluster) -> None:
+def test_the_error_of_an_unreachable_cluster_says_what_was_tried(cluster) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
-    said = rf"no Ray cluster at {address}: Connection refused \(tried: a TCP connection"
-    with pytest.raises(InputError, match=said) as caught, joined(address, 1):
+    message = rf"no Ray cluster at {address}: Connection refused \(tried: a TCP connection"
+    with pytest.raises(InputError, match=message) as caught, joined(address, 1):
         pass
     assert CANARY not in f"{caught.value.message} {caught.value.hint}"
 

@@ -1,5 +1,5 @@
-"""Which machines of a Ray cluster a plan's workers belong on, and what is said where there is no
-room. No cluster.
+"""Which machines of a Ray cluster a plan's workers need, and the error if there is no room. No cluster
+is started.
 """
 
 import pytest
@@ -45,30 +45,31 @@ def test_a_worker_takes_its_threads_and_the_gpus_of_its_machine() -> None:
     pair = engine.model_copy(update={"tensor_parallel_size": 2})
     share = MachineShare.of(pair, tiny.CPU.model_copy(update={"device": "cuda"}))
     assert share.bundle == {"CPU": 6.0, "GPU": 2.0}
-    assert share.times({"CPU": 20.0, "GPU": 4.0, "memory": 1.0}) == 2
-    assert share.times({"CPU": 20.0}) == 0
+    assert share.fits({"CPU": 20.0, "GPU": 4.0, "memory": 1.0}) == 2
+    assert share.fits({"CPU": 20.0}) == 0
 
 
 @pytest.mark.parametrize(
-    ("name", "said"), [("H200", "H200"), ("A100-80GB", "A100"), ("NVIDIA A100-SXM4-40GB", "A100")]
+    ("name", "expected"),
+    [("H200", "H200"), ("A100-80GB", "A100"), ("NVIDIA A100-SXM4-40GB", "A100")],
 )
-def test_gpus_have_rays_names_also_from_data_sheets(name: str, said: str) -> None:
-    assert accelerator_type(name) == said
+def test_names_from_data_sheets_give_ray_s_accelerator_types(name: str, expected: str) -> None:
+    assert accelerator_type(name) == expected
 
 
-def test_gpus_are_found_by_rays_label_and_cpus_by_ours() -> None:
+def test_gpus_have_ray_s_label_and_cpus_that_of_llmctl() -> None:
     kinds = [kind("fast", "NVIDIA H200", 2), kind("old", "NVIDIA A100-SXM4-80GB"), kind("cpus")]
     labels = [H200, {"ray.io/accelerator-type": "A100"}, {"llmctl.io/kind": "cpus"}]
     assert node_labels(kinds) == labels
-    assert [one.labels for one in places(kinds)] == [labels[0], *labels]
+    assert [placement.labels for placement in places(kinds)] == [labels[0], *labels]
 
 
-def test_a_fleet_may_say_which_machines() -> None:
+def test_a_fleet_may_set_labels() -> None:
     kinds = [kind("fast", "NVIDIA H200", pool="new"), kind("slow", "NVIDIA H200", pool="old")]
     assert node_labels(kinds) == [{"pool": "new"}, {"pool": "old"}]
 
 
-def test_one_kind_runs_anywhere_unless_labels_are_said() -> None:
+def test_one_kind_runs_anywhere_unless_labels_are_set() -> None:
     assert node_labels([kind("fast", "NVIDIA H200")]) == [{}]
     assert node_labels([kind("fast", "NVIDIA H200", pool="new")]) == [{"pool": "new"}]
 
@@ -77,18 +78,18 @@ def test_recipes_for_the_same_gpu_share_its_machines() -> None:
     assert node_labels([kind("one", "NVIDIA H200"), kind("two", "NVIDIA H200")]) == [H200, H200]
 
 
-def test_gpus_that_ray_calls_the_same_need_labels_of_their_own() -> None:
+def test_different_gpus_with_the_same_accelerator_type_need_labels() -> None:
     kinds = [kind("large", "NVIDIA A100-SXM4-80GB"), kind("small", "NVIDIA A100-SXM4-40GB")]
-    said = "NVIDIA A100-SXM4-80GB and with NVIDIA A100-SXM4-40GB have the same label in a Ray cluster, .*=A100"
-    with pytest.raises(InputError, match=said) as caught:
+    message = "80GB and with NVIDIA A100-SXM4-40GB have the same label in a Ray cluster, .*=A100"
+    with pytest.raises(InputError, match=message) as caught:
         node_labels(kinds)
     assert "ray start --labels=memory=80GB" in caught.value.hint
 
 
-def test_a_name_that_is_no_label_is_refused() -> None:
+def test_a_recipe_name_that_cannot_be_a_label_is_refused() -> None:
     with pytest.raises(InputError, match=r"recipe 'odd.': its name cannot be a label") as caught:
         node_labels([kind("odd."), kind("cpus")])
-    assert caught.value.hint == "name them in the fleet: nodes"
+    assert caught.value.hint == "set their labels in the fleet: nodes"
 
 
 MACHINES = [
@@ -99,7 +100,7 @@ MACHINES = [
 
 
 @pytest.mark.parametrize(
-    ("wanted", "said"),
+    ("wanted", "message"),
     [
         (
             [place(1, **H200), place(1, **{"ray.io/accelerator-type": "A100"})],
@@ -123,7 +124,7 @@ MACHINES = [
         ),
     ],
 )
-def test_where_there_is_no_room_it_is_said_for_whom_and_what_there_is(
-    wanted: list[WorkerPlacement], said: str
+def test_no_room_names_the_workers_and_the_cluster_s_resources(
+    wanted: list[WorkerPlacement], message: str
 ) -> None:
-    assert no_room(wanted, MACHINES) == f"the cluster has no room for {said}"
+    assert no_room(wanted, MACHINES) == f"the cluster has no room for {message}"

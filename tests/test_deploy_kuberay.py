@@ -377,8 +377,8 @@ def stand_in(path: Path, body: str) -> None:
     path.chmod(0o755)
 
 
-def test_a_worker_lingers_while_an_actor_lives() -> None:
-    titles = ["raylet", "ray::WorkerActor.live", "ray::WorkerActor", "ray::IDLE", "python"]
+def test_a_worker_waits_while_an_actor_runs() -> None:
+    titles = ["raylet", "ray::WorkerActor.serve", "ray::WorkerActor", "ray::IDLE", "python"]
     assert actors(titles) == 2
     left, slept = iter([True, True, False]), []
     wait(lambda: next(left), slept.append)
@@ -391,6 +391,6 @@ def test_the_head_counts_other_machines_on_its_port_alone() -> None:
 
 
 @pytest.mark.parametrize("words", [[], ["front"], ["head"], ["head", "x"]])
-def test_lingering_needs_to_know_for_whom(words: list[str]) -> None:
-    with pytest.raises(SystemExit, match="it is 'worker', or 'head PORT'"):
+def test_linger_refuses_unknown_arguments(words: list[str]) -> None:
+    with pytest.raises(SystemExit, match="it must be 'worker' or 'head PORT'"):
         main(words)

@@ -1,4 +1,4 @@
-"""What every engine must do. A new engine adds a line to `KINDS` and is fully tested."""
+"""The contract of every engine. A new engine needs only a name in `KINDS`."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -21,14 +21,14 @@ from toolkit.engines.protocol import (
 from toolkit.engines.round_parts import STEPS
 
 KINDS = ["llama", "qwen3", "gpt2", "opt", "rebatch", "deepspeed", "fake"]
-ALONE = 10_000  # steps enough for any row
+ALL_STEPS = 10_000  # enough for any row
 
 
 @dataclass
 class Case:
     kind: str
     engine: Engine
-    generate: Callable[[Row], tuple[int, ...]]  # what the row gets alone, undisturbed
+    generate: Callable[[Row], tuple[int, ...]]  # the tokens that a row gets alone
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -43,7 +43,7 @@ def case(request: pytest.FixtureRequest) -> Case:
 def reference(kind: str, engine: Engine) -> Callable[[Row], tuple[int, ...]]:
     """transformers' own greedy `generate` on one request; the fake engine's whole run alone."""
     if kind == "fake":
-        return lambda row: engine.run_slice([row], ALONE, go_on).tokens[0]
+        return lambda row: engine.run_slice([row], ALL_STEPS, go_on).tokens[0]
     model = load_model(tiny.model_spec(kind), tiny.CPU)
 
     def generate(row: Row) -> tuple[int, ...]:
@@ -121,14 +121,16 @@ def test_tokens_in_slices_equal_those_of_each_request_alone(case: Case, seed: in
 
 def test_the_rows_of_these_tests_end_both_ways(case: Case) -> None:
     rows = rows_of(0, 8)
-    finish = case.engine.run_slice(rows, ALONE, go_on).finish
+    finish = case.engine.run_slice(rows, ALL_STEPS, go_on).finish
     assert set(finish) == {"stop", "length"}
 
 
 def test_sampled_tokens_in_slices_equal_those_in_one_piece(case: Case) -> None:
     sampling = SamplingParams(temperature=0.9, top_p=0.95, top_k=50, repetition_penalty=1.1, seed=7)
     rows = rows_of(11, 6, sampling)
-    whole = {row.request_id: case.engine.run_slice([row], ALONE, go_on).tokens[0] for row in rows}
+    whole = {
+        row.request_id: case.engine.run_slice([row], ALL_STEPS, go_on).tokens[0] for row in rows
+    }
     assert serve_in_slices(case.engine, rows, 11) == whole
 
 
@@ -184,8 +186,8 @@ def test_a_replayed_row_ends_at_its_length_and_no_earlier(case: Case) -> None:
     assert {key: len(tokens) for key, tokens in done.items()} == {
         str(end): min(end, 25) for end in (1, 2, 7, 20, 25, 30)
     }
-    assert case.engine.run_slice([rows[4]], ALONE, go_on).finish == ("stop",)
-    assert case.engine.run_slice([rows[5]], ALONE, go_on).finish == ("length",)
+    assert case.engine.run_slice([rows[4]], ALL_STEPS, go_on).finish == ("stop",)
+    assert case.engine.run_slice([rows[5]], ALL_STEPS, go_on).finish == ("length",)
 
 
 def test_a_slice_ends_when_all_rows_have(case: Case) -> None:
@@ -195,7 +197,7 @@ def test_a_slice_ends_when_all_rows_have(case: Case) -> None:
     assert [step.rows for step in steps] == [(0, 1)] * 3 + [(1,)] * 2
 
 
-def test_a_slice_stops_when_it_is_told_to(case: Case) -> None:
+def test_a_slice_stops_when_on_step_returns_false(case: Case) -> None:
     rows = [
         Row("a", (1, 2), 0, 30, SamplingParams(ignore_eos=True)),
         Row("b", (3,), 0, 30, SamplingParams(ignore_eos=True)),
@@ -218,7 +220,7 @@ def test_a_stop_token_ends_a_row(case: Case) -> None:
 
 def test_nothing_ends_before_min_tokens(case: Case) -> None:
     rows = rows_of(0, 8, SamplingParams(min_tokens=9))
-    output = case.engine.run_slice(rows, ALONE, go_on)
+    output = case.engine.run_slice(rows, ALL_STEPS, go_on)
     assert [
         len(tokens) >= min(row.max_new_tokens, 9)
         for row, tokens in zip(rows, output.tokens, strict=True)
@@ -235,14 +237,14 @@ def test_running_out_of_memory_leaves_the_engine_usable(case: Case) -> None:
     large = [Row(str(index), (index % 256,) * 60, 0, 20) for index in range(capacity // 80 + 1)]
     with pytest.raises(OutOfMemory):
         engine.run_slice(large, 20, go_on)
-    if case.kind != "rebatch":  # which prefills fewer at a time where memory is short
+    if case.kind != "rebatch":  # it prefills fewer rows at a time if memory is short
         with pytest.raises(OutOfMemory):
             engine.time_prefill(len(large), 80, clock=Ticks())
     assert engine.run_slice([small], 5, go_on) == before
 
 
 class Ticks:
-    """A clock that moves by a second whenever it is read."""
+    """A clock that advances by a second at each reading."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -253,10 +255,8 @@ class Ticks:
 
 
 @pytest.mark.parametrize(("batch_size", "length"), [(1, 1), (1, 40), (3, 2), (4, 40)])
-def test_timing_is_read_from_the_clock_that_was_given(
-    case: Case, batch_size: int, length: int
-) -> None:
-    steps = STEPS if case.kind == "rebatch" else 1  # that are timed between two readings
+def test_timing_uses_the_given_clock(case: Case, batch_size: int, length: int) -> None:
+    steps = STEPS if case.kind == "rebatch" else 1  # timed between two readings of the clock
     assert case.engine.time_prefill(batch_size, length, Ticks()) == 1.0
     assert case.engine.time_decode(batch_size, length, Ticks()) == 1.0 / steps
 

@@ -1,6 +1,4 @@
-"""What is the deepspeed engine's own: what it says it got, what it refuses, and that it keeps
-quiet.
-"""
+"""The deepspeed engine: the facts that it reports, what it refuses, and that it prints nothing."""
 
 import subprocess
 import sys
@@ -32,7 +30,9 @@ def _installed() -> None:
 
 
 @pytest.mark.usefixtures("_installed")
-def test_on_a_cpu_it_passes_through_and_says_so(capfd: pytest.CaptureFixture[str]) -> None:
+def test_on_a_cpu_the_model_passes_through_and_the_facts_say_so(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     facts = make_engine(tiny.model_spec(), spec_of(), tiny.CPU).facts
     assert facts.engine == "deepspeed"
     assert facts.deepspeed == "pass-through: DeepSpeed has no inference kernels for cpu"
@@ -40,7 +40,7 @@ def test_on_a_cpu_it_passes_through_and_says_so(capfd: pytest.CaptureFixture[str
 
 
 @pytest.mark.usefixtures("_installed")
-def test_kernels_that_the_recipe_needs_are_not_replaced_in_silence() -> None:
+def test_a_recipe_that_requires_kernel_injection_is_refused_without_kernels() -> None:
     with pytest.raises(
         EngineError, match="kernel_injection is true: DeepSpeed has no inference kernels for cpu"
     ):
@@ -48,7 +48,7 @@ def test_kernels_that_the_recipe_needs_are_not_replaced_in_silence() -> None:
 
 
 @pytest.mark.usefixtures("_installed")
-def test_inputs_longer_than_deepspeeds_own_limit_run() -> None:
+def test_inputs_longer_than_deepspeed_s_default_limit_run() -> None:
     config = {**tiny.CONFIGS["llama"], "max_position_embeddings": 1500}
     engine = make_engine(tiny.model_spec(config=config, max_model_len=1500), spec_of(), tiny.CPU)
     row = Row("long", tuple(index % 256 for index in range(1100)), 0, 3, FREE)
@@ -57,7 +57,7 @@ def test_inputs_longer_than_deepspeeds_own_limit_run() -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("_installed")
-def test_what_kernel_injection_does_to_a_model_is_found_out_in_another_process() -> None:
+def test_kernel_injection_is_tried_in_another_process() -> None:
     from toolkit.engines.deepspeed_engine import probe_injection
 
     assert probe_injection(tiny.model_spec(), tiny.CPU).startswith("kernel injection ")
@@ -89,7 +89,7 @@ def test_a_worker_process_serves_slices_of_it_with_the_tokens_of_transformers() 
     with_workers(scenario, ProcessWorkers(tiny.model_spec("deepspeed"), spec_of(), tiny.CPU, 1))
 
 
-def test_without_the_package_one_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_package_the_hint_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "deepspeed", None)
     with pytest.raises(EngineError, match=r"deepspeed, which cannot be imported") as caught:
         make_engine(tiny.model_spec(), spec_of(), tiny.CPU)
@@ -97,7 +97,7 @@ def test_without_the_package_one_line_says_what_to_install(monkeypatch: pytest.M
 
 
 @pytest.mark.slow
-def test_nobody_else_imports_it() -> None:
+def test_other_engines_do_not_import_deepspeed() -> None:
     code = "import sys, toolkit.engines.transformers_engine; sys.exit('deepspeed' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
@@ -107,8 +107,8 @@ def test_kernel_injection_is_no_key_of_another_engine() -> None:
         EngineSpec(kernel_injection=True)
 
 
-def test_algorithm_2_is_what_probes_like_the_papers_give() -> None:
-    """SCLS: 28 rows up to 512 tokens, 22 up to 1,024, 12 beyond. No zeta is right for all of them."""
+def test_probes_like_the_paper_s_give_algorithm_2() -> None:
+    """SCLS: 28 rows up to 512 tokens, 22 up to 1,024, 12 beyond. No zeta fits all of them."""
     facts = EngineFacts(
         engine="deepspeed",
         engine_version="",

@@ -1,8 +1,7 @@
-"""What only a GPU can show: copies on a stream of their own, a real end of memory, timings. Skipped
-without one.
+"""Tests that need a GPU: copies on their own stream, device memory that runs out, timings. Skipped
+without a GPU.
 
-Weights drawn on a GPU are others than those drawn on a CPU, so the engines that are compared share
-the CPU's.
+Weights drawn on a GPU differ from weights drawn on a CPU, so the compared engines share the CPU's.
 """
 
 import random
@@ -11,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 import tiny
 import torch
-from rounds import RUNS, SWAPPED, WAITS, Desk, free_row, random_rows, rebatch_engine
+from rounds import RUNS, SWAPPED, WAITS, RoundDriver, free_row, random_rows, rebatch_engine
 
 from toolkit.engines.protocol import OutOfMemory, Round, StepOutput
 from toolkit.engines.rebatch_engine import RebatchEngine
@@ -56,9 +55,7 @@ def on_gpu(cpu: RebatchEngine, **changes: object) -> RebatchEngine:
 
 @pytest.fixture
 def small_gpu() -> Iterator[EngineSpec]:
-    """An engine that may take `SHARE` of the memory; the allocator's limit is lifted again
-    afterwards.
-    """
+    """An engine that may use `SHARE` of the memory; the allocator's limit is removed afterwards."""
     torch.cuda.empty_cache()
     yield EngineSpec(name="rebatch", gpu_memory_utilization=SHARE)
     torch.cuda.set_per_process_memory_fraction(1.0)
@@ -80,40 +77,38 @@ def test_rows_that_come_go_and_are_swapped_get_the_cpu_s_tokens(
     chunk_tokens: int, changes: dict[str, object]
 ) -> None:
     cpu = rebatch_engine(**changes)
-    desk = Desk(on_gpu(cpu, **changes), ROWS, chunk_tokens=chunk_tokens)
+    driver = RoundDriver(on_gpu(cpu, **changes), ROWS, chunk_tokens=chunk_tokens)
     rng = random.Random(5)
     for _ in range(25):
-        desk.at_random(rng)
-    assert desk.finish() == [cpu.run_slice([row], 1000, go_on).tokens[0] for row in ROWS]
-    assert desk.engine.ledger.used_bytes == desk.engine.host_ledger.used_bytes == 0
+        driver.at_random(rng)
+    assert driver.finish() == [cpu.run_slice([row], 1000, go_on).tokens[0] for row in ROWS]
+    assert driver.engine.ledger.used_bytes == driver.engine.host_ledger.used_bytes == 0
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_transfers_beside_compute_move_every_value(overlap: bool) -> None:
-    """Each swap out is followed at once by steps that reuse the device's memory, and each swap in
-    by a step.
-    """
+def test_transfers_in_parallel_with_computation_move_every_value(overlap: bool) -> None:
+    """Steps that reuse the device's memory follow at once each swap out, and a step each swap in."""
     cpu = rebatch_engine()
-    desk = Desk(on_gpu(cpu), ROWS)
-    while desk.having(WAITS):
-        desk.run(2, enter=desk.having(WAITS)[:4])
-        runs = desk.having(RUNS)[:2]
-        desk.run(3, swap_out=runs, overlap=overlap)
-        back = [number for number in runs if number in desk.having(SWAPPED)]
-        desk.run(1, swap_in=back, resume=() if overlap else back, overlap=overlap)
-    assert desk.finish() == [cpu.run_slice([row], 1000, go_on).tokens[0] for row in ROWS]
+    driver = RoundDriver(on_gpu(cpu), ROWS)
+    while driver.having(WAITS):
+        driver.run(2, enter=driver.having(WAITS)[:4])
+        runs = driver.having(RUNS)[:2]
+        driver.run(3, swap_out=runs, overlap=overlap)
+        back = [number for number in runs if number in driver.having(SWAPPED)]
+        driver.run(1, swap_in=back, resume=() if overlap else back, overlap=overlap)
+    assert driver.finish() == [cpu.run_slice([row], 1000, go_on).tokens[0] for row in ROWS]
 
 
 def test_swapped_rows_lie_in_pinned_memory() -> None:
     engine = on_gpu(rebatch_engine())
     engine.run_round(Round(steps=2, enter=(free_row(20, 30),), numbers=(0,)), go_on)
     engine.run_round(Round(steps=0, swap_out=(0,)), go_on)
-    block = engine._parked._rows[0].block
+    block = engine._suspended._rows[0].block
     assert block is not None
     assert block.is_pinned()
 
 
-def test_the_device_s_end_of_memory_is_survived_by_slices(small_gpu: EngineSpec) -> None:
+def test_slices_survive_running_out_of_device_memory(small_gpu: EngineSpec) -> None:
     engine = TransformersEngine(
         large_spec(), small_gpu.model_copy(update={"name": "transformers"}), GPU
     )
@@ -125,7 +120,7 @@ def test_the_device_s_end_of_memory_is_survived_by_slices(small_gpu: EngineSpec)
     assert engine.run_slice([row], 8, go_on) == before
 
 
-def test_the_device_s_end_of_memory_drops_some_rows_and_no_swapped_one(
+def test_running_out_of_device_memory_drops_some_rows_but_no_swapped_row(
     small_gpu: EngineSpec,
 ) -> None:
     engine = RebatchEngine(large_spec(), small_gpu, GPU)

@@ -1,5 +1,5 @@
-"""A model that several processes share: the same tokens as from one, and a group that lives and
-dies as one worker.
+"""A model that several processes share: the same tokens as from one process, and a group that is
+lost and replaced as one worker.
 """
 
 import asyncio
@@ -44,14 +44,14 @@ def test_two_processes_give_the_tokens_of_one_and_are_lost_and_replaced_as_one_w
         assert 2 * facts.kv_bytes_per_token == alone.facts.kv_bytes_per_token, (
             "each rank caches half of the KV heads"
         )
-        assert facts.capacity_tokens == 2 * alone.facts.capacity_tokens, (
-            "the budget is of each process"
-        )
+        assert facts.capacity_tokens == 2 * alone.facts.capacity_tokens, "the budget is per process"
         for batch_id, rows in enumerate((ROWS, DRAWN, BIG, ROWS)):
             workers.run(0, batch_id, rows, 24)
             done = (await events.until(BatchDone, batch_id + 1))[-1]
             if rows is BIG:
-                assert done.failure == "oom", "every rank's ledger refuses, and the group goes on"
+                assert done.failure == "oom", (
+                    "every rank's ledger refuses the batch, and the group goes on"
+                )
             else:
                 assert done.output == alone.run_slice(rows, 24, lambda _: True)
         workers.run(0, 9, ROWS, 24)
@@ -67,11 +67,11 @@ def test_two_processes_give_the_tokens_of_one_and_are_lost_and_replaced_as_one_w
         assert (await events.until(BatchDone, 6))[-1].output == alone.run_slice(
             ROWS, 24, lambda _: True
         )
-        (heir,) = psutil.Process(workers.pid(0)).children()
+        (new_rank_1,) = psutil.Process(workers.pid(0)).children()
         workers.kill(0)
         await events.until(WorkerLost, 2)
-        assert await asyncio.to_thread(heir.wait, 60) is not False, (
-            "without rank 0 the others end by themselves"
+        assert await asyncio.to_thread(new_rank_1.wait, 60) is not False, (
+            "without rank 0 the other ranks end"
         )
 
     with_workers(scenario, pair("llama"))
@@ -119,7 +119,7 @@ def test_a_model_without_a_plan_is_refused_by_name() -> None:
         cut(load_model(tiny.model_spec("gpt2"), tiny.CPU), RankShare(0, 2, ""))
 
 
-def test_heads_that_cannot_be_dealt_evenly_and_unknown_cuts_are_refused() -> None:
+def test_heads_that_do_not_divide_evenly_and_unknown_cuts_are_refused() -> None:
     model = load_model(tiny.model_spec(), tiny.CPU)
     with pytest.raises(
         EngineError,
@@ -133,7 +133,7 @@ def test_heads_that_cannot_be_dealt_evenly_and_unknown_cuts_are_refused() -> Non
         cut(fused, RankShare(0, 2, ""))
 
 
-def test_recipes_are_checked_before_anything_is_loaded() -> None:
+def test_recipes_are_checked_before_a_model_is_loaded() -> None:
     with pytest.raises(ValueError, match="a worker of 'deepspeed' is one process"):
         EngineSpec(name="deepspeed", tensor_parallel_size=2)
     fields = {

@@ -1,4 +1,4 @@
-"""Which models are taken, which are refused and with what line."""
+"""Which models are accepted, which are refused, and the line that says why."""
 
 import json
 from pathlib import Path
@@ -20,7 +20,7 @@ def config(kind: str = "llama", **changes: object) -> dict[str, object]:
 
 
 def refusal(error: type[LlmctlError] = EngineError, **changes: object) -> LlmctlError:
-    """How the engine refuses a tiny Llama with these fields changed."""
+    """The engine's error for a tiny Llama with these fields changed."""
     with pytest.raises(error) as raised:
         TransformersEngine(tiny.model_spec(**changes), tiny.engine_spec(), tiny.CPU)
     return raised.value
@@ -76,7 +76,7 @@ def test_a_dummy_load_keeps_the_shape_and_not_the_weights(folder: Path) -> None:
 
 
 def test_a_dummy_load_with_a_config_needs_no_files() -> None:
-    spec = tiny.model_spec(source="somebody/a-model", load_format="dummy")
+    spec = tiny.model_spec(source="example/a-model", load_format="dummy")
     assert load_model(spec, tiny.CPU).config.hidden_size == 32
 
 
@@ -143,7 +143,7 @@ SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 300}
         ),
     ],
 )
-def test_models_whose_caches_do_not_fit_are_refused_by_name(
+def test_models_with_unsupported_caches_are_refused_by_name(
     changes: dict[str, object], line: str
 ) -> None:
     assert line in refusal(config=changes).message
@@ -154,7 +154,7 @@ def test_quantized_caches_are_refused_by_name(folder: Path) -> None:
     error = refusal(source=str(folder), config={})
     assert (
         error.message
-        == "model_type 'llama' is stored with cache_implementation 'quantized', which is not served"
+        == "model_type 'llama' is stored with cache_implementation 'quantized', which is not supported"
     )
 
 
@@ -186,33 +186,33 @@ def test_a_cpu_needs_a_budget() -> None:
         TransformersEngine(tiny.model_spec(), EngineSpec(threads=1), tiny.CPU)
 
 
-def test_a_model_that_is_on_no_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_cannot_be_found_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    error = refusal(source="nobody/nothing", config={}, revision="v2")
-    assert error.message.startswith("model nobody/nothing at revision v2: not on the hub")
+    error = refusal(source="example/missing", config={}, revision="v2")
+    assert error.message.startswith("model example/missing at revision v2: not on the hub")
 
 
-def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
+def test_a_missing_folder_is_refused(tmp_path: Path) -> None:
     error = refusal(source=str(tmp_path / "nothing"), config={})
     assert error.message == f"model folder {tmp_path / 'nothing'} does not exist"
 
 
-def test_a_folder_without_a_config(tmp_path: Path) -> None:
+def test_a_folder_without_a_config_is_refused(tmp_path: Path) -> None:
     assert "has no config.json" in refusal(source=str(tmp_path), config={}).message
 
 
-def test_weights_in_another_format_are_not_touched(folder: Path) -> None:
+def test_weights_in_another_format_are_not_loaded(folder: Path) -> None:
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     error = refusal(source=str(folder), config={})
     assert error.message == f"model {folder} has no safetensors weights"
 
 
-def test_missing_weights_are_not_made_up(folder: Path) -> None:
+def test_missing_weights_are_refused(folder: Path) -> None:
     weights = load_file(folder / "model.safetensors")
     del weights["model.norm.weight"]
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     assert (
-        "1 weights are missing or of another shape"
+        "1 weights are missing or have another shape"
         in refusal(source=str(folder), config={}).message
     )
 
@@ -224,6 +224,6 @@ def test_weights_of_another_shape_are_refused(folder: Path) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="has a CUDA device")
-def test_cuda_where_there_is_none() -> None:
+def test_cuda_without_a_gpu_is_refused() -> None:
     with pytest.raises(EngineError, match="torch finds no CUDA device"):
         load_model(tiny.model_spec(), tiny.CPU.model_copy(update={"device": "cuda"}))

@@ -1,8 +1,8 @@
-"""A hypothesis machine over the engine `rebatch`: any moves, in any order, with memory that fails
-at any point.
+"""A hypothesis state machine over the engine `rebatch`: any moves, in any order, with memory that
+fails at any point.
 
-Everybody gets the tokens that transformers' own generate() gives him alone; nothing is counted that
-is not there. `LLMCTL_EXAMPLES` says how many runs of up to 50 rounds; 12 by default.
+Each row gets the tokens that transformers' own generate() gives it alone, and only memory in use is
+counted. `LLMCTL_EXAMPLES` is the number of runs of up to 50 rounds; 12 by default.
 """
 
 import functools
@@ -19,8 +19,8 @@ from rounds import (
     RUNS,
     SWAPPED,
     WAITS,
-    Desk,
-    Scarce,
+    FailingAllocations,
+    RoundDriver,
     generated_alone,
     random_rows,
     rebatch_engine,
@@ -35,12 +35,12 @@ KINDS = [
     (0, {"joining": "shape"}),
     (0, {"kv_layout": "rows"}),
 ]  # chunk_tokens, and the engine's settings
-WAYS = {  # what may happen in a round to a row that is somewhere
+WAYS = {  # the moves of a row in a round, by its state
     RUNS: [*[()] * 9, ("evict",), ("pause",), ("swap_out",)],
     PAUSED: [(), ("evict",), ("swap_out",), *[("resume",)] * 2],
     SWAPPED: [(), (), ("evict",), ("swap_in",), *[("swap_in", "resume")] * 2],
 }
-SEEDS = st.integers(0, (1 << 32) - 1)  # of a round's moves: drawn one by one they would be few
+SEEDS = st.integers(0, (1 << 32) - 1)  # of a round's moves: hypothesis would draw only few
 EXAMPLES = int(os.environ.get("LLMCTL_EXAMPLES", "12"))
 
 
@@ -50,16 +50,16 @@ def alone() -> list[tuple[int, ...]]:
 
 
 class Rounds(RuleBasedStateMachine):
-    """Joins, ends, evictions, pauses, resumes, swaps, interruptions, slices beside, and memory that
-    runs out.
+    """Joins, ends, evictions, pauses, resumes, swaps, interruptions, slices between rounds, and
+    memory that runs out.
     """
 
     @initialize(kind=st.sampled_from(range(len(KINDS))))
     def begin(self, kind: int) -> None:
         chunk_tokens, changes = KINDS[kind]
         self.engine = rebatch_engine(**changes)
-        self.desk = Desk(self.engine, ROWS, chunk_tokens=chunk_tokens)
-        self.desk.whole = kind in (0, 3)  # shaping needs a step, and a round may have none
+        self.driver = RoundDriver(self.engine, ROWS, chunk_tokens=chunk_tokens)
+        self.driver.whole = kind in (0, 3)  # shaping needs a step, and a round may have none
         self.entered: set[int] = set()
 
     @rule(seed=SEEDS)
@@ -70,45 +70,45 @@ class Rounds(RuleBasedStateMachine):
 
     @rule(seed=SEEDS, fails_at=st.integers(1, 600), lasting=st.booleans())
     def memory_runs_out(self, seed: int, fails_at: int, lasting: bool) -> None:
-        """`Desk` sees to it that who was not dropped is where he was to be."""
+        """`RoundDriver` checks that each row that was not dropped is where the plan wanted it."""
         rng = random.Random(seed)
-        with Scarce(self.engine, fails_at, lasting=lasting) as scarce:
+        with FailingAllocations(self.engine, fails_at, lasting=lasting) as failing:
             for _ in range(3):
                 self.run(rng)
-                scarce.relent()
+                failing.stop_failing()
 
     @rule(
         numbers=st.sets(st.sampled_from(range(len(ROWS))), min_size=1, max_size=3),
         steps=st.integers(1, 9),
     )
-    def a_slice_runs_beside(self, numbers: set[int], steps: int) -> None:
+    def a_slice_runs_between(self, numbers: set[int], steps: int) -> None:
         output = self.engine.run_slice(
             [ROWS[number] for number in numbers], steps, lambda step: True
         )
         assert list(output.tokens) == [alone()[number][:steps] for number in numbers]
 
-    @precondition(lambda self: self.desk.having(RUNS, PAUSED, SWAPPED))
+    @precondition(lambda self: self.driver.having(RUNS, PAUSED, SWAPPED))
     @rule()
     def all_leave(self) -> None:
-        self.desk.run(0, evict=tuple(self.desk.having(RUNS, PAUSED, SWAPPED)))
+        self.driver.run(0, evict=tuple(self.driver.having(RUNS, PAUSED, SWAPPED)))
         self.check()
         assert self.engine.ledger.used_bytes == self.engine.host_ledger.used_bytes == 0
 
     def run(self, rng: random.Random) -> None:
         """A round of any moves."""
-        desk, moves = (
-            self.desk,
+        driver, moves = (
+            self.driver,
             {move: [] for move in ("evict", "pause", "swap_out", "swap_in", "resume")},
         )
         for state, ways in WAYS.items():
-            for number in desk.having(state):
+            for number in driver.having(state):
                 for move in rng.choice(ways):
                     moves[move].append(number)
-        enter = [number for number in desk.having(WAITS) if rng.random() < 0.3]
+        enter = [number for number in driver.having(WAITS) if rng.random() < 0.3]
         self.entered.update(enter)
-        desk.stop_after = rng.choice([None, None, 1, 3])
+        driver.stop_after = rng.choice([None, None, 1, 3])
         named = {move: tuple(numbers) for move, numbers in moves.items()}
-        desk.run(
+        driver.run(
             rng.choice([0, 1, 2, 4, 8]),
             enter=enter,
             overlap=rng.random() < 0.5,
@@ -118,23 +118,23 @@ class Rounds(RuleBasedStateMachine):
         self.check()
 
     def check(self) -> None:
-        engine, desk = self.engine, self.desk
+        engine, driver = self.engine, self.driver
         assert engine.ledger.peak_bytes <= engine.facts.kv_budget_bytes
-        assert bool(engine.ledger.used_bytes) >= bool(desk.whole and desk.having(RUNS, PAUSED))
-        if not desk.having(RUNS, PAUSED):
+        assert bool(engine.ledger.used_bytes) >= bool(driver.whole and driver.having(RUNS, PAUSED))
+        if not driver.having(RUNS, PAUSED):
             assert engine.ledger.used_bytes == 0
-        if desk.whole:
-            held = sum(len(desk.as_row(number).tokens) - 1 for number in desk.having(SWAPPED))
+        if driver.whole:
+            held = sum(len(driver.as_row(number).tokens) - 1 for number in driver.having(SWAPPED))
             assert engine.host_ledger.used_bytes == held * engine.facts.kv_bytes_per_token
-        for number, got in enumerate(desk.got):
+        for number, got in enumerate(driver.got):
             assert tuple(got) == alone()[number][: len(got)]
 
     def teardown(self) -> None:
-        desk = self.desk
-        desk.stop_after = None
+        driver = self.driver
+        driver.stop_after = None
         for number in set(range(len(ROWS))) - self.entered:
-            desk.state[number] = DONE
-        got = desk.finish()
+            driver.state[number] = DONE
+        got = driver.finish()
         assert [got[number] for number in self.entered] == [
             alone()[number] for number in self.entered
         ]

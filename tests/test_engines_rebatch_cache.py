@@ -1,5 +1,5 @@
-"""The cache of a running batch by itself: rows keep their values, nothing else is in the window,
-memory is charged.
+"""The cache of a running batch: rows keep their values, the rest of the window is zero, and memory
+is charged.
 """
 
 import random
@@ -34,7 +34,7 @@ def put(cache: RebatchCache, rows: list[RowKV]) -> None:
 
 
 def step(cache: RebatchCache) -> list[RowKV]:
-    """One token for each row, as a pass of the model writes it; what it wrote."""
+    """Write one token for each row, as a pass of the model does; returns what it wrote."""
     cache.make_room(cache.rows, 0, ahead=1)
     new = [random_row(1) for _ in range(cache.rows)]
     for index in range(len(SHAPES)):
@@ -52,7 +52,7 @@ def joined(row: RowKV, more: RowKV) -> RowKV:
 
 
 def check(cache: RebatchCache, expected: list[RowKV], ledger_bytes: int) -> None:
-    """Each row is what was put there, and whatever else attention could read is zero."""
+    """Each row has its values, and all else that attention could read is zero."""
     assert cache.lengths == [row[0][0].shape[1] for row in expected]
     assert cache.width == max(cache.lengths, default=0)
     assert cache.tokens == sum(cache.lengths)
@@ -91,7 +91,7 @@ def test_rows_keep_their_values_through_any_moves(seed: int) -> None:
     assert cache._ledger.used_bytes == cache.slab_tokens == 0
 
 
-def test_a_join_and_a_step_leave_the_others_where_they_are() -> None:
+def test_a_join_and_a_step_do_not_move_the_other_rows() -> None:
     cache = make_cache()
     put(cache, [random_row(20), random_row(12)])
     cache.make_room(6, 30, ahead=10)
@@ -116,7 +116,7 @@ def test_columns_that_no_row_needs_are_released() -> None:
     assert (cache.padded_tokens, cache.lengths) == (18, [9, 4])
 
 
-def test_what_overflowed_stays_with_its_row() -> None:
+def test_an_overflow_stays_in_its_row() -> None:
     cache = make_cache()
     poisoned = [
         (torch.full_like(keys, torch.nan), torch.full_like(values, torch.inf))
@@ -135,7 +135,7 @@ def test_what_overflowed_stays_with_its_row() -> None:
     )
 
 
-def test_at_the_edge_of_memory_a_slab_has_nothing_to_spare() -> None:
+def test_at_the_edge_of_memory_a_slab_has_no_spare_columns() -> None:
     cache = make_cache(budget=3 * 21 * BYTES)
     put(cache, [random_row(20) for _ in range(3)])
     assert (cache.row_capacity, cache.columns) == (3, 21)
@@ -145,7 +145,7 @@ def test_at_the_edge_of_memory_a_slab_has_nothing_to_spare() -> None:
     assert cache.lengths == [21] * 3
 
 
-def test_growth_is_what_make_room_takes_at_least() -> None:
+def test_growth_bytes_are_the_least_that_make_room_takes() -> None:
     cache = make_cache()
     assert cache.growth_bytes(2, 10) == 2 * 11 * BYTES
     put(cache, [random_row(10), random_row(10)])

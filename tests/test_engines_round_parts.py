@@ -1,4 +1,4 @@
-"""The parts of a round, timed: each does what it says, and leaves nothing behind."""
+"""Timing of the parts of a round: each part takes time, and leaves no row."""
 
 import time
 
@@ -13,7 +13,7 @@ PARTS = ["join", "leave", "grow", "swap_out", "swap_in"]
 
 
 @pytest.mark.parametrize("part", PARTS)
-def test_a_part_takes_time_and_leaves_nothing(part):
+def test_a_timed_part_takes_time_and_leaves_no_row(part):
     engine = rounds.rebatch_engine()
     assert engine.time_part(part, 2, 20, 3, time.perf_counter) > 0.0
     assert (engine.ledger.used_bytes, engine.host_ledger.used_bytes) == (0, 0)
@@ -21,22 +21,22 @@ def test_a_part_takes_time_and_leaves_nothing(part):
 
 
 @pytest.mark.parametrize("measure", ["time_prefill", "time_decode"])
-def test_prefills_and_steps_are_timed_as_rounds_make_them(measure, monkeypatch):
+def test_prefills_and_steps_are_timed_as_in_rounds(measure, monkeypatch):
     engine = rounds.rebatch_engine()
-    monkeypatch.delattr("toolkit.engines.slab.SlabCache.fill")  # the static engine's way
+    monkeypatch.delattr("toolkit.engines.slab.SlabCache.fill")  # what the static engine uses
     assert getattr(engine, measure)(3, 20, time.perf_counter) > 0.0
     assert engine.ledger.used_bytes == 0
 
 
 @pytest.mark.parametrize("part", PARTS)
-def test_a_part_that_does_not_fit_leaves_nothing_either(part):
+def test_a_part_that_does_not_fit_leaves_no_row(part):
     engine = rounds.rebatch_engine(budget_mib=0.05)
     with pytest.raises(OutOfMemory):
         engine.time_part(part, 4, 50, 60, time.perf_counter)
     assert engine.ledger.used_bytes == 0
 
 
-def test_a_requests_row_is_the_same_after_parts_were_timed():
+def test_timing_parts_changes_no_tokens():
     row = rounds.free_row(12, 6)
     texts = []
     for timed in (False, True):
@@ -50,7 +50,7 @@ def test_a_requests_row_is_the_same_after_parts_were_timed():
     assert texts[0] == texts[1]
 
 
-def test_the_link_to_host_memory_is_that_of_this_machine():
+def test_swap_timings_give_a_link_to_host_memory():
     engine = rounds.rebatch_engine()
     points = [
         PartPoint(

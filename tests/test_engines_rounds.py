@@ -1,12 +1,10 @@
-"""A round means the same to the engine as to the simulated worker: one scheduler drives both, round
-by round.
-"""
+"""The engine and the simulated worker do the same in each round: one scheduler drives both."""
 
 import random
 from collections import Counter
 
 import pytest
-from rounds import FREE, Desk, rebatch_engine
+from rounds import FREE, RoundDriver, rebatch_engine
 
 from toolkit.engines.protocol import Row
 from toolkit.estimators.laws import LinearSwap, bilinear_law
@@ -27,13 +25,11 @@ MOVES = {"pause", "resume", "swap_out", "swap_in"}
 
 
 class Both:
-    """The simulated worker, and an engine that runs the same rounds; they have to say the same of
-    each.
-    """
+    """The simulated worker, and an engine that runs the same rounds; their results must agree."""
 
-    def __init__(self, simulated: SlabWorker, desk: Desk) -> None:
+    def __init__(self, simulated: SlabWorker, driver: RoundDriver) -> None:
         self.simulated = simulated
-        self.desk = desk
+        self.driver = driver
         self.interrupted = False
         self.moved: Counter[str] = Counter()
 
@@ -47,15 +43,14 @@ class Both:
 
     def finish(self) -> RoundResult:
         batch, result = self.batch, self.simulated.finish()
-        steps = (
-            result.steps if self.interrupted else batch.steps
-        )  # when it is interrupted is a matter of time
+        # Time decides when a round is interrupted, so the engine gets the simulated number of steps.
+        steps = result.steps if self.interrupted else batch.steps
         moves = batch.moves or Moves()
         plan = {"evict": batch.evict, "pause": moves.pause, "resume": moves.resume}
         plan |= {"swap_out": moves.swap_out, "swap_in": moves.swap_in}
         named = {name: tuple(int(job.request_id) for job in jobs) for name, jobs in plan.items()}
         enter = tuple(int(job.request_id) for job in batch.jobs)
-        output = self.desk.run(steps, enter=enter, overlap=moves.overlap, **named)
+        output = self.driver.run(steps, enter=enter, overlap=moves.overlap, **named)
         assert (output.steps, set(output.ended)) == (result.steps, set(map(int, result.ended)))
         joined = (
             dict(result.joined or ())
@@ -72,14 +67,14 @@ class Both:
     ("changes", "joining"),
     [({}, "embed"), ({"joining": "shape"}, "shape"), ({"kv_layout": "rows"}, None)],
 )
-def test_the_engine_says_whether_memory_is_a_slab(
+def test_the_facts_say_whether_memory_is_a_slab(
     changes: dict[str, str], joining: Joining | None
 ) -> None:
     assert rebatch_engine(**changes).facts.joining == joining
 
 
 @pytest.mark.parametrize(
-    ("policy", "parameters", "joining", "does"),
+    ("policy", "parameters", "joining", "expected_moves"),
     [
         ("fcfs", {}, "embed", set()),
         ("conservative", {"interval_steps": 3}, "embed", set()),
@@ -101,7 +96,7 @@ def test_the_engine_says_whether_memory_is_a_slab(
     ],
 )
 def test_the_engine_does_what_the_simulated_worker_does(
-    policy: str, parameters: dict[str, object], joining: Joining, does: set[str]
+    policy: str, parameters: dict[str, object], joining: Joining, expected_moves: set[str]
 ) -> None:
     rng = random.Random(0)
     lengths = [(rng.randint(1, 60), rng.randint(1, 30)) for _ in range(30)]
@@ -117,8 +112,8 @@ def test_the_engine_does_what_the_simulated_worker_does(
     simulated = SlabWorker(
         0, LAW, ledger, numbers, swap=SWAP, joining=joining, capacity_tokens=CAPACITY
     )
-    both = Both(simulated, Desk(rebatch_engine(joining=joining), rows))
+    both = Both(simulated, RoundDriver(rebatch_engine(joining=joining), rows))
     assert run(Scheduler(make_policy(policy, parameters), [worker]), requests, [both]) == []
-    assert [len(tokens) for tokens in both.desk.got] == [output for _, output in lengths]
-    assert {name for name, count in both.moved.items() if count} == does
+    assert [len(tokens) for tokens in both.driver.got] == [output for _, output in lengths]
+    assert {name for name, count in both.moved.items() if count} == expected_moves
     assert (both.moved["evict"], both.moved["swap_out"]) == (ledger.evictions, ledger.swaps_out)

@@ -1,4 +1,4 @@
-"""The cache in which every row has a block of its own: what it charges, and whom it refuses."""
+"""The cache in which every row has its own block: what it charges, and which models it refuses."""
 
 import pytest
 import tiny
@@ -20,7 +20,7 @@ def row(length: int, layers: int = 2) -> list[tuple[torch.Tensor, torch.Tensor]]
     return [(torch.randn(2, length, 4), torch.randn(2, length, 4)) for _ in range(layers)]
 
 
-def test_blocks_are_charged_in_steps_of_their_growth_and_given_back() -> None:
+def test_blocks_are_charged_in_steps_of_their_growth_and_freed() -> None:
     ledger = ByteLedger(None)
     cache = RowCache([SHAPE, SHAPE], torch.empty(0), ledger)
     for length in (1, GROWTH - 1, GROWTH):
@@ -36,7 +36,7 @@ def test_blocks_are_charged_in_steps_of_their_growth_and_given_back() -> None:
     assert ledger.used_bytes == 0
 
 
-def test_a_block_that_grows_keeps_what_it_holds() -> None:
+def test_a_block_that_grows_keeps_its_content() -> None:
     cache = RowCache([SHAPE, SHAPE], torch.empty(0), ByteLedger(None))
     before = row(GROWTH)
     cache.join(before)
@@ -65,7 +65,7 @@ def test_rows_that_do_not_fit_are_dropped_and_the_others_go_on() -> None:
     assert engine.ledger.used_bytes == 0
 
 
-def test_only_a_slab_is_counted_with_its_padding() -> None:
+def test_padding_counts_only_in_a_slab() -> None:
     assert rebatch_engine(kv_layout="rows").facts.joining is None
     assert rebatch_engine().facts.joining == "embed"
 
@@ -75,7 +75,7 @@ def test_shaping_needs_a_slab() -> None:
         rebatch_engine(kv_layout="rows", joining="shape")
 
 
-def test_layers_of_unlike_shapes_are_refused() -> None:
+def test_layers_of_different_shapes_are_refused() -> None:
     other = (torch.Size([1, 4, 1, 4]), torch.Size([1, 4, 1, 4]))
     with pytest.raises(EngineError, match="differ in shape"):
         RowCache([SHAPE, other], torch.empty(0), ByteLedger(None))

@@ -1,4 +1,4 @@
-"""Drawing tokens: who may be drawn, how often, and that a draw depends on its row alone."""
+"""Sampling: which tokens are drawn, how often, and that a draw depends only on its row."""
 
 import pytest
 import torch
@@ -45,7 +45,7 @@ def test_draws_follow_the_distribution() -> None:
     assert ((shares - expected).abs() < 4 * sigma).all()
 
 
-def test_draws_along_a_text_follow_it_too() -> None:
+def test_draws_along_a_text_follow_the_distribution() -> None:
     count = 20_000
     drawn = torch.tensor(
         draw([row(generated=position, temperature=1.0, seed=3) for position in range(count)])
@@ -60,7 +60,7 @@ def test_a_draw_does_not_depend_on_the_batch() -> None:
         row(generated=index, temperature=1.0, seed=index % 3, top_p=0.9, top_k=index % 5)
         for index in range(20)
     ]
-    assert draw(rows) == [draw([one])[0] for one in rows] == draw(rows[::-1])[::-1]
+    assert draw(rows) == [draw([row])[0] for row in rows] == draw(rows[::-1])[::-1]
 
 
 def test_a_draw_depends_on_the_position_and_not_on_where_the_slice_began() -> None:
@@ -85,7 +85,9 @@ def test_a_draw_depends_on_the_position_and_not_on_where_the_slice_began() -> No
         ({}, set(range(8))),
     ],
 )
-def test_who_may_be_drawn(sampling: dict[str, object], allowed: set[int]) -> None:
+def test_only_tokens_that_pass_the_filters_are_drawn(
+    sampling: dict[str, object], allowed: set[int]
+) -> None:
     assert drawn_set(**sampling) == allowed
 
 
@@ -106,7 +108,7 @@ def test_the_repetition_penalty_is_transformers_own() -> None:
     assert draw(rows, logits) == torch.cat(penalised).argmax(dim=-1).tolist()
 
 
-def test_the_penalty_counts_what_was_drawn_in_this_slice() -> None:
+def test_the_penalty_counts_tokens_of_this_slice() -> None:
     sampler = Sampler([row(tokens=(3,), repetition_penalty=1.5)], (), VOCAB, CPU)
     assert [sampler.draw(LOGITS[None].clone(), step).item() for step in range(3)] == [
         0,
@@ -115,7 +117,7 @@ def test_the_penalty_counts_what_was_drawn_in_this_slice() -> None:
     ]  # 2/1.5 < 1.9, 1.9/1.5
 
 
-def test_ends_are_not_drawn_before_min_tokens() -> None:
+def test_eos_is_not_drawn_before_min_tokens() -> None:
     kept = row(generated=2, min_tokens=4, stop_token_ids=(7,))
     assert [draw([kept], step=step, eos_ids=(0,)) for step in range(3)] == [[1], [1], [0]]
 
@@ -126,12 +128,12 @@ def test_hashes_are_stable() -> None:
     assert all(0.0 <= uniform(seed, 1) < 1.0 for seed in (-5, 0, 1 << 70))
 
 
-def test_a_sampler_goes_on_where_rows_come_and_go() -> None:
+def test_a_regrouped_sampler_draws_the_same_tokens() -> None:
     rows = [
         row(tokens=(index,), temperature=1.0, seed=index, repetition_penalty=1.4)
         for index in range(4)
     ]
-    apart = [Sampler([one], (), VOCAB, CPU) for one in rows]
+    apart = [Sampler([row], (), VOCAB, CPU) for row in rows]
     whole = [
         [sampler.draw(LOGITS[None].clone(), step).item() for step in range(6)] for sampler in apart
     ]

@@ -1,4 +1,4 @@
-"""A random model on disk: the recipe's, made once, with a tokenizer of bytes beside it."""
+"""A random model on disk: that of the recipe, made once, with a byte tokenizer."""
 
 from pathlib import Path
 
@@ -37,7 +37,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
 
-def test_it_is_the_recipe_s_and_is_made_once():
+def test_a_saved_model_is_that_of_the_recipe_and_is_made_once():
     folder = saved_model(spec(), CPU)
     stored = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict()
     assert all(
@@ -50,12 +50,12 @@ def test_it_is_the_recipe_s_and_is_made_once():
     assert saved_model(spec(seed=1), CPU) != folder
 
 
-def test_its_tokenizer_is_ours():
+def test_a_saved_model_has_the_byte_tokenizer():
     found = tokenizers.Tokenizer.from_file(str(Path(saved_model(spec(), CPU)) / "tokenizer.json"))
     text = "naïve 🙂\n\tfn(x) 's"
     assert found.encode(text).ids == ByteTokenizer().encode(text)
     assert found.decode(found.encode(text).ids) == text
 
 
-def test_stored_models_are_where_they_are():
+def test_a_stored_model_is_loaded_from_its_own_folder():
     assert saved_model(spec(source="org/name"), CPU) == "org/name"

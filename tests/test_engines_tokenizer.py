@@ -1,6 +1,4 @@
-"""Text to tokens and back: bytes, a tokenizer.json, chat templates; and that none of it needs
-torch.
-"""
+"""Text to tokens and back: bytes, a tokenizer.json and chat templates, all without torch."""
 
 import json
 import subprocess
@@ -67,7 +65,7 @@ def fed_one_by_one(tokenizer: ByteTokenizer | FileTokenizer, tokens: list[int]) 
 
 
 @given(TEXT)
-def test_bytes_come_back(text: str) -> None:
+def test_decoding_inverts_encoding(text: str) -> None:
     tokenizer = ByteTokenizer()
     tokens = tokenizer.encode(text)
     assert tokens == list(text.encode())
@@ -75,18 +73,18 @@ def test_bytes_come_back(text: str) -> None:
 
 
 @given(TOKENS)
-def test_any_tokens_decode_and_pieces_give_the_whole(tokens: list[int]) -> None:
+def test_any_tokens_decode_to_the_same_text_whole_and_in_pieces(tokens: list[int]) -> None:
     tokenizer = ByteTokenizer()
     assert fed_one_by_one(tokenizer, tokens) == tokenizer.decode(tokens)
 
 
-def test_an_unfinished_character_waits() -> None:
+def test_an_unfinished_character_is_held_back() -> None:
     detokenizer = ByteTokenizer().detokenizer()
     assert [detokenizer.feed([token]) for token in "aé€".encode()] == ["a", "", "é", "", "", "€"]
     assert (detokenizer.feed([0xE2, 0x82]), detokenizer.flush()) == ("", "�")
 
 
-def test_tokens_without_text_have_none() -> None:
+def test_special_and_unknown_tokens_have_no_text() -> None:
     assert ByteTokenizer().decode([72, 256, 257, 258, 300, 511, 105]) == "Hi"
 
 
@@ -110,7 +108,7 @@ def test_a_tokenizer_file_survives_any_tokens(bpe: FileTokenizer, tokens: list[i
     assert at_once == fed_one_by_one(bpe, tokens)
 
 
-def test_special_tokens_of_a_file(bpe: FileTokenizer) -> None:
+def test_special_tokens_come_from_the_settings_file(bpe: FileTokenizer) -> None:
     assert (bpe.bos_token_id, bpe.eos_token_id, bpe.vocab_size) == (0, 1, 270)
     assert bpe.encode("the cat")[0] == 0
     assert bpe.encode("the cat")[1:] == bpe.encode("the cat", special=False)
@@ -120,7 +118,7 @@ def test_chat_uses_the_models_template(bpe: FileTokenizer) -> None:
     assert bpe.encode_chat(HELLO) == bpe.encode("<s>[system]Be brief.[user]Hi", special=False)
 
 
-def test_a_template_file_wins(folder: Path, tmp_path: Path) -> None:
+def test_a_template_file_takes_precedence(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "chat_template.jinja").write_text("{{ messages[-1].content }}!")
     settings = folder / "tokenizer_config.json"
     both = FileTokenizer(folder / "tokenizer.json", settings, tmp_path / "chat_template.jinja")
@@ -134,30 +132,32 @@ def test_a_model_without_a_template_gets_a_plain_one() -> None:
     )
 
 
-def test_a_recipe_finds_its_tokenizer(folder: Path) -> None:
+def test_the_tokenizer_of_a_recipe_is_loaded_from_its_folder(folder: Path) -> None:
     stored = ModelSpec(source=str(folder), max_model_len=10)
     assert load_tokenizer(stored).vocab_size == 270
     assert load_tokenizer(stored.model_copy(update={"tokenizer": "bytes"})).vocab_size == 259
 
 
-def test_a_folder_without_a_tokenizer(tmp_path: Path) -> None:
+def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
     with pytest.raises(EngineError, match=r"has no tokenizer\.json"):
         load_tokenizer(ModelSpec(source=str(tmp_path), max_model_len=10))
 
 
-def test_a_tokenizer_that_is_on_no_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tokenizer_that_cannot_be_found_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(EngineError, match="the tokenizer of nobody/nothing is not here"):
-        load_tokenizer(ModelSpec(source="nobody/nothing", max_model_len=10))
+    with pytest.raises(
+        EngineError, match="the tokenizer of example/missing is not on this machine"
+    ):
+        load_tokenizer(ModelSpec(source="example/missing", max_model_len=10))
 
 
-def test_a_file_that_is_no_tokenizer(tmp_path: Path) -> None:
+def test_an_invalid_tokenizer_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(EngineError, match=r"tokenizer\.json is not a tokenizer"):
         load_tokenizer(ModelSpec(source=str(tmp_path), max_model_len=10))
 
 
-def test_a_random_model_has_bytes_only() -> None:
+def test_a_random_model_has_only_the_byte_tokenizer() -> None:
     with pytest.raises(EngineError, match="no tokenizer of its own"):
         load_tokenizer(ModelSpec(source="random", config={"model_type": "llama"}, max_model_len=10))
 
@@ -178,12 +178,12 @@ def test_a_random_model_has_bytes_only() -> None:
         "{{ 'a' + 1 }}",
     ],
 )
-def test_what_a_template_may_not_do_is_refused(source: str) -> None:
+def test_forbidden_operations_of_a_template_are_refused(source: str) -> None:
     with pytest.raises(InputError, match="chat template"):
         ChatTemplate(source).render(HELLO)
 
 
-def test_a_template_is_bounded_in_time() -> None:
+def test_a_template_has_a_time_limit() -> None:
     ticks = count(0.0, MAX_RENDER_S / 3)
     with pytest.raises(InputError, match="takes too long"):
         ChatTemplate("{% for i in range(9) %}x{% endfor %}", clock=lambda: next(ticks)).render(
@@ -192,7 +192,7 @@ def test_a_template_is_bounded_in_time() -> None:
 
 
 @pytest.mark.parametrize("source", ["{% for %}", "x" * (MAX_TEMPLATE_CHARS + 1)])
-def test_a_template_that_cannot_be_used(source: str) -> None:
+def test_an_unusable_template_is_refused(source: str) -> None:
     with pytest.raises(EngineError, match="chat template"):
         ChatTemplate(source)
 

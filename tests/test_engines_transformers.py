@@ -1,5 +1,5 @@
-"""What is the transformers engine's own: the slab beside transformers' cache, rows past the
-positions, the ledger.
+"""The transformers engine: its slab compared with transformers' cache, batches wider than the
+positions, and the ledger.
 """
 
 import pytest
@@ -8,7 +8,7 @@ import torch
 from transformers.cache_utils import DynamicCache
 
 from toolkit.engines.loading import load_model
-from toolkit.engines.memory import ByteLedger, at_the_seam
+from toolkit.engines.memory import ByteLedger, as_out_of_memory
 from toolkit.engines.protocol import OutOfMemory, Row, SamplingParams
 from toolkit.engines.slab import PaddedBatch, SlabCache
 from toolkit.engines.transformers_engine import TransformersEngine
@@ -47,7 +47,7 @@ def test_the_slab_gives_the_same_bits_as_the_dynamic_cache(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ARCHITECTURES)
-def test_a_batch_may_grow_wider_than_the_model_has_positions(kind: str) -> None:
+def test_a_batch_may_be_wider_than_the_model_s_positions(kind: str) -> None:
     engine = engine_of(kind)
     long = Row("long", tuple(range(90)), 0, 6, FREE)
     short = Row("short", (1, 2, 3), 0, 90, FREE)
@@ -59,7 +59,7 @@ def test_a_batch_may_grow_wider_than_the_model_has_positions(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ARCHITECTURES)
-def test_kv_bytes_per_token_are_what_the_config_says(kind: str) -> None:
+def test_kv_bytes_per_token_agree_with_the_config(kind: str) -> None:
     heads, dim = {"llama": (2, 8), "qwen3": (2, 16), "gpt2": (4, 8), "opt": (4, 8)}[kind]
     assert engine_of(kind).facts.kv_bytes_per_token == 2 * 2 * heads * dim * 4
 
@@ -92,7 +92,7 @@ def largest_batch(engine: TransformersEngine, length: int, steps: int) -> int:
 @pytest.mark.parametrize(
     "row", [Row("empty", (), 0, 5), Row("long", (1,) * 90, 0, 7), Row("later", (1,) * 90, 3, 10)]
 )
-def test_a_row_that_cannot_be_is_a_bug_and_not_a_guess(row: Row) -> None:
+def test_an_impossible_row_raises(row: Row) -> None:
     with pytest.raises(ValueError, match=f"row {row.request_id}: .* at most 96"):
         engine_of("llama").run_slice([row], 5, lambda step: True)
 
@@ -106,10 +106,10 @@ def test_a_ledger_without_a_budget_only_counts() -> None:
 
 def test_the_cpu_allocator_running_out_counts_as_out_of_memory() -> None:
     with pytest.raises(OutOfMemory) as raised:
-        at_the_seam(lambda: torch.empty(1 << 60))
+        as_out_of_memory(lambda: torch.empty(1 << 60))
     assert raised.value.__context__ is None  # it would keep the batch's tensors alive
 
 
-def test_other_errors_stay_loud() -> None:
+def test_other_errors_propagate() -> None:
     with pytest.raises(RuntimeError, match="shape"):
-        at_the_seam(lambda: torch.zeros(2, 3).view(7))
+        as_out_of_memory(lambda: torch.zeros(2, 3).view(7))

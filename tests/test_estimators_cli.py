@@ -79,7 +79,7 @@ def test_fit_writes_and_prints_the_laws_of_rounds_and_swaps(folder, capsys):
     assert "rounds: the held-out" not in captured.err
 
 
-def test_fit_warns_of_rounds_that_no_law_explains_and_holds_them_to_the_bound(folder, capsys):
+def test_fit_warns_of_rounds_that_no_law_explains_and_applies_max_error(folder, capsys):
     write_file(with_rounds(noise=1.5), "profile.json")
     assert run("fit", "profile.json", "--max-error", "20") == 4
     captured = capsys.readouterr()
@@ -102,13 +102,13 @@ def test_fit_prints_one_json_object(folder, capsys):
     assert Fit.model_validate(json.loads(capsys.readouterr().out)) == read_file(Fit, "fit.json")
 
 
-def test_fit_holds_to_an_error_limit(folder, capsys):
+def test_fit_exits_with_4_above_max_error(folder, capsys):
     assert run("fit", "profile.json", "--max-error", "50") == 0
     assert run("fit", "profile.json", "--max-error", "0.01") == 4
     assert "above --max-error 0.01" in capsys.readouterr().err
 
 
-def test_fit_of_a_profile_that_says_too_little_is_refused(folder, capsys):
+def test_fit_refuses_a_profile_with_too_few_slices(folder, capsys):
     write_file(make_profile(slices=3), "profile.json")
     assert run("fit", "profile.json") == 2
     assert "overhead: 3 slices measured, at least 6 are needed" in capsys.readouterr().err

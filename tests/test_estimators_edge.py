@@ -1,5 +1,5 @@
-"""The memory edge of simulated workers: sure far from it, drawn near it, and the same whenever it
-is drawn again.
+"""The memory edge of simulated workers: certain far from the fitted edge, drawn near it, and the
+same for every draw of the same batch.
 """
 
 import numpy as np
@@ -34,19 +34,19 @@ def test_exact_rules_are_the_rules(length, steps, draw):
     assert edge.runs_out(fits + 1, length, steps, draw)
 
 
-def test_half_the_batches_at_an_uncertain_edge_run_out():
+def test_half_of_the_batches_at_an_uncertain_edge_run_out_of_memory():
     edge = ZetaEdge(1000, 0.9, 0.05)
     ran_out = [edge.runs_out(9, 90, 10, uniform_draw(0, batch)) for batch in range(2000)]
     assert 900 < sum(ran_out) < 1100
 
 
-def test_two_standard_deviations_below_few_do():
+def test_few_batches_two_standard_deviations_below_run_out_of_memory():
     edge = ZetaEdge(1000, 0.9, 0.05)
     ran_out = [edge.runs_out(8, 90, 10, uniform_draw(0, batch)) for batch in range(2000)]
     assert 20 < sum(ran_out) < 80  # 2.3 %
 
 
-def test_a_draw_depends_on_seed_and_batch_alone():
+def test_a_draw_depends_only_on_seed_and_batch():
     assert uniform_draw(3, 7) == uniform_draw(3, 7)
     assert len({uniform_draw(seed, batch) for seed in range(20) for batch in range(20)}) == 400
 

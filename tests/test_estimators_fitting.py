@@ -1,4 +1,4 @@
-"""Fits find the truth behind synthetic profiles, and refuse profiles that cannot tell."""
+"""Fits find the true laws of synthetic profiles, and refuse profiles that do not determine them."""
 
 import numpy as np
 import pytest
@@ -20,7 +20,7 @@ def predicted(segments: list[Segment], size: int, length: int) -> float:
     return s.nl * size * length + s.n * size + s.l * length + s.const + s.nll * size * length**2
 
 
-def test_coefficients_come_back_from_exact_times():
+def test_the_fit_of_exact_times_has_the_true_coefficients():
     fit = fit_profile(make_profile()).prefill.fit
     assert fit.form == "bilinear"
     assert fit.error.worst_percent < 1e-6
@@ -30,7 +30,7 @@ def test_coefficients_come_back_from_exact_times():
     )
 
 
-def test_times_come_back_from_noisy_ones():
+def test_the_fit_of_noisy_times_predicts_the_true_times():
     fit = fit_profile(make_profile(noise=0.1))
     for size, length in ((1, 16), (3, 100), (16, 64), (32, 256)):
         assert predicted(fit.prefill.fit.segments, size, length) == pytest.approx(
@@ -113,7 +113,7 @@ def test_no_law_falls_beyond_its_data():
         )
 
 
-def test_segments_say_the_same_as_the_form():
+def test_segments_predict_the_same_as_the_form():
     size = np.repeat([1.0, 2.0, 4.0, 8.0, 16.0, 32.0], 5)
     length = np.tile([16.0, 32.0, 64.0, 128.0, 256.0], 6)
     points = Points(size, length, 1e-3 + 1e-5 * size**0.7 * length + 1e-7 * length**2)
@@ -128,7 +128,7 @@ def test_segments_say_the_same_as_the_form():
 @pytest.mark.parametrize(
     "form", [LawForm(), LawForm(square=True), LawForm(knots=(1, 2, 4), square=True)]
 )
-def test_the_fit_is_where_curve_fit_ends(form):
+def test_the_fit_equals_that_of_curve_fit(form):
     rng = np.random.default_rng(2)
     size = np.repeat([1.0, 2.0, 4.0, 8.0, 16.0, 32.0], 5)
     length = np.tile([16.0, 32.0, 64.0, 128.0, 256.0], 6)
@@ -162,7 +162,7 @@ def test_the_same_seed_gives_the_same_fit():
     assert fit_profile(profile, 3).prefill.fit == fit_profile(profile, 3).prefill.fit
 
 
-def test_overhead_comes_back():
+def test_the_fitted_overhead_equals_the_true_one():
     overhead = fit_profile(make_profile(batch_s=4e-3, stretch=1.3)).overhead
     assert overhead.batch_s == pytest.approx(4e-3, rel=1e-3)
     assert overhead.stretch == pytest.approx(1.3, rel=1e-3)
@@ -176,7 +176,7 @@ def test_a_disturbed_slice_does_not_bend_the_overhead():
     assert fit_profile(disturbed).overhead.stretch == pytest.approx(1.3, rel=0.05)
 
 
-def test_zeta_comes_back_from_probes():
+def test_zeta_is_fitted_from_probes():
     fit = fit_memory(probe_all(0.9), FACTS)
     assert fit.form == "zeta"
     assert fit.zeta == pytest.approx(0.9, abs=0.01)
@@ -263,7 +263,7 @@ def test_an_edge_that_was_never_reached_is_the_largest_batch_that_ran():
         ),
     ],
 )
-def test_a_profile_that_cannot_be_fitted_says_what_it_lacks(change, message):
+def test_the_error_names_what_a_profile_lacks(change, message):
     with pytest.raises(InputError, match=message) as error:
         fit_profile(make_profile(**change))
     assert error.value.hint

@@ -1,5 +1,5 @@
-"""Laws of time and memory: closed forms equal what they stand for, and the papers' figures come
-out.
+"""Laws of time and memory: closed forms equal their definitions, and reproduce the papers'
+figures.
 """
 
 import math
@@ -96,7 +96,7 @@ def test_figure_11_batching_fifteen_short_requests_with_a_long_one():
     assert PAPER.serve_s(16, 1024, 128) == pytest.approx(13.5, abs=0.001)
 
 
-def test_figure_11_batching_them_apart():
+def test_figure_11_batching_the_long_request_separately():
     assert PAPER.serve_s(15, 10, 128) + PAPER.serve_s(1, 1024, 128) == pytest.approx(7.6, abs=0.001)
 
 
@@ -113,16 +113,16 @@ def test_tables_are_shared_and_cannot_be_written_to():
 
 @pytest.mark.parametrize("starts", [[], [2], [1, 1], [1, 8, 4]])
 def test_segments_begin_at_one_and_ascend(starts):
-    one = Segment(batch_size_min=1, nl=0, n=0, l=0, const=1)
-    bad = tuple(one.model_copy(update={"batch_size_min": start}) for start in starts)
+    flat = Segment(batch_size_min=1, nl=0, n=0, l=0, const=1)
+    bad = tuple(flat.model_copy(update={"batch_size_min": start}) for start in starts)
     with pytest.raises(InputError, match="must begin at 1 and ascend"):
-        SegmentedLaw(bad, (one,), True)
+        SegmentedLaw(bad, (flat,), True)
 
 
 def test_decode_has_no_square():
-    one = Segment(batch_size_min=1, nl=0, n=0, l=0, const=1)
+    flat = Segment(batch_size_min=1, nl=0, n=0, l=0, const=1)
     with pytest.raises(InputError, match="no square"):
-        SegmentedLaw((one,), (one.model_copy(update={"nll": 1e-9}),), True)
+        SegmentedLaw((flat,), (flat.model_copy(update={"nll": 1e-9}),), True)
 
 
 def test_zeta_memory_is_equation_9():
@@ -171,6 +171,6 @@ def test_rules_must_descend():
         )
 
 
-def test_a_capacity_that_cannot_be_is_named():
+def test_an_invalid_capacity_is_refused():
     with pytest.raises(InputError, match="capacity of 0 tokens"):
         ZetaMemory(0)

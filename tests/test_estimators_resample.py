@@ -1,6 +1,4 @@
-"""Laws as they might have been fitted: around the fitted ones, in the same forms, and the same for
-a seed.
-"""
+"""Resampled and scaled laws: around the fitted ones, in the same forms, and the same for a seed."""
 
 import numpy as np
 import pytest
@@ -35,24 +33,26 @@ def test_resampled_laws_lie_around_the_fitted_one_and_closer_with_less_noise():
     for noise in (0.02, 0.2):
         profile = make_profile(noise=noise)
         fit = fit_of(profile)
-        ratios = [slice_s(one) / slice_s(fit) for one in resampled_fits(profile, fit, 30, seed=0)]
+        ratios = [
+            slice_s(other) / slice_s(fit) for other in resampled_fits(profile, fit, 30, seed=0)
+        ]
         assert min(ratios) < 1.0 < max(ratios)
         spread.append(np.std(ratios))
     assert 0 < 5 * spread[0] < spread[1]
 
 
 @pytest.mark.slow
-def test_the_truth_is_within_what_resampling_spans():
+def test_the_truth_lies_within_the_range_of_resampled_fits():
     covered = []
     for seed in range(12):
         profile = make_profile(noise=0.1, seed=seed)
-        drawn = [slice_s(one) for one in resampled_fits(profile, fit_of(profile), 20, seed=0)]
+        drawn = [slice_s(fit) for fit in resampled_fits(profile, fit_of(profile), 20, seed=0)]
         truth = slice_s(fit_of(make_profile()))
         covered.append(np.percentile(drawn, 5) <= truth <= np.percentile(drawn, 95))
     assert sum(covered) >= 8  # of 12, where 90 % are meant: overhead and laws are resampled apart
 
 
-def test_a_seed_gives_the_same_draws_and_more_draws_begin_alike():
+def test_the_same_seed_gives_the_same_draws_whatever_their_number():
     profile = make_profile(noise=0.1)
     fit = fit_of(profile)
     assert resampled_fits(profile, fit, 2, seed=3) == resampled_fits(profile, fit, 4, seed=3)[:2]
@@ -60,11 +60,11 @@ def test_a_seed_gives_the_same_draws_and_more_draws_begin_alike():
     assert scaled_fits(fit, 2, seed=3) == scaled_fits(fit, 4, seed=3)[:2]
 
 
-def test_scaled_laws_err_as_the_held_out_points_did():
-    fit = samples.fit()  # whose laws are off by 1 % in the median
+def test_scaled_laws_have_the_held_out_error():
+    fit = samples.fit()  # the median error of its laws is 1 %
     errors = [
-        abs(one.decode.segments[0].const / fit.decode.segments[0].const - 1)
-        for one in scaled_fits(fit, 2000, 0)
+        abs(other.decode.segments[0].const / fit.decode.segments[0].const - 1)
+        for other in scaled_fits(fit, 2000, 0)
     ]
     assert np.median(errors) == pytest.approx(0.01, rel=0.1)
 
@@ -75,7 +75,7 @@ def test_a_law_is_scaled_as_a_whole():
     assert after.nl / before.nl == pytest.approx(after.const / before.const)
 
 
-def test_a_form_that_the_profile_does_not_show_is_an_error():
+def test_a_form_that_the_profile_does_not_determine_is_an_error():
     profile = make_profile()
     fit = fit_of(profile)
     other = fit.model_copy(

@@ -1,6 +1,4 @@
-"""The law of rounds from a profile: known coefficients are found again, and terms that are not
-there are not fitted.
-"""
+"""The fit of the law of rounds: it finds known coefficients, and no terms that do not exist."""
 
 from dataclasses import replace
 
@@ -27,7 +25,7 @@ def close(value: float):
     return pytest.approx(value, rel=1e-3, abs=1e-12)
 
 
-def test_parts_are_found_again_and_terms_that_are_not_there_are_dropped():
+def test_fitted_parts_equal_the_true_ones_and_absent_terms_are_zero():
     rounds = fitted().rounds
     join, leave, grow = rounds.join, rounds.leave, rounds.grow
     assert (join.flat_s, join.row_s, join.token_s) == (0.0, close(2e-4), close(1e-6))
@@ -35,21 +33,21 @@ def test_parts_are_found_again_and_terms_that_are_not_there_are_dropped():
     assert (grow.flat_s, grow.row_s, grow.token_s) == (0.0, 0.0, close(2e-8))
 
 
-def test_dispatch_and_stretch_are_found_again():
+def test_fitted_dispatch_and_stretch_equal_the_true_ones():
     overhead = fitted().rounds.overhead
     assert (overhead.batch_s, overhead.stretch) == (close(1.5e-3), close(1.3))
     assert overhead.error.worst_percent < 0.1
     assert overhead.error.points == 8
 
 
-def test_noise_shows_in_the_held_out_error_and_hardly_in_the_law():
+def test_noise_raises_the_held_out_error_and_hardly_changes_the_law():
     rounds = fitted(noise=0.05).rounds
     assert rounds.overhead.stretch == pytest.approx(1.3, rel=0.05)
     assert 0.3 < rounds.overhead.error.median_percent < 10.0
     assert rounds.join.row_s == pytest.approx(2e-4, rel=0.2)
 
 
-def test_the_link_to_host_memory_is_found_again():
+def test_the_fitted_link_to_host_memory_equals_the_true_one():
     swap = fitted().swap
     assert (swap.latency_s, swap.out_bytes_per_s, swap.in_bytes_per_s) == (
         close(1e-4),
@@ -60,17 +58,17 @@ def test_the_link_to_host_memory_is_found_again():
 
 
 @pytest.mark.parametrize(("device", "overlaps"), [("cpu", False), ("NVIDIA A100-SXM4-80GB", True)])
-def test_on_a_cpu_transfers_are_copies_of_who_computes(device, overlaps):
+def test_transfers_do_not_overlap_computation_on_a_cpu(device, overlaps):
     facts = profile().engine.model_copy(update={"device": device})
     found = fit_profile(profile().model_copy(update={"engine": facts})).rounds
     assert found.swap.overlaps is overlaps
 
 
-def test_usable_is_what_ran_at_every_length():
+def test_the_usable_share_is_what_ran_at_every_length():
     assert fitted().rounds.usable_share * FACTS.capacity_tokens == close(min(110 * 65, 28 * 257))
 
 
-def test_parts_that_take_no_time_are_nothing():
+def test_parts_that_take_no_time_have_no_terms():
     rounds = fitted(
         join=lambda rows, length: 0.0, leave_s=lambda length: 0.0, grow=lambda rows, length: 0.0
     ).rounds
@@ -78,7 +76,7 @@ def test_parts_that_take_no_time_are_nothing():
     assert (rounds.overhead.batch_s, rounds.overhead.stretch) == (close(1.5e-3), close(1.3))
 
 
-def test_the_law_of_rounds_says_what_a_round_took():
+def test_the_law_of_rounds_predicts_the_measured_rounds():
     found = profile()
     law = law_of_rounds(LAW, fit_profile(found).rounds.rounds)
     for point in found.rounds.sequences[0].rounds:
@@ -89,17 +87,17 @@ def test_the_law_of_rounds_says_what_a_round_took():
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         ({"parts": []}, "0 points of 'join'"),
         ({"sequences": []}, "rounds: 0 sequences were measured"),
         ({"memory": []}, "memory was not probed"),
     ],
 )
-def test_what_is_missing_is_named(change, said):
+def test_the_error_names_the_missing_measurement(change, message):
     found = profile()
     lacking = found.model_copy(update={"rounds": found.rounds.model_copy(update=change)})
-    with pytest.raises(InputError, match=said):
+    with pytest.raises(InputError, match=message):
         fit_profile(lacking)
 
 
@@ -117,11 +115,11 @@ def fit_of(found: Profile) -> Fit:
     )
 
 
-def test_drawn_fits_draw_the_rounds_too():
+def test_drawn_fits_vary_the_rounds_too():
     found = profile(noise=0.05)
     fit = fit_of(found)
     for fits in (resampled_fits(found, fit, 8, 0), scaled_fits(fit, 8, 0)):
-        stretches = [one.rounds.overhead.stretch for one in fits]
+        stretches = [drawn.rounds.overhead.stretch for drawn in fits]
         assert len(set(stretches)) == 8
         assert np.mean(stretches) == pytest.approx(fit.rounds.overhead.stretch, rel=0.1)
 

@@ -48,12 +48,12 @@ def test_tokens_of_both_kinds_share_the_knots():
     assert features(alone, (0, 16))[-2:] == features(mixed, (0, 16))[-2:] == (16.0, 4.0)
 
 
-def test_the_host_comes_after_the_pass():
+def test_a_step_is_a_pass_and_the_host_s_time():
     shape = StepShape(decodes=8, decode_cached=100)
     assert LAW.step_s(shape) == LAW.forward_s(shape) + 3.0 + 8 * 0.25
 
 
-def test_coefficients_make_the_law_again():
+def test_a_law_equals_the_law_made_of_its_coefficients():
     assert StepLaw.of(LAW.coefficients, LAW.knots, LAW.host_s, LAW.host_row_s) == LAW
 
 
@@ -81,7 +81,7 @@ def test_a_stretch_is_the_sum_of_its_steps(shape, values, steps):
     seconds=st.floats(-1, 1e4) | st.just(float("inf")),
     limit=st.integers(0, 10_000),
 )
-def test_steps_before_is_the_first_count_that_lasts_so_long(shape, values, seconds, limit):
+def test_steps_before_is_the_least_count_that_takes_the_given_time(shape, values, seconds, limit):
     law = StepLaw.of(values, (0, 128))
     k = law.steps_before(shape, seconds, limit)
     assert 0 <= k <= limit
@@ -89,12 +89,19 @@ def test_steps_before_is_the_first_count_that_lasts_so_long(shape, values, secon
     assert k == 0 or law.stretch_s(shape, k - 1) < seconds
 
 
-def test_a_law_without_cost_never_gets_there():
+@pytest.mark.parametrize("seconds", [3.7e-40, 1e-323])
+def test_steps_before_a_tiny_time_in_which_a_first_pass_costs_nothing(seconds):
+    """With empty caches only the second pass reads any: the quadratic's slope is not above 0."""
+    law = StepLaw(0.0, 0.0, 0.0, cached_s=2.0**-7, attended_s=0.0, token_s=(0.0,))
+    assert law.steps_before(StepShape(decodes=1, decode_cached=0), seconds, 50) == 2
+
+
+def test_steps_before_is_the_limit_for_a_law_without_cost():
     assert StepLaw.of([0.0] * 6).steps_before(StepShape(1, 1), 1.0, 50) == 50
 
 
 @given(shape=shapes, values=coefficients, more=st.integers(1, 100))
-def test_more_of_anything_never_takes_less(shape, values, more):
+def test_more_work_never_takes_less_time(shape, values, more):
     law = StepLaw.of(values, (0, 128))
     longer = StepShape(
         shape.decodes + more,

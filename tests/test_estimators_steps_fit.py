@@ -1,5 +1,5 @@
-"""The law of passes from measured ones: its coefficients come back, outliers count little, errors
-are held out.
+"""The fit of the law of passes: it finds known coefficients, outliers count little, and errors are
+of held-out passes.
 """
 
 import numpy as np
@@ -55,7 +55,7 @@ def measured(count: int = 300, noise: float = 0.0, outliers: float = 0.0) -> Ste
     )
 
 
-def test_the_law_comes_back_from_its_own_passes():
+def test_the_fitted_law_equals_the_law_of_the_passes():
     fit = fit_steps(measured(), 0)
     assert fit is not None
     found = law_of_steps(fit)
@@ -80,11 +80,11 @@ def test_disturbed_passes_count_little():
     assert max(map(abs, errors)) < 0.15
 
 
-def test_errors_are_those_of_passes_that_the_fit_did_not_see():
+def test_errors_are_of_held_out_passes():
     assert fit_steps(measured(noise=0.1), 0).error.median_percent == pytest.approx(6.7, abs=2.0)
 
 
-def test_engines_whose_passes_nobody_saw_have_none():
+def test_a_profile_without_passes_has_no_law_of_steps():
     assert fit_steps(None, 0) is None
 
 
@@ -92,18 +92,18 @@ def test_engines_whose_passes_nobody_saw_have_none():
     ("change", "message"),
     [
         (lambda points: points[:5], "5 passes were measured, at least 40 are needed"),
-        (lambda points: [one for one in points if not one.prefills], "are both needed"),
+        (lambda points: [point for point in points if not point.prefills], "are both needed"),
         (
             lambda points: [*points, points[0].model_copy(update={"seconds": [0.0]})],
             "a pass took no time",
         ),
     ],
 )
-def test_what_is_lacking_is_named(change, message):
+def test_the_error_names_what_the_passes_lack(change, message):
     found = measured()
     with pytest.raises(InputError, match=message):
         fit_steps(found.model_copy(update={"points": change(found.points)}), 0)
 
 
-def test_every_point_is_a_shape():
+def test_a_measured_pass_has_a_shape():
     assert shape_of(measured(1).points[0]).rows > 0

@@ -76,9 +76,7 @@ def test_a_worker_that_hangs_while_another_works_is_no_illness():
         http.workers.hung = [SilentWorkerError(0, "idle", 3600.0)]
         assert problem(http.driver) == ""
         http.workers.hung += [SilentWorkerError(1, "running", 3600.0)]
-        assert (
-            problem(http.driver) == "worker 0 has been silent for 3600 s while it had nothing to do"
-        )
+        assert problem(http.driver) == "worker 0 has been silent for 3600 s while it was idle"
 
     ask(test, workers=HandWorkers(2))
 

@@ -1,4 +1,4 @@
-"""Frames survive any cut of the stream, and a child reports as often as it should."""
+"""Frames are read however the stream is cut, and a child reports as often as it should."""
 
 from collections.abc import Sequence
 
@@ -45,7 +45,7 @@ FROM_WORKER = [
 
 
 @given(st.lists(st.integers(1, 40)))
-def test_frames_come_out_however_the_stream_is_cut(sizes: list[int]) -> None:
+def test_frames_are_read_however_the_stream_is_cut(sizes: list[int]) -> None:
     stream = b"".join(map(pack, TO_WORKER))
     reader, got = worker_side(), []
     for size in sizes:
@@ -55,26 +55,26 @@ def test_frames_come_out_however_the_stream_is_cut(sizes: list[int]) -> None:
     assert got == TO_WORKER
 
 
-def test_the_front_reads_what_workers_say() -> None:
+def test_the_front_reads_the_frames_of_workers() -> None:
     assert list(front_side().feed(b"".join(map(pack, FROM_WORKER)))) == FROM_WORKER
 
 
 @pytest.mark.parametrize(
     "data",
     [
-        pack(Ready("{}")),  # a frame for the other side
+        pack(Ready("{}")),  # a frame to the front
         b"\x00\x00\x00\x02hi",
         (MAX_FRAME_BYTES + 1).to_bytes(4, "big"),
         pack(Cancel(1, ("a",))).replace(b"cancel", b"banana"),
     ],
 )
-def test_what_is_no_frame_is_an_error(data: bytes) -> None:
+def test_an_invalid_frame_is_an_error(data: bytes) -> None:
     with pytest.raises(ValueError, match=r".+"):
         list(worker_side().feed(data))
 
 
 class FakeChannel:
-    """What a child would send, and what it will find when it looks."""
+    """Keeps the frames that a child sends, and gives it frames from the front."""
 
     def __init__(self) -> None:
         self.sent: list[Progress] = []
@@ -111,44 +111,44 @@ class Slice:
         return [len(frame.steps) for frame in self.channel.sent]
 
 
-def test_the_first_step_goes_out_at_once_and_others_in_company() -> None:
-    one = Slice()
+def test_the_first_step_is_sent_at_once_and_later_steps_together() -> None:
+    running = Slice()
     for at_s in (100.0, 100.01, 100.02, 100.06, 100.07, 100.08):
-        assert one.step(at_s)
-    assert one.sent_steps == [1, 3]
-    assert len(one.outbox.take()) == 2
+        assert running.step(at_s)
+    assert running.sent_steps == [1, 3]
+    assert len(running.outbox.take()) == 2
 
 
-def test_the_end_of_a_row_waits_for_company_too() -> None:
-    one = Slice()
-    one.step(100.0)
-    one.step(100.01, ended=[(1, "stop")])
-    assert one.sent_steps == [1]
-    one.step(100.06)
-    assert one.sent_steps == [1, 2]
+def test_the_end_of_a_row_is_sent_with_later_steps_too() -> None:
+    running = Slice()
+    running.step(100.0)
+    running.step(100.01, ended=[(1, "stop")])
+    assert running.sent_steps == [1]
+    running.step(100.06)
+    assert running.sent_steps == [1, 2]
 
 
 def test_a_batch_goes_on_while_one_row_is_wanted() -> None:
-    one = Slice()
-    one.channel.inbox = [Cancel(3, ("a",))]
-    assert one.step(100.0)
-    assert not one.step(100.01, ended=[(1, "stop")])  # the other has ended
+    running = Slice()
+    running.channel.inbox = [Cancel(3, ("a",))]
+    assert running.step(100.0)
+    assert not running.step(100.01, ended=[(1, "stop")])  # the other row has ended
 
 
 def test_a_cancellation_of_another_batch_is_ignored() -> None:
-    one = Slice()
-    one.channel.inbox = [Cancel(2, ("a", "b"))]
-    assert one.step(100.0)
+    running = Slice()
+    running.channel.inbox = [Cancel(2, ("a", "b"))]
+    assert running.step(100.0)
 
 
-def test_stop_ends_the_slice_and_is_found_again() -> None:
-    one = Slice()
-    one.channel.inbox = [Stop()]
-    assert not one.step(100.0)
-    assert one.channel.inbox == [Stop()]
+def test_stop_ends_the_slice_and_is_received_again() -> None:
+    running = Slice()
+    running.channel.inbox = [Stop()]
+    assert not running.step(100.0)
+    assert running.channel.inbox == [Stop()]
 
 
-def test_a_record_is_what_was_reported() -> None:
+def test_a_record_holds_the_reported_steps() -> None:
     record = BatchRecord(1, 3)
     record.add([StepOutput((0, 1, 2), (5, 6, 7)), StepOutput((0, 2), (8, 9), ((2, "stop"),))])
     assert record.output().tokens == ((5, 8), (6,), (7, 9))
@@ -168,7 +168,7 @@ def test_a_round_goes_on_until_it_is_interrupted() -> None:
     assert not running.on_step(StepOutput((7,), (6,)))
 
 
-def test_each_newcomers_first_token_goes_out_at_once_and_others_wait() -> None:
+def test_the_first_token_of_each_newcomer_is_sent_at_once_and_others_wait() -> None:
     channel = FakeChannel()
     running, outbox = running_round(channel)
     outbox.begin_round(3, Round(9, numbers=(7, 8)))
@@ -180,7 +180,7 @@ def test_each_newcomers_first_token_goes_out_at_once_and_others_wait() -> None:
     assert len(outbox.take()) == 2
 
 
-def test_a_newcomer_may_get_his_first_token_in_a_later_round() -> None:
+def test_a_newcomer_may_get_its_first_token_in_a_later_round() -> None:
     channel = FakeChannel()
     running, outbox = running_round(channel)
     outbox.begin_round(3, Round(9, numbers=(7, 8)))
@@ -190,7 +190,7 @@ def test_a_newcomer_may_get_his_first_token_in_a_later_round() -> None:
     assert [len(frame.steps) for frame in channel.sent] == [1, 1]
 
 
-def test_stop_ends_a_round_and_is_found_again() -> None:
+def test_stop_ends_a_round_and_is_received_again() -> None:
     channel = FakeChannel()
     channel.inbox = [Stop()]
     assert not running_round(channel)[0].on_step(StepOutput((), ()))

@@ -1,4 +1,4 @@
-"""Which GPUs workers see: a group of their own each, as far as there are any."""
+"""Which GPUs each worker sees: different ones, as far as there are any."""
 
 from pathlib import Path
 
@@ -30,13 +30,13 @@ from toolkit.workers.process import require_gpu, share_gpus, visible_gpus
         ([2, 1, 0, 1], ["0", "1", "2", "3"], ["0,1", "2", None, "3"]),
     ],
 )
-def test_each_worker_has_gpus_of_its_own(
+def test_each_worker_has_its_own_gpus(
     sizes: list[int], visible: list[str], expected: list[str | None]
 ):
     assert share_gpus(sizes, visible) == expected
 
 
-def test_the_environment_goes_before_the_driver(tmp_path: Path):
+def test_the_environment_takes_precedence_over_the_driver(tmp_path: Path):
     (tmp_path / "0000:01:00.0").mkdir()
     (tmp_path / "0000:02:00.0").mkdir()
     assert visible_gpus({}, tmp_path) == ["0", "1"]
@@ -73,7 +73,7 @@ GPU_RECIPE = samples.recipe(**orders.GPU)
         (samples.recipe(), {}, None, ""),
     ],
 )
-def test_a_recipe_for_a_gpu_needs_one(
+def test_a_recipe_for_a_gpu_is_refused_without_one(
     recipe: Recipe,
     environment: dict[str, str],
     device_file: str | None,
@@ -91,17 +91,17 @@ def test_a_recipe_for_a_gpu_needs_one(
     assert refused in caught.value.message
 
 
-def test_a_driver_that_counts_gpus_is_believed(tmp_path: Path) -> None:
+def test_a_gpu_that_only_the_driver_lists_is_enough(tmp_path: Path) -> None:
     (tmp_path / "gpus" / "0000:01:00.0").mkdir(parents=True)
     require_gpu([GPU_RECIPE], {}, tmp_path / "gpus", tmp_path / "none")
 
 
 def never(*_: object, **__: object) -> None:
-    pytest.fail("it went on without a GPU")
+    pytest.fail("the command went on without a GPU")
 
 
 @pytest.mark.parametrize("engine", ["transformers", "rebatch", "deepspeed", "vllm"])
-def test_serve_looks_for_the_gpu_before_anything_slow(
+def test_serve_checks_for_a_gpu_before_slow_work(
     engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
@@ -121,7 +121,7 @@ def test_serve_looks_for_the_gpu_before_anything_slow(
 
 
 @pytest.mark.parametrize("engine", ["transformers", "vllm"])
-def test_so_does_profile(
+def test_profile_checks_for_a_gpu_first(
     engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")

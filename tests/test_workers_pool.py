@@ -1,5 +1,5 @@
-"""Workers in real processes: what they serve, and what happens when they die, run out of memory, or
-are not wanted.
+"""Workers in real processes: what they serve, and what happens when they end, run out of memory or
+are cancelled.
 """
 
 import asyncio
@@ -44,7 +44,7 @@ ROWS = [Row("a", (1, 2, 3), 0, 40), Row("b", (4, 5), 0, 40, end_after=7)]
 STUCK = [
     Row("a", (HANG, 1), 0, 40, LONG),
     Row("b", (2,), 0, 40, LONG),
-]  # one token each, then never again
+]  # one token each, then the engine hangs
 
 
 def fake(**config: object) -> ModelSpec:
@@ -56,11 +56,11 @@ def fake(**config: object) -> ModelSpec:
 ENDLESS = [
     Row("a", (1,), 0, 10**6, LONG),
     Row("b", (2,), 0, 10**6, LONG),
-]  # an hour and more of steps
+]  # more than an hour of steps
 
 
 def slow_workers(size: int = 1, **options: float) -> ProcessWorkers:
-    """Workers that take their time for every step."""
+    """Workers with steps of 5 ms."""
     return ProcessWorkers(
         fake(decode_s=0.005),
         tiny.engine_spec("fake", budget_mib=4096),
@@ -79,7 +79,7 @@ def process_workers(
 
 
 class Events:
-    """Collects events; a test waits for the ones it expects."""
+    """Collects events; a test waits for those that it expects."""
 
     def __init__(self) -> None:
         self.seen: list[WorkerEvent] = []
@@ -103,7 +103,7 @@ def with_workers(
     scenario: Callable[[ProcessWorkers, Events], Awaitable[None]],
     workers: ProcessWorkers | None = None,
 ) -> None:
-    """Run a scenario with started workers, and see that no process is left."""
+    """Run a scenario with started workers, and check that no process is left."""
 
     async def main() -> None:
         pool, events = workers or process_workers(), Events()
@@ -140,7 +140,7 @@ def test_a_slice_through_a_process_equals_one_without() -> None:
 
 
 def tokens_reported(events: Events, batch_id: int) -> tuple[tuple[int, ...], ...]:
-    """What the progress of a batch adds up to."""
+    """The tokens that the progress events of a batch report."""
     tokens: list[list[int]] = [[] for _ in ROWS]
     for event in events.seen:
         if isinstance(event, BatchProgress) and event.batch_id == batch_id:
@@ -160,7 +160,7 @@ def test_each_worker_reports_its_facts_once() -> None:
     with_workers(scenario, process_workers(2))
 
 
-def test_it_runs_on_uvloop() -> None:
+def test_the_pool_runs_on_uvloop() -> None:
     async def main() -> None:
         workers, events = process_workers(), Events()
         await workers.start(events)
@@ -174,7 +174,7 @@ def test_it_runs_on_uvloop() -> None:
         runner.run(main())
 
 
-def test_a_worker_killed_in_a_batch_gives_what_was_reported_and_comes_back() -> None:
+def test_a_worker_killed_in_a_batch_keeps_its_reported_tokens_and_restarts() -> None:
     async def scenario(workers: ProcessWorkers, events: Events) -> None:
         first_pid = workers.pid(0)
         workers.run(0, 5, STUCK, 40)
@@ -195,7 +195,7 @@ def test_a_worker_killed_in_a_batch_gives_what_was_reported_and_comes_back() -> 
     with_workers(scenario)
 
 
-def test_a_worker_killed_while_idle_comes_back() -> None:
+def test_a_worker_killed_while_idle_restarts() -> None:
     async def scenario(workers: ProcessWorkers, events: Events) -> None:
         workers.kill(0)
         await events.until(WorkerReady, 2)
@@ -204,7 +204,7 @@ def test_a_worker_killed_while_idle_comes_back() -> None:
     with_workers(scenario)
 
 
-def test_a_slice_sent_to_a_worker_that_is_gone_has_crashed() -> None:
+def test_a_slice_sent_to_a_lost_worker_ends_as_crashed() -> None:
     async def scenario(workers: ProcessWorkers, events: Events) -> None:
         workers.kill(0)
         await events.until(WorkerLost)
@@ -215,7 +215,7 @@ def test_a_slice_sent_to_a_worker_that_is_gone_has_crashed() -> None:
     with_workers(scenario)
 
 
-def test_an_engine_that_raises_ends_its_process_and_says_why() -> None:
+def test_an_engine_that_raises_ends_its_process_with_the_reason() -> None:
     async def scenario(workers: ProcessWorkers, events: Events) -> None:
         workers.run(0, 1, [Row("poison", (CRASH,), 0, 4)], 4)
         (lost,) = await events.until(WorkerLost)
@@ -252,14 +252,14 @@ def test_a_batch_stops_when_no_row_is_wanted() -> None:
         workers.cancel(0, 1, ["b"])
         (done,) = await events.until(BatchDone)
         assert (done.failure, done.output.finish) == ("", ("", ""))
-        workers.cancel(0, 1, ["a", "b"])  # too late, and harmless
+        workers.cancel(0, 1, ["a", "b"])  # too late: nothing happens
         workers.run(0, 2, ROWS, 2)
         assert len((await events.until(BatchDone, 2))[1].output.tokens[0]) == 2
 
     with_workers(scenario, slow_workers())
 
 
-def test_two_batches_at_once_on_one_worker_are_a_bug() -> None:
+def test_a_second_batch_on_a_busy_worker_raises() -> None:
     async def scenario(workers: ProcessWorkers, events: Events) -> None:
         workers.run(0, 1, ROWS, 20)
         with pytest.raises(ValueError, match="one at a time"):
@@ -277,7 +277,7 @@ def test_stop_ends_a_batch_at_its_next_step() -> None:
     with_workers(scenario, slow_workers())
 
 
-def test_stop_kills_what_hangs() -> None:
+def test_stop_kills_a_worker_that_hangs() -> None:
     async def scenario(workers: ProcessWorkers, events: Events) -> None:
         workers.run(0, 1, STUCK, 40)
         await events.until(BatchProgress)
@@ -291,25 +291,25 @@ async def never(workers: ProcessWorkers, events: Events) -> None:
     raise AssertionError("the workers should not have started")
 
 
-def test_an_engine_that_cannot_be_loaded_says_so_in_its_own_words() -> None:
+def test_the_error_of_an_engine_that_cannot_be_loaded_is_raised() -> None:
     with pytest.raises(EngineError) as raised:
         with_workers(never, process_workers(2, fake(decode_ms=3)))
     assert raised.value.message == "model.config.decode_ms: the fake engine has no such key"
     assert raised.value.hint == "did you mean 'decode_s'?"
 
 
-def test_a_worker_that_dies_while_it_loads_is_an_engine_error() -> None:
+def test_a_worker_that_ends_while_it_loads_is_an_engine_error() -> None:
     with pytest.raises(
         EngineError, match="worker 0 ended while it loaded its engine: exit code 1: RuntimeError"
     ):
         with_workers(never, process_workers(1, fake(crash_token=0)))  # the warm-up holds it
 
 
-class Hand:
-    """A worker's body that a test moves by hand: it ends when it is told how, or killed."""
+class ManualBody:
+    """A worker's body that a test controls: it ends when the test sets its end, or by `kill`."""
 
     def __init__(self, on_frame: OnFrame) -> None:
-        self.hear = on_frame
+        self.send_frame = on_frame
         self.end: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
     def send(self, frame: object) -> None:
@@ -323,26 +323,26 @@ class Hand:
         return await self.end
 
 
-class HandPool(WorkerPool):
-    """A pool of such bodies, those of the first start loaded at once."""
+class ManualPool(WorkerPool):
+    """A pool of such bodies; those of the first start load at once."""
 
     def __init__(self, size: int, **options: Any) -> None:
         super().__init__(size, self._make, backoff_s=0.0, **options)
-        self.bodies: list[Hand] = []
+        self.bodies: list[ManualBody] = []
         self.loads_at_once = True
 
-    async def _make(self, index: int, on_frame: OnFrame) -> Hand:
-        body = Hand(on_frame)
+    async def _make(self, index: int, on_frame: OnFrame) -> ManualBody:
+        body = ManualBody(on_frame)
         self.bodies.append(body)
         if self.loads_at_once and len(self.bodies) <= self.size:
             self.load(body)
         return body
 
-    def load(self, body: Hand) -> None:
-        body.hear(Ready(samples.fit().engine.model_dump_json()))
+    def load(self, body: ManualBody) -> None:
+        body.send_frame(Ready(samples.fit().engine.model_dump_json()))
 
-    async def next_body(self, count: int) -> Hand:
-        """The last body, as soon as so many were made."""
+    async def next_body(self, count: int) -> ManualBody:
+        """The last body, as soon as `count` bodies were made."""
         while len(self.bodies) < count:
             await asyncio.sleep(0)
         return self.bodies[-1]
@@ -352,15 +352,15 @@ class HandPool(WorkerPool):
             await asyncio.sleep(0)
 
 
-async def fail_to_load(pool: HandPool, times: int) -> None:
+async def fail_to_load(pool: ManualPool, times: int) -> None:
     for _ in range(times):
         body = await pool.next_body(len(pool.bodies) + 1)
         body.end.set_result("exit code 1: RuntimeError: no such device")
 
 
-def test_where_no_worker_can_be_loaded_again_the_pool_gives_up_and_says_why() -> None:
+def test_the_pool_gives_up_when_no_worker_can_be_loaded_again() -> None:
     async def main() -> None:
-        pool, events = HandPool(1), Events()
+        pool, events = ManualPool(1), Events()
         await pool.start(events)
         pool.bodies[0].kill()
         await fail_to_load(pool, MAX_FAILED_LOADS)
@@ -376,9 +376,9 @@ def test_where_no_worker_can_be_loaded_again_the_pool_gives_up_and_says_why() ->
     asyncio.run(main())
 
 
-def test_a_load_that_succeeds_forgets_those_that_failed() -> None:
+def test_a_successful_load_resets_the_count_of_failed_loads() -> None:
     async def main() -> None:
-        pool, events = HandPool(1), Events()
+        pool, events = ManualPool(1), Events()
         await pool.start(events)
         for _ in range(3):
             pool.bodies[-1].kill()
@@ -390,9 +390,9 @@ def test_a_load_that_succeeds_forgets_those_that_failed() -> None:
     asyncio.run(main())
 
 
-def test_while_one_worker_lives_the_other_is_tried_again_and_again() -> None:
+def test_while_one_worker_runs_the_other_is_restarted_without_limit() -> None:
     async def main() -> None:
-        pool, events = HandPool(2), Events()
+        pool, events = ManualPool(2), Events()
         await pool.start(events)
         pool.bodies[0].kill()
         await fail_to_load(pool, 2 * MAX_FAILED_LOADS)
@@ -407,12 +407,12 @@ def test_while_one_worker_lives_the_other_is_tried_again_and_again() -> None:
 
 def test_a_load_that_hangs_is_ended_and_tried_again() -> None:
     async def main() -> None:
-        pool, events = HandPool(1, load_grace_s=0.0), Events()
+        pool, events = ManualPool(1, load_grace_s=0.0), Events()
         await pool.start(events)
         pool.bodies[0].kill()
         second = await pool.next_body(2)
         await pool.until_it_starts()
-        pool.supervisor.watched[0].since_s -= 1  # it never came to an end
+        pool.supervisor.watched[0].since_s -= 1  # a load that does not end
         pool.supervisor.check()
         assert second.end.done()
         pool.load(await pool.next_body(3))
@@ -423,11 +423,9 @@ def test_a_load_that_hangs_is_ended_and_tried_again() -> None:
 
 
 class Silence:
-    """A pool's bodies, and a clock that a test moves: `after(5, 0)` is five seconds in which worker
-    0 said nothing.
-    """
+    """Lets time pass for a pool's supervisor: `after(5, 0)` is five seconds of silence of worker 0."""
 
-    def __init__(self, pool: HandPool) -> None:
+    def __init__(self, pool: ManualPool) -> None:
         self.pool = pool
 
     def after(self, seconds: float, worker: int = 0) -> None:
@@ -437,14 +435,12 @@ class Silence:
 
 
 def supervised(
-    scenario: Callable[[HandPool, Silence, Events], Awaitable[None]], size: int = 1
+    scenario: Callable[[ManualPool, Silence, Events], Awaitable[None]], size: int = 1
 ) -> None:
     async def main() -> None:
-        pool, events = HandPool(size, patience=Patience(grace_s=10.0, load_s=1000.0)), Events()
+        pool, events = ManualPool(size, patience=Patience(grace_s=10.0, load_s=1000.0)), Events()
         await pool.start(events)
-        while any(
-            slot.body is None for slot in pool._slots
-        ):  # they were ready before they were there
+        while any(slot.body is None for slot in pool._slots):  # `Ready` comes before the body
             await asyncio.sleep(0)
         await scenario(pool, Silence(pool), events)
         await pool.stop()
@@ -452,8 +448,8 @@ def supervised(
     asyncio.run(main())
 
 
-async def loading_again(pool: HandPool) -> Hand:
-    """The first worker is lost; its successor."""
+async def loading_again(pool: ManualPool) -> ManualBody:
+    """Lose the first worker. Returns its next body."""
     pool.bodies[0].kill()
     body = await pool.next_body(len(pool.bodies) + 1)
     await pool.until_it_starts()
@@ -461,10 +457,10 @@ async def loading_again(pool: HandPool) -> Hand:
 
 
 def test_a_worker_that_hangs_while_it_loads_is_killed() -> None:
-    async def scenario(pool: HandPool, silence: Silence, events: Events) -> None:
+    async def scenario(pool: ManualPool, silence: Silence, events: Events) -> None:
         body = await loading_again(pool)
-        for _ in range(80):  # a long load, and a sign every three seconds
-            body.hear(Alive())
+        for _ in range(80):  # a long load with a sign of life every three seconds
+            body.send_frame(Alive())
             silence.after(3.0)
         assert not body.end.done()
         silence.after(35.0)
@@ -477,8 +473,8 @@ def test_a_worker_that_hangs_while_it_loads_is_killed() -> None:
     supervised(scenario)
 
 
-def test_a_worker_that_never_gives_a_sign_is_killed() -> None:
-    async def scenario(pool: HandPool, silence: Silence, events: Events) -> None:
+def test_a_worker_without_a_first_sign_of_life_is_killed() -> None:
+    async def scenario(pool: ManualPool, silence: Silence, events: Events) -> None:
         body = await loading_again(pool)
         silence.after(39.0)
         assert not body.end.done()
@@ -488,26 +484,26 @@ def test_a_worker_that_never_gives_a_sign_is_killed() -> None:
     supervised(scenario)
 
 
-def test_a_load_that_never_ends_is_ended_whatever_it_says() -> None:
-    async def scenario(pool: HandPool, silence: Silence, events: Events) -> None:
+def test_a_load_that_does_not_end_is_killed_despite_signs_of_life() -> None:
+    async def scenario(pool: ManualPool, silence: Silence, events: Events) -> None:
         body = await loading_again(pool)
         for _ in range(31):
             assert not body.end.done()
-            body.hear(Alive())
+            body.send_frame(Alive())
             silence.after(10.0)
-        assert body.end.done()  # after 300 s, and three times the first load
+        assert body.end.done()  # after 300 s and three times the first load
 
     supervised(scenario)
 
 
-def test_the_first_load_has_a_deadline_too_and_the_error_says_so() -> None:
+def test_the_first_load_has_a_time_limit_too() -> None:
     async def main() -> None:
-        pool = HandPool(1, patience=Patience(grace_s=10.0, load_s=1000.0))
+        pool = ManualPool(1, patience=Patience(grace_s=10.0, load_s=1000.0))
         pool.loads_at_once = False
         starting = asyncio.create_task(pool.start(Events()))
         body = await pool.next_body(1)
         await pool.until_it_starts()
-        body.hear(Alive())
+        body.send_frame(Alive())
         Silence(pool).after(41.0)
         with pytest.raises(EngineError, match="it was silent for 41 s while it loaded"):
             await starting
@@ -515,32 +511,30 @@ def test_the_first_load_has_a_deadline_too_and_the_error_says_so() -> None:
     asyncio.run(main())
 
 
-def test_an_idle_worker_that_gave_signs_and_stops_is_killed_and_one_that_gives_none_is_left_alone() -> (
-    None
-):
-    async def scenario(pool: HandPool, silence: Silence, events: Events) -> None:
+def test_an_idle_worker_is_killed_only_if_its_signs_of_life_stop() -> None:
+    async def scenario(pool: ManualPool, silence: Silence, events: Events) -> None:
         silence.after(3600.0, worker=1)
         assert not pool.bodies[1].end.done()
-        pool.bodies[0].hear(Alive())
+        pool.bodies[0].send_frame(Alive())
         silence.after(39.0)
         assert not pool.bodies[0].end.done()
         silence.after(2.0)
         assert pool.bodies[0].end.done()
-        assert [one.worker for one in pool.silent()] == [0]
+        assert [silent.worker for silent in pool.silent()] == [0]
         lost = (await events.until(WorkerLost))[0]
-        assert lost == WorkerLost(0, "killed: it was silent for 41 s while it had nothing to do")
+        assert lost == WorkerLost(0, "killed: it was silent for 41 s while it was idle")
 
     supervised(scenario, size=2)
 
 
-def test_a_worker_that_is_silent_in_a_batch_for_much_longer_than_its_estimate_is_killed() -> None:
-    async def scenario(pool: HandPool, silence: Silence, events: Events) -> None:
+def test_a_worker_silent_in_a_batch_for_much_longer_than_its_estimate_is_killed() -> None:
+    async def scenario(pool: ManualPool, silence: Silence, events: Events) -> None:
         pool.run(0, 7, ROWS, 20, estimated_s=2.0)
         silence.after(25.0)
-        pool.bodies[0].hear(Alive())  # from a thread: it says nothing of the engine
+        pool.bodies[0].send_frame(Alive())  # a thread sends it, so it says nothing about the engine
         silence.after(4.0)
         assert not pool.bodies[0].end.done()
-        pool.bodies[0].hear(Progress(7, (StepOutput((0,), (5,), ()),)))
+        pool.bodies[0].send_frame(Progress(7, (StepOutput((0,), (5,), ()),)))
         silence.after(29.0)
         assert not pool.bodies[0].end.done()
         silence.after(2.0)
@@ -551,8 +545,8 @@ def test_a_worker_that_is_silent_in_a_batch_for_much_longer_than_its_estimate_is
     supervised(scenario)
 
 
-def test_time_in_which_the_front_itself_stood_still_is_not_the_workers() -> None:
-    async def scenario(pool: HandPool, silence: Silence, events: Events) -> None:
+def test_time_in_which_the_front_stood_still_does_not_count() -> None:
+    async def scenario(pool: ManualPool, silence: Silence, events: Events) -> None:
         pool.run(0, 7, ROWS, 20, estimated_s=2.0)
         pool.supervisor._checked_s -= 3600
         silence.after(3600.0)
@@ -561,22 +555,23 @@ def test_time_in_which_the_front_itself_stood_still_is_not_the_workers() -> None
     supervised(scenario)
 
 
-def test_signs_of_a_worker_that_loads_are_signs_of_work() -> None:
-    signs = LifeSigns.__new__(LifeSigns)  # no thread: the test looks
-    signs.state, signs._idle, signs._seen, signs._children_s = "loading", True, (-1.0, -1), 0.0
-    assert signs._lives()
-    assert [signs._lives() for _ in range(3)][-1] is False  # nothing happened
+def test_a_loading_worker_gives_signs_of_life_only_if_it_works() -> None:
+    signs = LifeSigns.__new__(LifeSigns)  # no thread: the test checks
+    signs.state, signs._idle, signs._children_s = "loading", True, 0.0
+    signs._at_last_sign = (-1.0, -1)
+    assert signs._is_due()
+    assert [signs._is_due() for _ in range(3)][-1] is False  # nothing happened
     worked = threading.Thread(target=lambda: sum(range(10**6)))
     worked.start()
     worked.join()
-    assert signs._lives()
+    assert signs._is_due()
     signs.state = "busy"
-    assert not signs._lives()
+    assert not signs._is_due()
     signs.state = "idle"
-    assert signs._lives()
+    assert signs._is_due()
 
 
-def test_the_bytes_of_a_sign_are_the_frames() -> None:
+def test_the_bytes_of_a_sign_of_life_are_its_frame() -> None:
     assert pack(Alive()) == ALIVE
 
 
@@ -592,7 +587,7 @@ async def main():
     workers.run(1, 2, shared.STUCK, 40)  # hangs in its engine
     workers.run(2, 3, shared.STUCK, 40)
     await events.until(shared.BatchProgress, 3)
-    os.kill(workers.pid(2), signal.SIGSTOP)  # hears nothing at all
+    os.kill(workers.pid(2), signal.SIGSTOP)  # receives nothing
     print(*(workers.pid(worker) for worker in range(4)), flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -600,7 +595,7 @@ asyncio.run(main())
 """
 
 
-def test_workers_end_when_their_front_is_killed_whatever_they_do() -> None:
+def test_workers_end_when_their_front_is_killed() -> None:
     command = [sys.executable, "-c", FRONT, str(Path(__file__).parent)]
     front = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     workers = list(map(int, front.stdout.split()))
@@ -611,7 +606,7 @@ def test_workers_end_when_their_front_is_killed_whatever_they_do() -> None:
     assert (front.returncode, len(workers), alive) == (-signal.SIGKILL, 4, [])
 
 
-NEWBORN = """
+STOPPED_AT_START = """
 import asyncio, os, signal, sys
 sys.path.insert(0, sys.argv[1])
 import test_workers_pool as shared
@@ -631,8 +626,8 @@ asyncio.run(main())
 """
 
 
-def test_a_worker_that_is_stopped_before_its_code_runs_ends_with_its_front() -> None:
-    command = [sys.executable, "-c", NEWBORN, str(Path(__file__).parent)]
+def test_a_worker_stopped_before_its_code_runs_ends_with_its_front() -> None:
+    command = [sys.executable, "-c", STOPPED_AT_START, str(Path(__file__).parent)]
     front = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     pid = int(front.stdout)
     left = [psutil.Process(pid)] if psutil.pid_exists(pid) else []
@@ -658,7 +653,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_an_engine_on_the_bench_ends_with_the_profiler_though_it_hears_nothing(
+def test_a_profiled_engine_ends_with_the_profiler_even_if_stopped(
     tmp_path: Path,
 ) -> None:
     command = [sys.executable, "-c", BENCH, str(Path(__file__).parent), str(tmp_path)]
@@ -703,7 +698,7 @@ def test_a_real_model_in_a_process() -> None:
 
 
 def round_tokens(events: Events) -> dict[int, list[int]]:
-    """What the progress of all rounds adds up to, by row number."""
+    """The tokens that the progress events of all rounds report, by row number."""
     tokens: dict[int, list[int]] = {}
     for event in events.seen:
         if isinstance(event, BatchProgress):
@@ -713,7 +708,7 @@ def round_tokens(events: Events) -> dict[int, list[int]]:
     return tokens
 
 
-def test_rows_keep_their_places_between_rounds() -> None:
+def test_rows_stay_on_the_worker_between_rounds() -> None:
     async def scenario(workers: ProcessWorkers, events: Events) -> None:
         alone = expected(ROWS, 40).tokens
         workers.run_round(0, 1, Round(4, (ROWS[0],), (7,)))
@@ -746,7 +741,7 @@ def test_a_round_ends_soon_after_it_is_interrupted() -> None:
     with_workers(scenario, slow_workers())
 
 
-def test_a_round_that_runs_out_of_memory_names_who_went_and_one_that_dies_leaves_nothing() -> None:
+def test_a_round_out_of_memory_names_the_dropped_rows_and_a_crashed_one_has_no_output() -> None:
     async def scenario(workers: ProcessWorkers, events: Events) -> None:
         workers.run_round(0, 1, Round(5, (ROWS[0], Row("huge", (1,) * 2000, 0, 40)), (0, 1)))
         (done,) = await events.until(RoundDone)

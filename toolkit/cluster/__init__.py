@@ -1,7 +1,6 @@
-"""Ray: the machines of a cluster as places for workers and for trials. Loaded only where a command
-asks for it.
+"""Ray: workers and trials on the machines of a cluster. Only commands that use Ray load it.
 
-Ray pickles what it knows of us, by name: one class and one function of this package, which every
-machine must have. Everything that is said to workers afterwards is bytes, typed frames. A cluster
-runs code for whoever reaches it, which is why it has a token.
+Ray pickles one class and one function of this package by name, so every machine must have the
+package. All later messages to workers are typed frames, as bytes. A cluster runs the code of any
+client that reaches it, so it has a token.
 """

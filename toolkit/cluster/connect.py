@@ -1,7 +1,8 @@
-"""The way into a Ray cluster: one that exists, or one of this machine that begins and ends with us.
+"""Joining a Ray cluster that exists, or a local one that lasts as long as this process needs it,
+and running functions on the cluster's processors.
 
-Ray's own messages are kept off our output; what goes wrong on the way in is one line that says what
-was tried.
+Ray's own messages stay out of the output; an error while joining is one line that says what was
+tried.
 """
 
 from __future__ import annotations
@@ -21,34 +22,36 @@ from typing import Any, TypeVar
 from toolkit.errors import InputError
 
 LOCAL, AUTO = "local", "auto"
-OLDEST = (2, 54)  # of Ray: the first whose every connection honours RAY_AUTH_MODE=token
+MIN_VERSION = (2, 54)  # of Ray: the first with RAY_AUTH_MODE=token on every connection
 INSTALL = "pip install 'llmctl[ray]'"
 REACH_TIMEOUT_S = 5.0
-OBJECT_STORE_BYTES = 1 << 28  # of a cluster of ours: prompts and tokens are all that it carries
+OBJECT_STORE_BYTES = 1 << 28  # of a local cluster, which carries only prompts and tokens
 LOOPBACK = "127.0.0.1"
 TOKEN, TOKEN_PATH, MODE = "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_AUTH_MODE"
 
 
 @dataclass(slots=True, frozen=True)
 class Cluster:
-    """A cluster that this process has joined."""
+    """A cluster that this process has joined: HOST:PORT of its head, its number of nodes, and
+    whether it requires a token.
+    """
 
-    address: str  # HOST:PORT of its head
+    address: str
     nodes: int
-    guarded: bool  # it is entered with a token
+    guarded: bool
 
 
 def check_address(address: str) -> str:
-    """`address` if it is 'local', 'auto' or HOST:PORT; `InputError` otherwise."""
+    """Return `address` if it is 'local', 'auto' or HOST:PORT; else raise `InputError`."""
     if address in (LOCAL, AUTO):
         return address
     if "://" in address:
         hint = "give the head's own address, HOST:6379, on a machine of the cluster"
-        raise InputError(f"--ray {address}: Ray Client cannot stream what workers say", hint)
+        raise InputError(f"--ray {address}: Ray Client cannot stream tokens of workers", hint)
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
         raise InputError(
-            f"--ray {address}: it is 'local', 'auto' or HOST:PORT", "like --ray 10.0.0.1:6379"
+            f"--ray {address}: it must be 'local', 'auto' or HOST:PORT", "like --ray 10.0.0.1:6379"
         )
     return address
 
@@ -58,12 +61,14 @@ def joined(address: str, cpus: float) -> Iterator[Cluster]:
     """Join a cluster until the block ends, or start one on this machine.
 
     Args:
-        address: 'local' starts one, without a dashboard, with a new token; 'auto' is RAY_ADDRESS, or the cluster that
-            this machine belongs to; or HOST:PORT of a head, on a machine that belongs to it.
-        cpus: what a cluster of ours says it has, whatever the machine has.
+        address: 'local' starts a cluster, without a dashboard and with a new token; 'auto' is
+            RAY_ADDRESS, or the cluster that this machine belongs to; or HOST:PORT of a head, on a
+            machine that belongs to its cluster.
+        cpus: the CPUs of a local cluster, whatever the machine has.
 
     Raises:
-        InputError: for what is no address, a cluster that cannot be reached or that refuses us, or without Ray.
+        InputError: for an invalid address, a cluster that cannot be reached or refuses this
+            process, or if Ray is not installed.
     """
     check_address(address)
     options: dict[str, Any] = {}
@@ -77,7 +82,7 @@ def joined(address: str, cpus: float) -> Iterator[Cluster]:
         }
     else:
         _take_token()
-    ray = _load()  # it reads the environment as it is now
+    ray = _load()  # Ray reads the environment now
     if address != LOCAL:
         address = _find(address)
         _reach(address)
@@ -100,41 +105,43 @@ def joined(address: str, cpus: float) -> Iterator[Cluster]:
 
 
 def _load() -> Any:
-    """Ray, from 2.54 on, and silent. `InputError` that says how to install it."""
+    """Ray, without its messages. Raises `InputError`, with how to install it, if it is missing or
+    older than `MIN_VERSION`.
+    """
     try:
         import ray
         from ray._private import worker
     except ImportError:
         raise InputError("--ray needs Ray, which is not installed", INSTALL) from None
-    if tuple(map(int, ray.__version__.split(".")[:2])) < OLDEST:
-        oldest = ".".join(map(str, OLDEST))
+    if tuple(map(int, ray.__version__.split(".")[:2])) < MIN_VERSION:
+        oldest = ".".join(map(str, MIN_VERSION))
         raise InputError(
             f"Ray {ray.__version__} is installed; {oldest} is the oldest that works", INSTALL
         )
-    worker._worker_logs_enabled = (
-        False  # news of lost nodes would go to stdout, which is the command's
-    )
+    # Messages about lost nodes would go to stdout, which belongs to the command.
+    worker._worker_logs_enabled = False
     return ray
 
 
 @contextmanager
 def _silent() -> Iterator[None]:
-    """Ray's libraries in C++ write to file descriptor 2, a line with each retry; what is wrong is
-    raised, too.
+    """Discard what Ray's C++ libraries write to file descriptor 2, a line for each retry; errors
+    are raised too.
     """
     sys.stderr.flush()
-    ours = os.dup(2)
+    stderr = os.dup(2)
     try:
-        with open(os.devnull, "wb") as nothing:
-            os.dup2(nothing.fileno(), 2)
+        with open(os.devnull, "wb") as devnull:
+            os.dup2(devnull.fileno(), 2)
         yield
     finally:
-        os.dup2(ours, 2)
-        os.close(ours)
+        os.dup2(stderr, 2)
+        os.close(stderr)
 
 
 def _guard() -> None:
-    """A cluster of ours has a token: the environment's, or a new one that only our processes know.
+    """Set the token of a local cluster: the environment's, or a new one that only its processes
+    know.
 
     Ray listens on every address of the machine: `ray.init` takes loopback for the machine's own
     address. The token is what keeps others out.
@@ -145,18 +152,16 @@ def _guard() -> None:
 
 
 def _take_token() -> None:
-    """Ray uses the token that there is where an address was found; here also where one was given."""
-    known = (
-        os.environ.get(TOKEN)
-        or os.environ.get(TOKEN_PATH)
-        or (Path.home() / ".ray" / "auth_token").exists()
-    )
-    if known:
+    """Use an existing token. Ray does so only for an address that it found itself, not for one that
+    was given.
+    """
+    file = Path.home() / ".ray" / "auth_token"
+    if os.environ.get(TOKEN) or os.environ.get(TOKEN_PATH) or file.exists():
         os.environ.setdefault(MODE, "token")
 
 
 def _find(address: str) -> str:
-    """HOST:PORT of what 'auto' means."""
+    """HOST:PORT of a cluster, also for 'auto'."""
     if address != AUTO:
         return address
     from ray._private.services import canonicalize_bootstrap_address
@@ -174,7 +179,7 @@ def _find(address: str) -> str:
 
 
 def _reach(address: str) -> None:
-    """Ray would try for a minute and say little."""
+    """Raise `InputError` if no process listens at the address; Ray would retry for a minute."""
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host, int(port)), REACH_TIMEOUT_S).close()
@@ -183,37 +188,29 @@ def _reach(address: str) -> None:
         tried = f"a TCP connection, for at most {REACH_TIMEOUT_S:g} s"
         raise InputError(
             f"no Ray cluster at {address}: {reason} (tried: {tried})",
-            "its head says its address: ray status",
+            "see the address of its head there: ray status",
         ) from None
 
 
 def _cannot_join(address: str, error: Exception) -> InputError:
-    """What Ray says, in one line, and what to do about it."""
-    lines = [
-        line.strip()
-        for one in (error.__cause__, error)
-        if one
-        for line in str(one).splitlines()
-        if line.strip()
-    ]
-    said, first = " ".join(lines), lines[0][:200] if lines else repr(error)
+    """Ray's message in one line, and the remedy."""
+    message = f"{error.__cause__ or ''}\n{error}"
+    lines = [line.strip() for line in message.splitlines() if line.strip()]
+    first = lines[0][:200] if lines else repr(error)
     if address == LOCAL:
         hint = "its logs: session_latest/logs in Ray's temporary folder"
         return InputError(f"cannot start a Ray cluster on this machine: {first}", hint)
-    if "token" in said.lower() or "Unauthenticated" in said:
+    if "token" in message.lower() or "Unauthenticated" in message:
         hint = f"{MODE}=token, with the cluster's token in {TOKEN_PATH}'s file"
         return InputError(
-            f"the Ray cluster at {address} did not take our token, or we have none", hint
+            f"the Ray cluster at {address} refused the token, or no token is set", hint
         )
-    if "ersion mismatch" in said:
-        hint = "install the Ray and the Python of the cluster"
+    if "ersion mismatch" in message:
+        hint = "install the cluster's versions of Ray and Python"
     else:
         hint = f"this machine must belong to it: ray start --address={address}"
     return InputError(f"cannot join the Ray cluster at {address}: {first}", hint)
 
-
-# Functions run on the processors of the cluster, for whoever has many independent things to
-# compute.
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -229,11 +226,11 @@ def processors() -> int:
 def spread(
     function: Callable[[Item], Result], items: Iterable[Item], at_once: int
 ) -> Iterator[tuple[Item, Result]]:
-    """Each item and what `function` makes of it, as results come; at most `at_once` run or wait for
-    a processor.
+    """Run `function` on each item on the cluster. Yields each item and its result, as results come.
 
-    Ray pickles the function, by its name, the items and the results. What a lost machine had is run
-    again elsewhere; what is left when nobody asks for more is cancelled.
+    At most `at_once` calls run or wait for a processor. Ray pickles the function by its name, the
+    items and the results. Calls on a lost machine run again on another one. When the caller stops
+    iterating, the remaining calls are cancelled.
     """
     import ray
 
@@ -244,8 +241,8 @@ def spread(
         while running:
             (done, *_), _ = ray.wait(list(running))
             item = running.pop(done)
-            running |= {remote.remote(one): one for one in islice(waiting, 1)}
+            running |= {remote.remote(other): other for other in islice(waiting, 1)}
             yield item, ray.get(done)
     finally:
-        for left in running:
-            ray.cancel(left)
+        for call in running:
+            ray.cancel(call)

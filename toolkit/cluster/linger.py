@@ -1,12 +1,14 @@
-"""A node of a Ray cluster that is told to end waits until nobody needs it: the preStop hook of
-KubeRay's pods.
+"""The preStop hook of KubeRay's pods: a node of a Ray cluster that has to end waits until no other
+node needs it.
 
-    python -m toolkit.cluster.linger worker       until no actor of ours runs on this machine
-    python -m toolkit.cluster.linger head PORT    until those who were connected to the head's PORT have left
+    python -m toolkit.cluster.linger worker       until no worker actor runs on this machine
+    python -m toolkit.cluster.linger head PORT    until the machines that are connected to the
+    head's
+                                                  PORT now have left
 
 Kubernetes ends all pods of a deployment at once, and the front then drains for as long as requests
-run: their workers, and the head by which Ray finds them, must outlive it. How long a hook may take
-is the pod's grace period.
+run. Their workers, and the head by which Ray finds them, must outlive the front. The pod's grace
+period limits the hook.
 """
 
 from __future__ import annotations
@@ -17,42 +19,43 @@ from collections.abc import Callable, Iterable
 
 import psutil
 
-EVERY_S = 0.5
-ACTOR = "ray::WorkerActor"  # what Ray titles our actors' processes, the running call after it
-MAPPED = "::ffff:"  # before an IPv4 address on a socket that takes both
+POLL_EVERY_S = 0.5
+ACTOR_TITLE = "ray::WorkerActor"  # Ray's title of the actors' processes, before the running call
+MAPPED_IPV4 = "::ffff:"  # prefix of an IPv4 address on a socket that takes both
 
 
 def actors(titles: Iterable[str]) -> int:
-    """How many of these processes' titles are those of our actors."""
-    return sum(title.startswith(ACTOR) for title in titles)
+    """The number of these process titles that belong to worker actors."""
+    return sum(title.startswith(ACTOR_TITLE) for title in titles)
 
 
 def peers(connections: Iterable[tuple[int, str]], port: int, own: Iterable[str]) -> set[str]:
-    """The other machines among `connections`, each the local port and the remote address of an open
-    one.
+    """The other machines that are connected to `port`.
+
+    `connections` are the local ports and remote addresses of open connections; `own` are this
+    machine's addresses.
     """
-    here = {address.removeprefix(MAPPED) for address in own}
-    return {address.removeprefix(MAPPED) for at, address in connections if at == port} - here
+    here = {address.removeprefix(MAPPED_IPV4) for address in own}
+    return {address.removeprefix(MAPPED_IPV4) for at, address in connections if at == port} - here
 
 
 def wait(needed: Callable[[], bool], sleep: Callable[[float], None] = time.sleep) -> None:
-    """Return as soon as nobody needs us."""
+    """Return as soon as `needed` is False."""
     while needed():
-        sleep(EVERY_S)
+        sleep(POLL_EVERY_S)
 
 
 def main(words: list[str]) -> None:
-    """What the command line says."""
+    """Wait as the command line says."""
     match words:
         case ["worker"]:
             wait(lambda: actors(_titles()) > 0)
         case ["head", port] if port.isdecimal():
-            there = _peers(
-                int(port)
-            )  # who comes later is of the next deployment, and waits for the next head
-            wait(lambda: bool(there & _peers(int(port))))
+            # Machines that connect later belong to the next deployment and its own head.
+            connected = _peers(int(port))
+            wait(lambda: bool(connected & _peers(int(port))))
         case _:
-            sys.exit(f"linger {' '.join(words)}: it is 'worker', or 'head PORT'")
+            sys.exit(f"linger {' '.join(words)}: it must be 'worker' or 'head PORT'")
 
 
 def _titles() -> list[str]:
@@ -61,11 +64,13 @@ def _titles() -> list[str]:
 
 
 def _peers(port: int) -> set[str]:
-    own = {address.address for each in psutil.net_if_addrs().values() for address in each}
-    found = [one for one in psutil.net_connections("tcp") if one.status == psutil.CONN_ESTABLISHED]
-    return peers(
-        [(one.laddr.port, one.raddr.ip) for one in found if one.laddr and one.raddr], port, own
-    )
+    own = {address.address for found in psutil.net_if_addrs().values() for address in found}
+    connections = [
+        (connection.laddr.port, connection.raddr.ip)
+        for connection in psutil.net_connections("tcp")
+        if connection.status == psutil.CONN_ESTABLISHED and connection.laddr and connection.raddr
+    ]
+    return peers(connections, port, own)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,17 @@
-"""Workers as Ray actors, behind the protocol of `toolkit.workers`: the pool is the same, their
-bodies are actors.
+"""Workers as Ray actors: the pool of `toolkit.workers`, with actors as bodies.
 
-One placement group holds a bundle for each worker, spread over the machines; a bundle lies on one
-machine, so that the GPUs of a tensor-parallel worker do, and on one with the labels of the worker's
-kind. When a machine is lost, Ray gives its bundles a new place as soon as the cluster has room for
+One placement group holds a bundle for each worker, spread over the machines. A bundle lies on one
+machine, so that all GPUs of a tensor-parallel worker do, and that machine has the labels of the
+worker's kind. When a machine is lost, Ray moves its bundles as soon as the cluster has room for
 them, and the pool starts their workers there.
+
+In this order: how much of which machine each worker takes (`places`, `node_labels`, `no_room`); the
+actor, which runs on a machine of the cluster; and the pool (`RayWorkers`), which runs in the front.
+
+Ray's labels distinguish machines. For GPUs it is the label that Ray sets itself, the accelerator's
+type. For CPUs Ray sets none, so the operator names the kind of a node when it starts: `ray start
+--labels=llmctl.io/kind=NAME`, with the name of the recipe. A fleet may name other labels. If all
+workers are of one kind and no labels are named, any machine with enough CPUs and GPUs is used.
 """
 
 from __future__ import annotations
@@ -43,42 +50,33 @@ from toolkit.workers.process import engine_variables
 from toolkit.workers.protocol import OnEvent
 from toolkit.workers.supervisor import Patience
 
-# Where the workers of a plan belong in a Ray cluster: how much of a machine each takes, and on
-# machines of which kind.
-#
-# Machines are told apart by Ray's labels. On GPUs it is the label that Ray sets itself, the
-# accelerator's type; for CPUs it sets none, so whoever starts a node says of which kind it is:
-# `ray start --labels=llmctl.io/kind=NAME`, with the name of the recipe. A fleet may name other
-# labels. Where all workers are of one kind and nobody names labels, any machine will do that has
-# the CPUs and GPUs.
-
 ACCELERATOR = "ray.io/accelerator-type"
 KIND = "llmctl.io/kind"
-# Ray's own reading of what NVIDIA's driver calls a GPU: capitals up to and with the first word that
-# has a digit.
+# How Ray reads the GPU's name from NVIDIA's driver: words in capitals, up to the first with a
+# digit.
 DATA_CENTRE = re.compile(r"\w+\s+((?:[A-Z]+\s+)*[A-Z0-9]*\d[A-Z0-9]*)")
 
 
 @dataclass(slots=True, frozen=True)
 class MachineShare:
-    """What a worker takes of a machine."""
+    """The CPUs and GPUs that a worker takes of a machine."""
 
     cpus: int
     gpus: int
 
     @classmethod
     def of(cls, engine: EngineSpec, hardware: HardwareSpec) -> MachineShare:
-        """The threads of its engine's processes, and a GPU for each where they need one."""
+        """The threads of the engine's processes, and a GPU for each process that needs one."""
         processes = engine.tensor_parallel_size
         return cls((engine.threads or 1) * processes, processes if hardware.device == "cuda" else 0)
 
     @property
     def bundle(self) -> dict[str, float]:
-        """In Ray's words."""
+        """As Ray's resources."""
         return {"CPU": float(self.cpus)} | ({"GPU": float(self.gpus)} if self.gpus else {})
 
-    def times(self, machine: Mapping[str, float]) -> int:
-        """How many workers a machine of these resources has room for."""
+    def fits(self, machine: Mapping[str, float]) -> int:
+        """The number of workers that a machine with these resources has room for."""
         return min(int(machine.get(what, 0.0) // count) for what, count in self.bundle.items())
 
     def __str__(self) -> str:
@@ -89,43 +87,39 @@ class MachineShare:
 class WorkerPlacement:
     """One worker: what it loads, and the labels that its machine must have."""
 
-    outfit: WorkerSpec
+    spec: WorkerSpec
     labels: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def share(self) -> MachineShare:
-        return MachineShare.of(self.outfit.engine, self.outfit.hardware)
+        return MachineShare.of(self.spec.engine, self.spec.hardware)
 
 
 @dataclass(slots=True, frozen=True)
 class Machine:
-    """A node of a cluster: its labels, and all that it has by resource."""
+    """A node of a cluster: its labels and its resources."""
 
     labels: Mapping[str, str]
     resources: Mapping[str, float]
 
 
 def places(kinds: Sequence[Kind]) -> list[WorkerPlacement]:
-    """A place for each of a plan's workers, in the order of their numbers. `InputError` as
-    `node_labels`.
-    """
-    labels = node_labels(kinds)
-    pairs = zip(kinds, labels, strict=True)
+    """The placements of a plan's workers, by number. Raises `InputError` as `node_labels`."""
     return [
-        WorkerPlacement(WorkerSpec.of(kind.recipe), own)
-        for kind, own in pairs
+        WorkerPlacement(WorkerSpec.of(kind.recipe), labels)
+        for kind, labels in zip(kinds, node_labels(kinds), strict=True)
         for _ in range(kind.workers)
     ]
 
 
 def node_labels(kinds: Sequence[Kind]) -> list[dict[str, str]]:
-    """Of each kind the labels of its machines.
+    """The labels of each kind's machines.
 
-    `InputError` where there are several kinds and labels cannot tell their machines apart.
+    Raises `InputError` if there are several kinds and labels cannot distinguish their machines.
     """
     if len(kinds) == 1:
         return [kinds[0].nodes]
-    found = [kind.nodes or _usual(kind) for kind in kinds]
+    found = [kind.nodes or _default_labels(kind) for kind in kinds]
     for number, kind in enumerate(kinds):
         for other, labels in zip(kinds[:number], found, strict=False):
             _check_apart(kind, other, found[number], labels)
@@ -133,7 +127,7 @@ def node_labels(kinds: Sequence[Kind]) -> list[dict[str, str]]:
 
 
 def accelerator_type(device: str) -> str:
-    """What Ray calls a GPU that its driver, or a data sheet, calls `device`: A100 for NVIDIA
+    """Ray's name of a GPU that its driver or a data sheet calls `device`: A100 for NVIDIA
     A100-SXM4-80GB.
     """
     name = device if " " in device else f"NVIDIA {device}"
@@ -144,26 +138,31 @@ def accelerator_type(device: str) -> str:
 
 
 def no_room(wanted: Sequence[WorkerPlacement], machines: Sequence[Machine]) -> str:
-    """What was asked of a cluster of these machines, and what it has: of those kinds that it can
-    never hold, else of all.
+    """Why a cluster of these machines has no room for the `wanted` workers: what they need and what
+    it has, for the kinds that it can never hold, else for all.
     """
     kinds = [
-        (list(same)) for _, same in groupby(wanted, key=lambda place: (place.share, place.labels))
+        list(same) for _, same in groupby(wanted, key=lambda place: (place.share, place.labels))
     ]
-    short = [kind for kind in kinds if _room(kind[0], machines) < len(kind)]
+    short = [
+        kind
+        for kind in kinds
+        if len(kind)
+        > sum(kind[0].share.fits(machine.resources) for machine in _of_kind(kind[0], machines))
+    ]
     return "the cluster has no room for " + "; and none for ".join(
         _lacks(kind, machines) for kind in short or kinds
     )
 
 
-def _usual(kind: Kind) -> dict[str, str]:
+def _default_labels(kind: Kind) -> dict[str, str]:
     if kind.recipe.hardware.device == "cuda":
         return {ACCELERATOR: accelerator_type(kind.fit.engine.device)}
     name = kind.recipe.name
     if not re.fullmatch(VALUE_PATTERN, name):
         raise InputError(
             f"recipe '{name}': its name cannot be a label of machines",
-            "name them in the fleet: nodes",
+            "set their labels in the fleet: nodes",
         )
     return {KIND: name}
 
@@ -171,17 +170,15 @@ def _usual(kind: Kind) -> dict[str, str]:
 def _check_apart(
     kind: Kind, other: Kind, labels: Mapping[str, str], others: Mapping[str, str]
 ) -> None:
-    """Several recipes may share their machines, if those are of one kind."""
-    devices = [one.fit.engine.device for one in (other, kind)]
+    """Several recipes may share machines only if these have the same device."""
+    devices = other.fit.engine.device, kind.fit.engine.device
     if labels == others and devices[0] != devices[1]:
         raise InputError(
-            f"machines with {devices[0]} and with {devices[1]} have the same label in a Ray cluster, {_text(labels)}",
-            "name labels of your own in the fleet, like nodes: {memory: 80GB}; then ray start --labels=memory=80GB",
+            f"machines with {devices[0]} and with {devices[1]} have the same label in a Ray "
+            f"cluster, {_text(labels)}",
+            "set other labels in the fleet, like nodes: {memory: 80GB}; then: "
+            "ray start --labels=memory=80GB",
         )
-
-
-def _room(place: WorkerPlacement, machines: Sequence[Machine]) -> int:
-    return sum(place.share.times(machine.resources) for machine in _of_kind(place, machines))
 
 
 def _of_kind(place: WorkerPlacement, machines: Sequence[Machine]) -> Iterator[Machine]:
@@ -189,31 +186,28 @@ def _of_kind(place: WorkerPlacement, machines: Sequence[Machine]) -> Iterator[Ma
 
 
 def _lacks(kind: Sequence[WorkerPlacement], machines: Sequence[Machine]) -> str:
-    """So many workers, of what, where; and what there is."""
+    """How many workers need what on which machines, and what there is."""
     place, fitting = kind[0], list(_of_kind(kind[0], machines))
-    asked = f"{len(kind)} worker{'s' * (len(kind) > 1)} of {place.share} each"
+    needed = f"{len(kind)} worker{'s' * (len(kind) > 1)} of {place.share} each"
     if not place.labels:
         there = f"{_total(place.share, fitting)} in all on {len(machines)} machines"
-        return f"{asked}: {there}, of which some may be in use"
-    asked += f" on machines with {_text(place.labels)}"
+        return f"{needed}: {there}, of which some may be in use"
+    needed += f" on machines with {_text(place.labels)}"
     if fitting:
-        return f"{asked}: {_total(place.share, fitting)} in all on {len(fitting)} of them, of which some may be in use"
-    return (
-        f"{asked}: none of its {len(machines)} has that; they have {_seen(place.labels, machines)}"
-    )
-
-
-def _seen(labels: Mapping[str, str], machines: Sequence[Machine]) -> str:
-    """What machines have under the keys of `labels`, each with how many have it."""
+        total = _total(place.share, fitting)
+        return f"{needed}: {total} in all on {len(fitting)} of them, of which some may be in use"
     shown = [
-        _text({key: one.labels[key] for key in labels if key in one.labels}) for one in machines
+        _text({key: machine.labels[key] for key in place.labels if key in machine.labels})
+        for machine in machines
     ]
-    counts = {text: shown.count(text) for text in sorted(shown)}
-    return ", ".join(f"{text} ({count})" for text, count in counts.items())
+    counts = ", ".join(f"{text} ({shown.count(text)})" for text in sorted(set(shown)))
+    return f"{needed}: none of its {len(machines)} has that; they have {counts}"
 
 
 def _total(share: MachineShare, machines: Sequence[Machine]) -> str:
-    sums = {what: sum(one.resources.get(what, 0.0) for one in machines) for what in share.bundle}
+    sums = {
+        what: sum(machine.resources.get(what, 0.0) for machine in machines) for what in share.bundle
+    }
     return " and ".join(f"{total:g} {what}" for what, total in sums.items())
 
 
@@ -221,18 +215,15 @@ def _text(labels: Mapping[str, str]) -> str:
     return ",".join(f"{key}={value}" for key, value in sorted(labels.items())) or "none"
 
 
-# What runs on a machine of the cluster: a worker's loop as an actor, which hears and says frames
-# as bytes.
-#
-# The loop is that of a worker's process (`toolkit.workers.child`). Ray calls methods on threads
-# of their own, in whatever order; frames are numbered, and come in theirs. A batch is one call
-# whose frames stream back as the worker sends them, a few per second and not one per token.
-
-THREADS = 4  # the loop, a batch's call, the end of the call before, and what is told meanwhile
+# Threads of an actor: the loop, a batch's call, the end of the call before it, and other frames.
+THREADS = 4
 
 
 class QueueChannel:
-    """`toolkit.workers.frames.Channel` between threads. Ray ends the actor whose front is gone."""
+    """`toolkit.workers.frames.Channel` between threads. Ray ends an actor when its front is gone.
+
+    Ray may call methods in any order, so frames are numbered and delivered in order.
+    """
 
     def __init__(self) -> None:
         self._inbox: SimpleQueue[ToWorker] = SimpleQueue()
@@ -243,9 +234,7 @@ class QueueChannel:
         self._lock = threading.Lock()
 
     def deliver(self, number: int, frame: ToWorker) -> None:
-        """A frame from the front, which counts them from 0; one whose predecessors are not here yet
-        waits for them.
-        """
+        """Deliver the front's frame `number`, counted from 0, after all earlier frames."""
         with self._lock:
             self._early[number] = frame
             while self._next in self._early:
@@ -253,7 +242,7 @@ class QueueChannel:
                 self._next += 1
 
     def take(self) -> FromWorker:
-        """The next frame for the front, waiting for it."""
+        """Wait for the next frame to the front."""
         return self._outbox.get()
 
     def send(self, frame: FromWorker) -> None:
@@ -276,23 +265,27 @@ class QueueChannel:
 
 
 class WorkerActor:
-    """A worker, as Ray makes one. Frames cross as bytes, each with its length before it."""
+    """A worker's loop (`toolkit.workers.child`) as a Ray actor. Frames are sent as bytes, each
+    preceded by its length.
+
+    A batch is one call; its frames stream back as the worker sends them, a few per second.
+    """
 
     def __init__(self) -> None:
         self._channel = QueueChannel()
 
-    def live(self) -> int:
-        """Serve until told to stop, and return the exit code; a bug of the engine is raised."""
+    def serve(self) -> int:
+        """Serve until `Stop`, and return the exit code; errors of the engine propagate."""
         return serve(self._channel, LifeSigns(lambda: self._channel.send(Alive()), idle=False))
 
-    def tell(self, number: int, data: bytes) -> None:
-        """A frame that needs no answer."""
+    def send(self, number: int, data: bytes) -> None:
+        """Deliver a frame that gets no answer."""
         for frame in worker_side().feed(data):
             self._channel.deliver(number, frame)
 
-    def ask(self, number: int, data: bytes) -> Iterator[bytes]:
-        """A frame that is answered: progress as it comes, and then what ends it."""
-        self.tell(number, data)
+    def call(self, number: int, data: bytes) -> Iterator[bytes]:
+        """Deliver a frame that is answered. Yields progress as it comes, then the final frame."""
+        self.send(number, data)
         while True:
             frame = self._channel.take()
             yield pack(frame)
@@ -301,16 +294,16 @@ class WorkerActor:
 
 
 ROOM_TIMEOUT_S = 60.0
-LAST_FRAMES_S = 5.0  # an actor that ended in order has said its last: for these frames to arrive
+LAST_FRAMES_S = 5.0  # for the last frames of an actor that ended in order to arrive
 
 
 class RayWorkers(WorkerPool):
-    """The pool whose bodies are actors of the cluster that this process has joined.
+    """The pool of actors in the cluster that this process has joined.
 
     Args:
-        places: of each worker, by number, what it loads and where.
-        room_timeout_s: how long `start` waits for the cluster to have room for all of them.
-        backoff_s, stop_timeout_s, patience: as the pool's.
+        places: what each worker loads and where, by number.
+        room_timeout_s: how long `start` waits for the cluster to have room for all workers.
+        backoff_s, stop_timeout_s, patience: as in `WorkerPool`.
     """
 
     def __init__(
@@ -335,7 +328,9 @@ class RayWorkers(WorkerPool):
         self._group: Any = None  # Ray's PlacementGroup
 
     async def start(self, on_event: OnEvent) -> None:
-        """As the pool's; `EngineError` also where the cluster has no room for all workers."""
+        """See `WorkerPool.start`. Raises `EngineError` also if the cluster has no room for all
+        workers.
+        """
         from ray.util import placement_group
 
         self._group = placement_group(
@@ -351,7 +346,7 @@ class RayWorkers(WorkerPool):
         await super().start(on_event)
 
     async def stop(self) -> None:
-        """As the pool's, and the room is given back."""
+        """See `WorkerPool.stop`. It also frees the workers' room in the cluster."""
         await super().stop()
         if self._group is not None:
             from ray.util import remove_placement_group
@@ -363,78 +358,78 @@ class RayWorkers(WorkerPool):
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        place, outfit = self._places[index], self._places[index].outfit
+        place, spec = self._places[index], self._places[index].spec
         actor = ray.remote(WorkerActor).options(
             num_cpus=place.share.cpus,
             num_gpus=place.share.gpus,
             max_concurrency=THREADS,
-            # the pool starts it again, with a new engine and the frames counted from 0
-            max_restarts=0,
+            max_restarts=0,  # the pool restarts it, with a new engine and frames counted from 0
             scheduling_strategy=PlacementGroupSchedulingStrategy(
                 self._group, placement_group_bundle_index=index
             ),
-            runtime_env={"env_vars": engine_variables(outfit.engine.threads)},
+            runtime_env={"env_vars": engine_variables(spec.engine.threads)},
         )
         body = ActorBody(actor.remote(), on_frame)
-        body.send(Start.of(outfit.model, outfit.engine, outfit.hardware, outfit.flush_s))
+        body.send(Start.of(spec.model, spec.engine, spec.hardware, spec.flush_s))
         return body
 
 
 class ActorBody:
-    """One worker's actor as the front sees it (`toolkit.workers.pool.Body`)."""
+    """One worker's actor as the front sees it: a `toolkit.workers.pool.Body`."""
 
     def __init__(self, actor: Any, on_frame: OnFrame) -> None:
         self._actor = actor
         self._on_frame = on_frame
         self._sent = 0
-        self._hearing: set[asyncio.Task[None]] = set()
-        self._life = actor.live.remote()
+        self._receiving: set[asyncio.Task[None]] = set()
+        self._end = actor.serve.remote()
 
     def send(self, frame: ToWorker) -> None:
-        """Call the actor. Of a call to one that is gone, nothing is heard."""
+        """Call the actor. A call to an actor that is gone gets no answer."""
         number, self._sent = self._sent, self._sent + 1
         if isinstance(frame, Start | RunSlice | RunRound):
-            hearing = asyncio.create_task(self._hear(self._actor.ask.remote(number, pack(frame))))
-            self._hearing.add(hearing)
-            hearing.add_done_callback(self._hearing.discard)
+            answers = self._actor.call.remote(number, pack(frame))
+            receiving = asyncio.create_task(self._receive(answers))
+            self._receiving.add(receiving)
+            receiving.add_done_callback(self._receiving.discard)
         else:
-            self._actor.tell.options(num_returns=0).remote(number, pack(frame))
+            self._actor.send.options(num_returns=0).remote(number, pack(frame))
 
     def kill(self) -> None:
-        """End its process, or its wait for a place."""
+        """End its process, or its wait for a place in the cluster."""
         import ray
 
         ray.kill(self._actor)
 
     async def gone(self) -> str:
-        """Wait for its end, whatever brings it, and see that nothing is left."""
+        """Wait until it has ended for any reason, and ensure that nothing of it is left."""
         from ray.exceptions import RayError
 
         try:
-            reason = f"exit code {await self._life}"
-            if self._hearing:
-                await asyncio.wait(self._hearing, timeout=LAST_FRAMES_S)
+            reason = f"exit code {await self._end}"
+            if self._receiving:
+                await asyncio.wait(self._receiving, timeout=LAST_FRAMES_S)
         except RayError as error:
             reason = _reason(str(error))
-        for hearing in self._hearing:
-            hearing.cancel()
+        for receiving in self._receiving:
+            receiving.cancel()
         self.kill()
         return reason
 
-    async def _hear(self, answers: Any) -> None:
-        """What streams back from one call."""
+    async def _receive(self, answers: Any) -> None:
+        """Receive the frames that stream back from one call."""
         from ray.exceptions import RayError
 
         reader = front_side()
-        with contextlib.suppress(RayError):  # `gone` says what happened
+        with contextlib.suppress(RayError):  # `gone` reports it
             async for answer in answers:
                 for frame in reader.feed(await answer):
                     self._on_frame(frame)
 
 
-def _reason(said: str) -> str:
-    """Ray's message in one line: of a traceback its last one, of an actor's death what brought it."""
-    lines = [line.strip() for line in said.splitlines() if line.strip()]
+def _reason(message: str) -> str:
+    """Ray's message in one line: the last line of a traceback, or the cause of an actor's end."""
+    lines = [line.strip() for line in message.splitlines() if line.strip()]
     causes = [line for line in lines[1:] if line.startswith("The actor ")]
     return (causes or lines[-1:] or ["the actor ended"])[0][:300]
 

@@ -1,3 +1,4 @@
-"""What runs a model. The only place that imports torch, transformers and deepspeed, and only inside
-what needs them.
+"""Engines that run a model in our own processes, and their tokenizers.
+
+Only this room imports torch, transformers and deepspeed, and only in modules that need them.
 """

@@ -1,9 +1,9 @@
-"""DeepSpeed's `init_inference` around the model that transformers builds; slices are the
-`transformers` engine's.
+"""DeepSpeed's `init_inference` on the model that transformers builds; slices run as in the
+`transformers` engine.
 
-What DeepSpeed makes of a model depends on the device, the model and the versions, and it may leave
-it as it is without a word. So it is tried and looked at, and `EngineFacts.deepspeed` says what came
-of it. Tensor parallelism is not here.
+The result of DeepSpeed depends on the device, the model and the versions, and it may silently leave
+a model unchanged. So this engine tries it and inspects the result, and `EngineFacts.deepspeed`
+records it. Tensor parallelism with DeepSpeed is not supported.
 """
 
 from __future__ import annotations
@@ -29,14 +29,15 @@ from toolkit.files.recipe import EngineSpec, HardwareSpec, ModelSpec
 
 INSTALL = "pip install 'deepspeed>=0.19,<0.20', on a CPU with -c constraints.txt"
 INJECTED, PASS_THROUGH = "kernel injection", "pass-through"
-PROBE = (sys.executable, "-m", "toolkit.engines.deepspeed_probe")
-PROBE_LIMIT_S = 1800.0  # the first time, DeepSpeed compiles its kernels
-WIDER = 2  # a batch may grow to its longest input and its longest output, each nearly max_model_len
+PROBE_COMMAND = (sys.executable, "-m", "toolkit.engines.deepspeed_probe")
+PROBE_LIMIT_S = 1800.0  # DeepSpeed compiles its kernels the first time
+# A batch may grow to its longest input plus its longest output, each almost max_model_len.
+LENGTHS_PER_BATCH = 2
 
 
 class DeepSpeedEngine(TransformersEngine):
-    """See `TransformersEngine`. `EngineError` also where DeepSpeed is missing or cannot do what the
-    recipe asks for.
+    """See `TransformersEngine`. Raises `EngineError` also if DeepSpeed is missing or does not
+    support the recipe.
     """
 
     name = "deepspeed"
@@ -49,13 +50,15 @@ class DeepSpeedEngine(TransformersEngine):
         before = modules_of(self._model)
         network = wrap(deepspeed, self._model, spec, inject=not why_not)
         self._version = deepspeed.__version__
-        self._made = f"{PASS_THROUGH}: {why_not}" if modules_of(self._model) == before else INJECTED
+        unchanged = modules_of(self._model) == before
+        self._deepspeed = f"{PASS_THROUGH}: {why_not}" if unchanged else INJECTED
         return network
 
 
 def import_deepspeed(hardware: HardwareSpec) -> ModuleType:
-    """The package, which chooses its device when it is imported: the recipe's, not the best that it
-    finds.
+    """The package, imported for the recipe's device.
+
+    DeepSpeed chooses its device on import, by default the best that it finds.
     """
     chosen = os.environ.get("DS_ACCELERATOR")
     os.environ["DS_ACCELERATOR"] = hardware.device
@@ -70,15 +73,15 @@ def import_deepspeed(hardware: HardwareSpec) -> ModuleType:
         os.environ.pop("DS_ACCELERATOR")
         if chosen is not None:
             os.environ["DS_ACCELERATOR"] = chosen
-    logging.getLogger("DeepSpeed").setLevel(logging.CRITICAL)  # what matters is raised
+    logging.getLogger("DeepSpeed").setLevel(logging.CRITICAL)  # real errors are raised
     return deepspeed  # type: ignore[no-any-return]
 
 
 def wrap(
     deepspeed: ModuleType, model: torch.nn.Module, spec: ModelSpec, *, inject: bool
 ) -> torch.nn.Module:
-    """What `init_inference` makes of `model`, in place. `EngineError` for a dtype that the device
-    does not have.
+    """Apply `init_inference` to `model`, in place. Raises `EngineError` for a dtype that the device
+    does not support.
     """
     try:
         with quiet():
@@ -87,8 +90,8 @@ def wrap(
                 dtype=DTYPES[spec.dtype],
                 tensor_parallel={"tp_size": 1},
                 replace_with_kernel_inject=inject,
-                max_out_tokens=WIDER
-                * spec.max_model_len,  # its own limit is 1,024, whatever the model takes
+                # DeepSpeed's default is 1,024 for every model.
+                max_out_tokens=LENGTHS_PER_BATCH * spec.max_model_len,
             )
     except ValueError as error:
         raise EngineError(f"DeepSpeed: {error}", "choose another model.dtype") from None
@@ -102,7 +105,7 @@ def modules_of(model: torch.nn.Module) -> list[type]:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """DeepSpeed logs and prints to stdout, which is the user's, or a stream of frames."""
+    """Silence DeepSpeed, which prints to stdout: that belongs to the user or carries frames."""
     with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
@@ -111,8 +114,9 @@ def quiet() -> Iterator[None]:
 def _why_not_injected(
     deepspeed: ModuleType, spec: ModelSpec, engine: EngineSpec, hardware: HardwareSpec
 ) -> str:
-    """Why the model keeps its own kernels; '' where it gets DeepSpeed's. `EngineError` where the
-    recipe needs those.
+    """Why the model keeps its own kernels, or '' if DeepSpeed can inject its kernels.
+
+    Raises `EngineError` if it cannot and the recipe requires it.
     """
     if engine.kernel_injection is False:
         return "engine.kernel_injection is false"
@@ -129,19 +133,23 @@ def _why_not_injected(
 
 
 def probe_injection(spec: ModelSpec, hardware: HardwareSpec) -> str:
-    """'' where kernel injection serves slices of such a model, else why not. In a process of its
-    own: it may crash.
+    """Why kernel injection cannot serve slices of such a model, or ''. It is tried in a separate
+    process, because it may crash.
     """
     task = json.dumps(
         {"model": spec.model_dump(mode="json"), "hardware": hardware.model_dump(mode="json")}
     )
     try:
         child = subprocess.run(
-            PROBE, input=task.encode(), capture_output=True, timeout=PROBE_LIMIT_S, check=False
+            PROBE_COMMAND,
+            input=task.encode(),
+            capture_output=True,
+            timeout=PROBE_LIMIT_S,
+            check=False,
         )
     except subprocess.TimeoutExpired:
-        return f"kernel injection was not done after {PROBE_LIMIT_S:.0f} s"
+        return f"kernel injection had not ended after {PROBE_LIMIT_S:.0f} s"
     if child.returncode < 0:
-        return f"kernel injection ended the process that tried it with signal {-child.returncode}"
+        return f"kernel injection ended its test process with signal {-child.returncode}"
     last_line = (child.stderr.decode(errors="replace").strip().splitlines() or [""])[-1][:300]
     return last_line if child.returncode else ""

@@ -1,9 +1,9 @@
-"""Whether DeepSpeed's kernels can serve slices of a model: `python -m
+"""A test of whether DeepSpeed's kernels can serve slices of a model: `python -m
 toolkit.engines.deepspeed_probe < task.json`.
 
-A model of one layer with random weights goes through a prefill and a decode step of a padded batch,
-before injection and after it. The logits must agree, and keys and values must be where slices put
-them. Exits with 1 and one line on stderr where that is not so.
+A model of one layer with random weights runs a prefill and a decode step of a padded batch, before
+and after injection. The logits must agree, and keys and values must be in the cache of the slice.
+If not, the process exits with 1 and one line on stderr.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from toolkit.engines.slab import PaddedBatch, SlabCache
 from toolkit.files.recipe import HardwareSpec, ModelSpec
 
 ROWS = ((1, 2, 3, 4, 5), (6, 7))
-AGREE = 0.05  # of the logits' standard deviation: kernels round, but not more
+LOGITS_TOLERANCE = 0.05  # of the logits' standard deviation: more than rounding in kernels
 
 
 def main() -> None:
-    """Probe what stdin describes."""
+    """Test the model that stdin describes."""
     task = json.load(sys.stdin)
     try:
         problem = injection_problem(
             ModelSpec.model_validate(task["model"]), HardwareSpec.model_validate(task["hardware"])
         )
-    except Exception as error:  # noqa: BLE001  (whatever DeepSpeed raises is the answer to what was asked)
+    except Exception as error:  # noqa: BLE001  (any error of DeepSpeed's is the result of the test)
         message = (str(error).strip().splitlines() or [""])[0]
         problem = f"kernel injection fails: {type(error).__name__}: {message}"
     if problem:
@@ -41,7 +41,7 @@ def main() -> None:
 
 
 def injection_problem(spec: ModelSpec, hardware: HardwareSpec) -> str:
-    """Why injection cannot serve, or ''. Raises what DeepSpeed raises."""
+    """Why injection cannot serve slices, or ''. Errors of DeepSpeed propagate."""
     model = _one_layer(spec, hardware)
     expected, _ = _passes(model, model.device)
     before = modules_of(model)
@@ -51,7 +51,7 @@ def injection_problem(spec: ModelSpec, hardware: HardwareSpec) -> str:
     found, cache = _passes(network, model.device)
     if cache.get_seq_length() != len(ROWS[0]) + 1:
         return "injected kernels keep their own cache, which slices cannot pad, crop or drop"
-    if (found - expected).abs().max() > AGREE * expected.std():
+    if (found - expected).abs().max() > LOGITS_TOLERANCE * expected.std():
         return "injected kernels give other logits"
     return ""
 
@@ -69,7 +69,7 @@ def _one_layer(spec: ModelSpec, hardware: HardwareSpec) -> Any:
 
 @torch.inference_mode()
 def _passes(network: Callable[..., Any], device: torch.device) -> tuple[torch.Tensor, SlabCache]:
-    """Logits [2, N, V] of the token after the prompts, and of the one after that."""
+    """Logits [2, N, V] of the token after the prompts and of the next one, and the cache."""
     width = len(ROWS[0])
     batch = PaddedBatch(ROWS, width + 1, width, SlabCache(1, width + 1), device)
     logits = []

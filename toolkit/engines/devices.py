@@ -1,4 +1,4 @@
-"""Which devices torch sees. Loads torch, and a CUDA context where there is a GPU; no model."""
+"""The devices that torch sees. Loads torch, and a CUDA context if there is a GPU, but no model."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ NVIDIA_VERSION = Path("/proc/driver/nvidia/version")
 
 @dataclass(slots=True, frozen=True)
 class CudaDevice:
-    """One GPU as a process sees it; `memory_bytes` is what the driver leaves to it, a little less
-    than the GPU has.
+    """One GPU as a process sees it.
+
+    `memory_bytes` is what the driver leaves to processes, a little less than the GPU has.
     """
 
     index: int
@@ -25,34 +26,35 @@ class CudaDevice:
 
 @dataclass(slots=True, frozen=True)
 class Devices:
-    """What torch was built for, and the GPUs it can use. `driver` is '' without an NVIDIA driver."""
+    """The versions of torch, CUDA and the driver, and the GPUs that torch can use.
+
+    `cuda` is the CUDA release that torch was built for, '' for a CPU build. `driver` is '' without
+    an NVIDIA driver.
+    """
 
     torch: str
-    cuda: str  # the CUDA release torch was built for, '' for a CPU build
+    cuda: str
     driver: str
     gpus: tuple[CudaDevice, ...]
 
 
 def find_devices() -> Devices:
-    """What there is on this machine. `EngineError` where a GPU is there and cannot be used."""
+    """This machine's devices. Raises `EngineError` if there is a GPU that cannot be used."""
     import torch
 
     try:
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        gpus = tuple(_gpu(index) for index in range(count))
+        gpus = tuple(
+            CudaDevice(index, torch.cuda.get_device_name(index), total, free)
+            for index in range(count)
+            for free, total in (torch.cuda.mem_get_info(index),)
+        )
     except RuntimeError as error:
         reason = str(error).splitlines()[0]
         raise EngineError(
-            f"the GPU cannot be used: {reason}", "see nvidia-smi for who uses it"
+            f"the GPU cannot be used: {reason}", "see which processes use it: nvidia-smi"
         ) from None
     return Devices(str(torch.__version__), torch.version.cuda or "", _driver(), gpus)
-
-
-def _gpu(index: int) -> CudaDevice:
-    import torch
-
-    free, total = torch.cuda.mem_get_info(index)
-    return CudaDevice(index, torch.cuda.get_device_name(index), total, free)
 
 
 def _driver() -> str:

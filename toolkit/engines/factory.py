@@ -1,4 +1,4 @@
-"""Which class runs a recipe's engine. Imports only the one that is asked for."""
+"""Loads the engine that a recipe names, and imports only that engine's module."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ if TYPE_CHECKING:
 
 
 def make_engine(model: ModelSpec, engine: EngineSpec, hardware: HardwareSpec) -> Engine:
-    """Load the engine, in as many processes as share its model. `EngineError` or `InputError` where
-    it cannot be.
+    """Load the engine, in as many processes as share its model.
+
+    Raises `EngineError` or `InputError` if the engine cannot be loaded.
     """
     if engine.tensor_parallel_size > 1:
         from toolkit.engines.tensor_parallel import TensorParallelEngine
@@ -26,7 +27,9 @@ def make_engine(model: ModelSpec, engine: EngineSpec, hardware: HardwareSpec) ->
 def load_engine(
     model: ModelSpec, engine: EngineSpec, hardware: HardwareSpec, share: RankShare | None = None
 ) -> Engine | RoundEngine:
-    """This process's engine, or its share of one: by `EngineTraits.load`, imported now."""
+    """This process's engine, or its share of an engine, from the module that `EngineTraits.load`
+    names.
+    """
     load = attribute(traits_of(engine.name).load)
     loaded: Engine | RoundEngine = (
         load(model, engine, hardware, share) if share else load(model, engine, hardware)

@@ -1,8 +1,13 @@
-"""An engine without a model: the protocol, deterministic tokens, and failures on demand. Needs no
-torch.
+"""An engine without a model: deterministic tokens, and failures on demand. It needs no torch.
 
-The next token of a row is a hash of all its tokens so far, so a row served in slices gets what it
-gets in one piece. Tokens are printable ASCII, so that a byte tokenizer shows text.
+The next token of a row is a hash of all its tokens so far, so a row gets the same tokens in slices
+and in one piece. Tokens are printable ASCII, so that a byte tokenizer shows text.
+
+In this order: the settings, the engine of slices, and the engine of rounds. In rounds, newcomers
+are prefilled in the passes of `toolkit.sched.rounds`, as in the engine `rebatch`, and join without
+padding. Memory is counted in real tokens: a prefill or a step that would exceed `capacity_tokens`
+on the device is not made, and drops the same rows as the engine `rebatch`. Host memory is
+unlimited.
 """
 
 from __future__ import annotations
@@ -13,6 +18,7 @@ import zlib
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 
@@ -36,7 +42,7 @@ from toolkit.engines.tokenizer import EOS, VOCAB_SIZE
 from toolkit.errors import InputError, nearest
 from toolkit.files.profile import EngineFacts
 from toolkit.files.recipe import EngineSpec, HardwareSpec, ModelSpec
-from toolkit.sched.rounds import PrefillPass, PrefillPasses
+from toolkit.sched.rounds import PrefillPasses
 
 FIRST_TOKEN, LAST_TOKEN = 32, 126  # printable ASCII
 DEFAULT_KV_BYTES = 1024
@@ -45,11 +51,14 @@ DEFAULT_BUDGET_MIB = 64.0
 
 @dataclass(slots=True, frozen=True)
 class FakeConfig:
-    """What `model.config` may say where the engine is 'fake'.
+    """The keys of `model.config` for the engine 'fake'.
 
-    `eos_one_in`: one token in so many is EOS; 0: none. The latencies make T_prefill = prefill_s +
-    prefill_token_s N L and tau = decode_s + decode_row_s N. A batch with `crash_token` in a prompt
-    raises; one with `hang_token` gives one token per row and then hangs for ever.
+    Attributes:
+        eos_one_in: one token in so many is EOS; 0: none.
+        prefill_s, prefill_token_s: T_prefill = prefill_s + prefill_token_s * N * L.
+        decode_s, decode_row_s: tau = decode_s + decode_row_s * N.
+        crash_token: a batch with this token in a prompt raises.
+        hang_token: a batch with this token in a prompt gives one token per row, then hangs.
     """
 
     model_type: str = "fake"
@@ -65,7 +74,7 @@ class FakeConfig:
 
     @classmethod
     def of(cls, model: ModelSpec) -> FakeConfig:
-        """`InputError`, naming the nearest key, for one that is not known."""
+        """The settings of a recipe. Raises `InputError` for an unknown key, naming the nearest."""
         known = cls.__dataclass_fields__
         for key in model.config:
             if key not in known:
@@ -91,10 +100,10 @@ class FakeEngine:
     """`toolkit.engines.protocol.Engine` in memory.
 
     Args:
-        facts: what it says of itself; past `capacity_tokens`, N * (L + S) runs out of memory.
+        facts: what it reports. A batch with N * (L + S) above `capacity_tokens` runs out of memory.
         config: tokens, ends and failures.
         prefill_s, decode_s: latencies; None: those of `config`.
-        sleep: how time passes. A test may give one that moves a clock.
+        sleep: lets time pass; a test may advance a clock instead.
     """
 
     def __init__(
@@ -167,7 +176,7 @@ class FakeEngine:
 
 
 class Text:
-    """One row's tokens: a checksum of all so far, which can be carried on from any point."""
+    """One row's tokens, from a checksum of all tokens so far, which can continue from any point."""
 
     def __init__(self, row: Row, config: FakeConfig) -> None:
         sampling = row.sampling
@@ -178,6 +187,7 @@ class Text:
         self._state = zlib.crc32(array("q", row.tokens))
 
     def next(self) -> int:
+        """The next token."""
         draw = mix(self._state, self._salt, self._generated)
         token = self._token(draw)
         self._generated += 1
@@ -214,20 +224,12 @@ def _facts(model: ModelSpec, engine: EngineSpec, config: FakeConfig) -> EngineFa
     )
 
 
-# Rounds without a model: rows that come, go, pause and swap, each with the fake engine's tokens.
-#
-# Newcomers are prefilled in the passes of `toolkit.sched.rounds`, as by the engine `rebatch`, and
-# join without padding. Memory is counted in real tokens: a prefill or a step that would pass
-# `capacity_tokens` on the device is not made, and drops whom it drops on the engine `rebatch`.
-# Host memory has no end.
-
-
 class FakeRow:
-    """A row, and the length of the cache that it would have."""
+    """A row in a round, and the length of the cache that it would have."""
 
-    def __init__(self, row: Row, live: LiveRow, text: Text) -> None:
-        self._live = live
-        self._text = text
+    def __init__(self, row: Row, config: FakeConfig) -> None:
+        self._live = LiveRow(row, (config.eos_token_id,))
+        self._text = Text(row, config)
         self._prompt = len(row.tokens)
 
     @property
@@ -235,19 +237,20 @@ class FakeRow:
         return self._prompt + len(self._live.tokens)
 
     def next(self) -> tuple[int, FinishReason]:
+        """The next token, and why the row ends with it ("" if it does not)."""
         return self._live.advance(self._text.next())
 
 
 class FakeRoundEngine(FakeEngine):
     """`toolkit.engines.protocol.RoundEngine` in memory."""
 
-    def __init__(self, *args, **options) -> None:  # type: ignore[no-untyped-def]  # those of FakeEngine
+    def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._running: dict[int, FakeRow] = {}
         self._paused: dict[int, FakeRow] = {}
         self._swapped: dict[int, FakeRow] = {}
         self._entering: dict[int, FakeRow] = {}
-        self._passes: PrefillPasses[int] = PrefillPasses()  # of those who enter
+        self._passes: PrefillPasses[int] = PrefillPasses()  # of the entering rows
         self._step_is_due = False  # before the next bounded pass
 
     def run_round(self, plan: Round, on_step: OnStep) -> RoundOutput:
@@ -255,10 +258,8 @@ class FakeRoundEngine(FakeEngine):
         self._move(plan)
         self._check_rows(plan.enter)
         for number, row in zip(plan.numbers, plan.enter, strict=True):
-            self._enter(
-                number,
-                FakeRow(row, LiveRow(row, (self._config.eos_token_id,)), Text(row, self._config)),
-            )
+            self._entering[number] = FakeRow(row, self._config)
+            self._passes.add(number, len(row.tokens))
         ended: list[int] = []
         joined: list[tuple[int, int]] = []
         dropped: list[int] = []
@@ -306,13 +307,13 @@ class FakeRoundEngine(FakeEngine):
     def time_part(
         self, part: Part, rows: int, length: int, others: int, clock: Callable[[], float]
     ) -> float:
-        """See `RoundEngine.time_part`. Nothing takes time here but prefills and steps."""
+        """See `RoundEngine.time_part`. Only prefills and steps take time in this engine."""
         self._check_memory(rows + others, length)
         start = clock()
         return clock() - start
 
     def _drop_newcomers(self, joining: Sequence[int] = ()) -> list[int]:
-        """Those whose prefill has just ended, and all who wait for theirs."""
+        """Drop the rows `joining`, which have just ended their prefill, and all entering rows."""
         numbers = [*joining, *self._entering]
         for number in joining:
             del self._running[number]
@@ -322,16 +323,18 @@ class FakeRoundEngine(FakeEngine):
         return numbers
 
     def _drop_last(self) -> list[int]:
-        """The last who was admitted, of the paused rows if there are any."""
+        """Drop the last admitted row, of the paused rows if there are any."""
         rows = self._paused or self._running
         number = max(rows)
         del rows[number]
         return [number]
 
     def _prefill(self, bound: int) -> tuple[int, ...]:
-        """One pass; who is prefilled with it, and runs from here on."""
+        """Make one pass. Returns the rows that it completes, which run from here on."""
         made = self._passes.next(bound)
-        self._wait(self._pass_s(made))
+        rows = len(made.group.keys)
+        before_s = self._prefill_s(rows, made.start) - self._prefill_s(rows, 0) if made.start else 0
+        self._wait(self._prefill_s(rows, made.end) - before_s)
         self._passes.made(made)
         self._step_is_due = bound > 0
         if not made.completes:
@@ -339,15 +342,6 @@ class FakeRoundEngine(FakeEngine):
         newcomers = tuple(made.group.keys)
         self._running.update((number, self._entering.pop(number)) for number in newcomers)
         return newcomers
-
-    def _pass_s(self, one: PrefillPass[int]) -> float:
-        rows = len(one.group.keys)
-        before_s = self._prefill_s(rows, one.start) - self._prefill_s(rows, 0) if one.start else 0.0
-        return self._prefill_s(rows, one.end) - before_s
-
-    def _enter(self, number: int, row: FakeRow) -> None:
-        self._entering[number] = row
-        self._passes.add(number, row.length)
 
     def _move(self, plan: Round) -> None:
         for number in plan.evict:
@@ -366,7 +360,7 @@ class FakeRoundEngine(FakeEngine):
             self._running[number] = self._paused.pop(number)
 
     def _advance(self, numbers: Iterable[int], ended: list[int]) -> StepOutput:
-        """One token for each, and who ended with it leaves."""
+        """One token for each row; rows that end with it leave."""
         numbers = tuple(numbers)
         got = [self._running[number].next() for number in numbers]
         ends = tuple(
@@ -378,7 +372,7 @@ class FakeRoundEngine(FakeEngine):
         return StepOutput(numbers, tuple(token for token, _ in got), ends)
 
     def _device_tokens(self) -> int:
-        """Of rows that enter, their prompts count from the first pass on."""
+        """Tokens on the device; the prompts of entering rows count from their first pass on."""
         group = self._passes.group
         entering = sum(group.lengths) if group else 0
         return entering + sum(
@@ -387,6 +381,6 @@ class FakeRoundEngine(FakeEngine):
 
 
 def load(model: ModelSpec, engine: EngineSpec, _: HardwareSpec) -> FakeRoundEngine:
-    """The fake engine of a recipe. `InputError` for keys of `model.config` that it does not know."""
+    """The fake engine of a recipe. Raises `InputError` for unknown keys of `model.config`."""
     config = FakeConfig.of(model)
     return FakeRoundEngine(_facts(model, engine, config), config)

@@ -1,8 +1,10 @@
 """From a recipe's `model` to a transformers model on its device.
 
-Random weights are drawn from the recipe's seed, so every worker builds the same model. Real ones
-come from safetensors only: nothing is unpickled. What is not covered here: tokenizers, memory
-budgets, and making slices of it.
+Random weights are drawn from the recipe's seed, so every worker builds the same model. Stored
+weights come from safetensors only: nothing is unpickled.
+
+In this order: `load_model`, `load_config`, the checks that a model can be served, and
+`saved_model`, which stores a random model on disk for engines that read their models from there.
 """
 
 from __future__ import annotations
@@ -31,48 +33,52 @@ from toolkit.errors import EngineError, nearest
 from toolkit.files.recipe import HardwareSpec, ModelSpec
 
 LEGACY_KEYS = ("rope_theta",)  # accepted by transformers, and moved into rope_parameters
-NOT_THE_MODEL = ("_name_or_path", "transformers_version", "dtype", "architectures")  # of a config
+# Keys of a config that say nothing about the model itself.
+UNRELATED_KEYS = ("_name_or_path", "transformers_version", "dtype", "architectures")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def load_model(
     spec: ModelSpec, hardware: HardwareSpec, share: RankShare | None = None
 ) -> PreTrainedModel:
-    """The model, in evaluation mode on its device. `EngineError`, one line, for all that can be
-    wrong with it.
+    """The model, in evaluation mode on its device. Raises `EngineError`, in one line, for whatever
+    is wrong with it.
 
-    Of a `share` it is loaded into host memory, cut, and then moved: it need not fit into one
-    device.
+    With a `share`, the model is loaded into host memory, cut, and then moved to the device: the
+    whole model need not fit into one device.
     """
     device = _device(hardware, share)
     if share is not None:
         whole = load_model(spec, hardware.model_copy(update={"device": "cpu"}))
         cut(whole, share)
         return whole.to(device)
-    # its warnings and bars are for notebooks; what matters is raised here
+    # Its warnings and progress bars are for notebooks; this module raises real problems.
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     config = load_config(spec)
     check_caches(config, spec.max_model_len)
-    _check_lengths(spec, config)
-    try:
-        model = (
-            _random_model(spec, config, device) if _is_random(spec) else _stored_model(spec, device)
+    positions = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
+    if positions and spec.max_model_len > positions:
+        raise EngineError(
+            f"model.max_model_len is {spec.max_model_len}; the model has {positions} positions",
+            f"set model.max_model_len to at most {positions}",
         )
+    is_random = spec.source == "random" or spec.load_format == "dummy"
+    try:
+        model = _random_model(spec, config, device) if is_random else _stored_model(spec, device)
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
         raise EngineError(
             f"{_name(spec)} does not fit into {hardware.name}'s memory", "use a smaller model"
         ) from None
-    _check_interface(model)
-    _check_cache_kind(model)
+    _check_model(model)
     return model.eval()
 
 
 def load_config(spec: ModelSpec) -> PreTrainedConfig:
-    """The model's config: built from `spec.config`, or the stored one, which `spec.config` must
-    agree with.
+    """The model's config: built from `spec.config`, or the stored one, which must agree with
+    `spec.config`.
     """
     if spec.source == "random" or (spec.load_format == "dummy" and "model_type" in spec.config):
         return _built_config(spec)
@@ -80,22 +86,23 @@ def load_config(spec: ModelSpec) -> PreTrainedConfig:
     for key, value in spec.config.items():
         if getattr(config, key, None) != value:
             raise EngineError(
-                f"model.config.{key} is {value}; that of {spec.source} is {getattr(config, key, None)}",
+                f"model.config.{key} is {value}; that of {spec.source} is "
+                f"{getattr(config, key, None)}",
                 "leave the key out, or correct it",
             )
     return config
 
 
 def config_digest(config: PreTrainedConfig) -> str:
-    """The sha256 of what a model's config says of the model: not where it lies, nor what it was
-    saved with.
+    """The sha256 of what a model's config says about the model, without its path and the version
+    that saved it.
     """
-    content = {key: value for key, value in config.to_dict().items() if key not in NOT_THE_MODEL}
+    content = {key: value for key, value in config.to_dict().items() if key not in UNRELATED_KEYS}
     return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def eos_token_ids(model: PreTrainedModel) -> tuple[int, ...]:
-    """The tokens that end a text: those of the generation config, which may name several, or of the
+    """The tokens that end a text, from the generation config, which may name several, or from the
     config.
     """
     ids = getattr(model.generation_config, "eos_token_id", None)
@@ -110,21 +117,19 @@ def _device(hardware: HardwareSpec, share: RankShare | None) -> torch.device:
     if hardware.device == "cuda" and not torch.cuda.is_available():
         raise EngineError(
             "hardware.device is cuda, and torch finds no CUDA device",
-            "check the driver with nvidia-smi, and that torch was installed with CUDA; or use a recipe for cpu",
+            "check the driver with nvidia-smi, and that torch was installed with CUDA; or use a "
+            "recipe for cpu",
         )
     if hardware.device == "cpu" or share is None:
         return torch.device(hardware.device)
     if torch.cuda.device_count() < share.size:
         raise EngineError(
-            f"engine.tensor_parallel_size is {share.size}; torch finds {torch.cuda.device_count()} CUDA devices",
-            "each process of a worker needs a GPU of its own",
+            f"engine.tensor_parallel_size is {share.size}; torch finds "
+            f"{torch.cuda.device_count()} CUDA devices",
+            "each process of a worker needs its own GPU",
         )
     torch.cuda.set_device(share.rank)
     return torch.device("cuda", share.rank)
-
-
-def _is_random(spec: ModelSpec) -> bool:
-    return spec.source == "random" or spec.load_format == "dummy"
 
 
 def _name(spec: ModelSpec) -> str:
@@ -139,13 +144,14 @@ def _built_config(spec: ModelSpec) -> PreTrainedConfig:
     keys = dict(spec.config)
     kind = str(keys.pop("model_type"))
     if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        hint = nearest(kind, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
         raise EngineError(
             f"model.config.model_type '{kind}' is not a causal language model of transformers",
-            nearest(kind, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
-            if _is_near(kind)
-            else "like llama, qwen3, mistral, gpt2",
+            hint if hint.startswith("did you mean") else "like llama, qwen3, mistral, gpt2",
         )
-    known = _known_keys(kind)
+    config_class = CONFIG_MAPPING[kind]
+    known = {field.name for field in dataclasses.fields(config_class)}
+    known |= {*config_class.attribute_map, *LEGACY_KEYS}
     for key in keys:
         if key not in known:
             raise EngineError(f"model.config.{key}: a {kind} has no such key", nearest(key, known))
@@ -159,20 +165,11 @@ def _built_config(spec: ModelSpec) -> PreTrainedConfig:
         ) from None
     if spec.tokenizer == "bytes" and config.vocab_size < VOCAB_SIZE:
         raise EngineError(
-            f"model.config.vocab_size is {config.vocab_size}; the byte tokenizer has {VOCAB_SIZE} tokens",
+            f"model.config.vocab_size is {config.vocab_size}; the byte tokenizer has {VOCAB_SIZE} "
+            "tokens",
             f"set vocab_size to {VOCAB_SIZE} or more",
         )
     return config
-
-
-def _is_near(kind: str) -> bool:
-    return nearest(kind, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES).startswith("did you mean")
-
-
-def _known_keys(kind: str) -> set[str]:
-    config_class = CONFIG_MAPPING[kind]
-    fields = {field.name for field in dataclasses.fields(config_class)}
-    return fields | set(config_class.attribute_map) | set(LEGACY_KEYS)
 
 
 def _stored_config(spec: ModelSpec) -> PreTrainedConfig:
@@ -209,15 +206,18 @@ def _check_folder(spec: ModelSpec) -> None:
 def _not_found(spec: ModelSpec) -> EngineError:
     revision = f" at revision {spec.revision}" if spec.revision else ""
     return EngineError(
-        f"model {spec.source}{revision}: not on the hub, not permitted, or the hub cannot be reached",
-        "check the name and HF_TOKEN; offline, give a local folder, or load_format: dummy with model.config",
+        f"model {spec.source}{revision}: not on the hub, not permitted, or the hub cannot be "
+        "reached",
+        "check the name and HF_TOKEN; offline, give a local folder, or load_format: dummy with "
+        "model.config",
     )
 
 
 def _no_safetensors(spec: ModelSpec) -> EngineError:
     return EngineError(
         f"model {spec.source} has no safetensors weights",
-        "other formats may run code when they are loaded: convert it with transformers' save_pretrained",
+        "other formats may run code when they are loaded: convert it with transformers' "
+        "save_pretrained",
     )
 
 
@@ -242,7 +242,7 @@ def _stored_model(spec: ModelSpec, device: torch.device) -> PreTrainedModel:
             trust_remote_code=spec.trust_remote_code,
             dtype=DTYPES[spec.dtype],
             use_safetensors=True,
-            ignore_mismatched_sizes=True,  # they are refused below, with one line
+            ignore_mismatched_sizes=True,  # the error below refuses them in one line
             output_loading_info=True,
         )
     except OSError as error:
@@ -252,24 +252,19 @@ def _stored_model(spec: ModelSpec, device: torch.device) -> PreTrainedModel:
     missing = sorted(loaded["missing_keys"]) + sorted(str(key) for key in loaded["mismatched_keys"])
     if missing:
         raise EngineError(
-            f"model {spec.source}: {len(missing)} weights are missing or of another shape, {missing[0]} the first",
+            f"model {spec.source}: {len(missing)} weights are missing or have another shape, "
+            f"{missing[0]} first",
             "its weights and its config.json do not belong together",
         )
     return model.to(device)
 
 
-def _check_lengths(spec: ModelSpec, config: PreTrainedConfig) -> None:
-    limit = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
-    if limit and spec.max_model_len > limit:
-        raise EngineError(
-            f"model.max_model_len is {spec.max_model_len}; the model has {limit} positions",
-            f"set model.max_model_len to at most {limit}",
-        )
+def _check_model(model: PreTrainedModel) -> None:
+    """Refuse models that cannot be served in padded batches with plain caches.
 
-
-def _check_interface(model: PreTrainedModel) -> None:
-    """Left padding needs positions that the caller can set; ALiBi models derive them from a mask of
-    their own.
+    Left padding needs positions that the caller can set; ALiBi models derive them from their own
+    mask. A stored model may ask for quantized caches, which round: plain caches would give other
+    text.
     """
     arguments = inspect.signature(model.forward).parameters
     kind = model.config.model_type
@@ -279,88 +274,77 @@ def _check_interface(model: PreTrainedModel) -> None:
         raise EngineError(
             f"model_type '{kind}' cannot be served in padded batches: {why}", "choose another model"
         )
-
-
-def _check_cache_kind(model: PreTrainedModel) -> None:
-    """A stored model may ask for quantized caches, which round: plain ones would give other text."""
-    kind = getattr(model.generation_config, "cache_implementation", None)
-    if kind == "quantized":
+    cache = getattr(model.generation_config, "cache_implementation", None)
+    if cache == "quantized":
         raise EngineError(
-            f"model_type '{model.config.model_type}' is stored with cache_implementation '{kind}', which is not served",
-            "remove cache_implementation from its generation_config.json to serve it with plain caches",
+            f"model_type '{kind}' is stored with cache_implementation '{cache}', which is not "
+            "supported",
+            "remove cache_implementation from its generation_config.json to serve it with plain "
+            "caches",
         )
 
 
 def _one_line(error: Exception) -> str:
-    """The last line of a message: transformers puts the reason there."""
+    """The last line of an error's message: transformers puts the reason there."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[-1][:300] if lines else type(error).__name__
 
 
-# Random models on disk, for engines that read theirs from there: drawn once from the recipe, kept
-# for next time.
-#
-# They have a tokenizer.json of bytes beside them, a token for each, so that such an engine pays
-# for text as it does with a real model. It is the built-in byte tokenizer but for its special
-# tokens, which have names here.
-
-SPECIAL = {BOS: "<s>", EOS: "</s>", PAD: "<pad>"}
+SPECIAL_NAMES = {BOS: "<s>", EOS: "</s>", PAD: "<pad>"}
 
 
 def saved_model(spec: ModelSpec, hardware: HardwareSpec) -> str:
-    """What an engine loads: the recipe's folder or hub id, or the folder of its random model, made
-    where it is not.
+    """What an engine that reads its model from disk loads: the recipe's folder or hub id, or the
+    folder of its random model, which is made once and kept in the user's cache.
 
-    `EngineError` for a config that is no model's.
+    Raises `EngineError` for an invalid config.
     """
     if spec.source != "random":
         return spec.source
-    folder = _folder(spec)
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    digest = hashlib.sha256(spec.model_dump_json().encode()).hexdigest()[:16]
+    folder = cache / "llmctl" / "models" / f"{spec.config['model_type']}-{digest}"
     if not folder.is_dir():
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder.parent) as name:
-            _save(spec, hardware, Path(name))
+            load_model(spec, hardware).save_pretrained(name)
+            _save_tokenizer(Path(name), spec.max_model_len)
             made = shutil.copytree(name, f"{name}.done")
         try:
             os.rename(made, folder)
-        except OSError:  # somebody else was faster, with the same
+        except OSError:  # another process has made the same folder meanwhile
             shutil.rmtree(made)
     return str(folder)
 
 
-def _folder(spec: ModelSpec) -> Path:
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    digest = hashlib.sha256(spec.model_dump_json().encode()).hexdigest()[:16]
-    return cache / "llmctl" / "models" / f"{spec.config['model_type']}-{digest}"
-
-
-def _save(spec: ModelSpec, hardware: HardwareSpec, folder: Path) -> None:
-
-    load_model(spec, hardware).save_pretrained(folder)
-    _save_tokenizer(folder, spec.max_model_len)
-
-
 def _save_tokenizer(folder: Path, max_model_len: int) -> None:
+    """Write a tokenizer.json with one token per byte, so that an engine spends as much time on text
+    as with a real model.
+
+    It is the built-in byte tokenizer, except that its special tokens have names.
+    """
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     vocabulary = {symbol: byte for byte, symbol in enumerate(_symbols())}
-    vocabulary |= {name: token for token, name in SPECIAL.items()}
+    vocabulary |= {name: token for token, name in SPECIAL_NAMES.items()}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(name, special=True) for name in SPECIAL.values()])
+    tokenizer.add_special_tokens(
+        [AddedToken(name, special=True) for name in SPECIAL_NAMES.values()]
+    )
     PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
-        bos_token=SPECIAL[BOS],
-        eos_token=SPECIAL[EOS],
-        pad_token=SPECIAL[PAD],
+        bos_token=SPECIAL_NAMES[BOS],
+        eos_token=SPECIAL_NAMES[EOS],
+        pad_token=SPECIAL_NAMES[PAD],
         model_max_length=max_model_len,
     ).save_pretrained(folder)
 
 
 def _symbols() -> list[str]:
-    """The printable character that stands for each byte in byte-level vocabularies (GPT-2's
+    """The printable character for each byte in byte-level vocabularies (GPT-2's
     `bytes_to_unicode`).
     """
     shown = {

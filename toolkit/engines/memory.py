@@ -1,8 +1,8 @@
-"""How many bytes a slice takes, and a ledger that refuses what is past its budget.
+"""How many bytes a batch takes, and a ledger that refuses allocations beyond its budget.
 
-On a CPU nothing stops a process from taking all memory, so the ledger is asked before anything is
-allocated; past its budget it raises what CUDA raises. On a GPU without an explicit KV budget the
-device's own allocator is the limit, and the ledger only counts.
+On a CPU nothing stops a process from taking all memory, so each allocation is charged to the ledger
+first; beyond its budget the ledger raises what CUDA raises. On a GPU without an explicit KV budget,
+the device's own allocator is the limit and the ledger only counts.
 """
 
 from __future__ import annotations
@@ -30,16 +30,17 @@ Result = TypeVar("Result")
 
 
 class PastBudget(torch.OutOfMemoryError):
-    """A ledger's refusal, before anything was allocated."""
+    """A ledger refused an allocation, so nothing was allocated."""
 
 
 class ByteLedger:
-    """Counts the bytes that are reserved, and stands between its owner and running out of them.
+    """Counts the bytes that are in use, and refuses more than its budget.
 
     Args:
-        budget_bytes: None: without a limit.
-        alone: False for one of several processes that share a model. Their ledgers refuse alike; the device of one of
-            them may run out by itself, and then it must not go on by itself.
+        budget_bytes: the limit; None: no limit.
+        alone: False in a process that shares a model with others. Their ledgers all refuse the same
+            allocations. But only one of their devices may run out of memory, and then that process
+            must not recover alone.
     """
 
     def __init__(self, budget_bytes: int | None, *, alone: bool = True) -> None:
@@ -53,9 +54,9 @@ class ByteLedger:
         return math.inf if self.budget_bytes is None else self.budget_bytes - self.used_bytes
 
     def take(self, size_bytes: int) -> None:
-        """Hold `size_bytes`, or give them back where negative.
+        """Charge `size_bytes`; a negative size gives bytes back.
 
-        `torch.OutOfMemoryError`, with nothing held, past the budget.
+        Raises `PastBudget`, a `torch.OutOfMemoryError`, beyond the budget, and charges nothing.
         """
         used = self.used_bytes + size_bytes
         if self.budget_bytes is not None and size_bytes > 0 and used > self.budget_bytes:
@@ -68,7 +69,7 @@ class ByteLedger:
 
     @contextmanager
     def reserve(self, size_bytes: int) -> Iterator[None]:
-        """Hold `size_bytes` while the context is open."""
+        """Charge `size_bytes` while the context is open."""
         self.take(size_bytes)
         try:
             yield
@@ -77,9 +78,7 @@ class ByteLedger:
 
     @contextmanager
     def hold(self, size_bytes: int) -> Iterator[None]:
-        """Hold `size_bytes` from now on, unless the context raises: then what they were for was not
-        allocated.
-        """
+        """Charge `size_bytes` from now on, unless the allocation in the context fails."""
         self.take(size_bytes)
         try:
             yield
@@ -88,11 +87,11 @@ class ByteLedger:
             raise
 
     def attempt(self, work: Callable[[], Result]) -> Result | None:
-        """`work()`, which gives something, or None where memory ran out: then what it had allocated
-        is free again.
+        """The result of `work()`, or None if memory ran out; then what it had allocated is free
+        again.
 
-        `work` has to leave everything else as it was. Not within the handler: that keeps the work's
-        tensors alive.
+        `work` must not return None, and must leave everything else as it was if it fails. The cache
+        is emptied after the handler, not in it, because the handler keeps the work's tensors alive.
         """
         try:
             return work()
@@ -106,7 +105,9 @@ class ByteLedger:
 
 @dataclass(slots=True, frozen=True)
 class ModelShape:
-    """The sizes that decide how much a forward pass holds at once."""
+    """The sizes that determine how much memory a forward pass needs. `value_bytes` is the size of
+    one number in the compute dtype.
+    """
 
     hidden: int
     intermediate: int
@@ -114,11 +115,11 @@ class ModelShape:
     kv_heads: int
     head_dim: int
     vocab: int
-    value_bytes: int  # of one number in the compute dtype
+    value_bytes: int
 
     @classmethod
     def of(cls, config: Any, dtype: torch.dtype, shares: int = 1) -> ModelShape:
-        """From a transformers config; of one of `shares` processes that share the model."""
+        """From a transformers config, for one of `shares` processes that share the model."""
         text = config.get_text_config(decoder=True)
         heads = text.num_attention_heads
         return cls(
@@ -135,19 +136,20 @@ class ModelShape:
         )
 
     def prefill_bytes(self, batch_size: int, length: int, cached: int = 0) -> int:
-        """What the prefill of [N, L] after `cached` columns holds beside the cache, at its largest,
-        estimated.
+        """An estimate of the peak bytes, besides the cache, of a prefill of [N, L] after `cached`
+        columns.
 
         Layers run one after another, so one layer counts: the embeddings, the residual stream and
         its normalised copy, and the larger of
-        - attention: Q, K and V, Q and K once more while they are rotated, K and V repeated for
-          grouped queries, the
-          output, and the mask in the compute dtype, which attention makes of the boolean one;
-        - the MLP: gate, its activation, and their product.
-        To these add the mask [N, 1, L, L], a byte each, and the logits of the last column, once
-        more in float32 for sampling. Not counted: what the allocator loses, and temporaries inside
-        an activation function. Against traced prefills: within 10 % for Llama and Qwen with grouped
-        queries, a third off for GPT-2 (below) and OPT (above).
+
+        - attention: Q, K and V; Q and K again while they are rotated; K and V repeated for grouped
+          queries; the output; and the mask, which attention converts to the compute dtype;
+        - the MLP: the gate, its activation, and their product.
+
+        The boolean mask [N, 1, L, L] and the logits of the last column are added, the logits again
+        in float32 for sampling. Not counted: the allocator's losses, and temporaries inside an
+        activation function. Compared with traced prefills, the estimate is within 10 % for Llama
+        and Qwen with grouped queries, a third too low for GPT-2 and a third too high for OPT.
         """
         tokens, columns = batch_size * length, cached + length
         query, key = self.heads * self.head_dim, self.kv_heads * self.head_dim
@@ -161,7 +163,7 @@ class ModelShape:
 
 
 def _first(config: Any, *names: str) -> int | None:
-    """The first of these keys that has a value."""
+    """The value of the first of these keys that has one."""
     values = (getattr(config, name, None) for name in names)
     return next((value for value in values if value), None)
 
@@ -169,9 +171,9 @@ def _first(config: Any, *names: str) -> int | None:
 def kv_budget_bytes(engine: EngineSpec, device: torch.device) -> int:
     """The KV budget of one worker; call it after the weights are loaded.
 
-    `engine.kv_cache_memory_mib`, or on a GPU what `gpu_memory_utilization` leaves beside the
-    weights; there that share is also made the allocator's limit. Raises `InputError` where neither
-    is known, `EngineError` where nothing is left.
+    It is `engine.kv_cache_memory_mib`, or on a GPU what `gpu_memory_utilization` leaves after the
+    weights; on a GPU that share also becomes the allocator's limit. Raises `InputError` if neither
+    is known, and `EngineError` if nothing is left.
     """
     if device.type == "cuda":
         return _cuda_budget_bytes(engine, device)
@@ -192,7 +194,8 @@ def _cuda_budget_bytes(engine: EngineSpec, device: torch.device) -> int:
         left = min(left, int(engine.kv_cache_memory_mib * MIB))
     if left <= 0:
         raise EngineError(
-            f"no GPU memory is left for the KV cache: {free / MIB:.0f} of {total / MIB:.0f} MiB are free, and "
+            "no GPU memory is left for the KV cache: "
+            f"{free / MIB:.0f} of {total / MIB:.0f} MiB are free, and "
             f"engine.gpu_memory_utilization is {engine.gpu_memory_utilization}",
             "free the GPU, raise engine.gpu_memory_utilization, or use a smaller model",
         )
@@ -200,18 +203,18 @@ def _cuda_budget_bytes(engine: EngineSpec, device: torch.device) -> int:
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:
-    """CUDA and the ledger raise `torch.OutOfMemoryError`; the CPU allocator and cuBLAS a plain one
-    that says so.
+    """Whether memory ran out: CUDA and the ledger raise `torch.OutOfMemoryError`, and the CPU
+    allocator and cuBLAS a plain `RuntimeError` with a known message.
     """
     return isinstance(error, torch.OutOfMemoryError) or any(
         sign in str(error) for sign in OUT_OF_MEMORY_SIGNS
     )
 
 
-def at_the_seam(work: Callable[[], Result]) -> Result:
-    """`work()`, with running out of memory turned into `OutOfMemory`.
+def as_out_of_memory(work: Callable[[], Result]) -> Result:
+    """The result of `work()`; if memory runs out, raises `OutOfMemory`.
 
-    It is raised after the handler, not in it: otherwise its context would keep the batch's tensors
+    It is raised after the handler, not in it, because its context would keep the batch's tensors
     alive.
     """
     try:

@@ -1,6 +1,9 @@
-"""The seam between a worker and what runs the model: serve a slice, and time one prefill or decode.
+"""The interface between a worker and the engine that runs its model.
 
-These types also travel between processes (`toolkit.workers.frames`), so they are msgspec structs.
+In this order: the rows of a batch and what a slice or a round returns; `Engine` and `RoundEngine`;
+and the rules for when a row ends, which are the same for every engine.
+
+The structs also travel between processes (`toolkit.workers.frames`), so they are msgspec structs.
 """
 
 from __future__ import annotations
@@ -16,13 +19,15 @@ FinishReason = Literal["", "stop", "length"]
 
 
 class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
-    """How the next token is drawn: keyed by (seed, position), so a row that is moved or run again
-    draws the same.
+    """How the next token is drawn.
+
+    A draw depends on (seed, position) only, so a row that moves or runs again draws the same
+    tokens. `top_k` 0 keeps all tokens.
     """
 
     temperature: float = 0.0
     top_p: float = 1.0
-    top_k: int = 0  # 0: all
+    top_k: int = 0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     seed: int = 0
@@ -32,32 +37,40 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Row(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One request's share of a batch: all its tokens so far, and how far it may go in this slice or
-    later ones.
+    """One request's row in a batch: all its tokens so far, and how many more it may generate.
+
+    Attributes:
+        tokens: the prompt and the output so far.
+        generated: how many of `tokens` were generated; also the position of the next draw.
+        max_new_tokens: of the whole request, so at most `max_new_tokens - generated` more.
+        end_after: for replayed traces, unknown to the scheduler: the row's end_after-th output
+            token becomes EOS, and no earlier one.
     """
 
     request_id: str
-    tokens: tuple[int, ...]  # prompt + generated
-    generated: int  # how many of `tokens` were generated: the position of the next draw
-    max_new_tokens: int  # of the whole request, so `max_new_tokens - generated` more at most
+    tokens: tuple[int, ...]
+    generated: int
+    max_new_tokens: int
     sampling: SamplingParams = SamplingParams()
-    # For replayed traces, unknown to the scheduler: the model 'says' EOS as its end_after-th token,
-    # and no earlier.
     end_after: int | None = None
 
 
 class SliceOutput(msgspec.Struct, frozen=True):
-    """What a slice did, per row in order."""
+    """What a slice did, for each row in order.
 
-    tokens: tuple[
-        tuple[int, ...], ...
-    ]  # new tokens; an EOS that ended the row is its last one, and counts
-    finish: tuple[FinishReason, ...]  # "" where the row goes on
+    Attributes:
+        tokens: the new tokens of each row. An EOS that ended the row is its last token, and counts.
+        finish: why each row ended; "" if it goes on.
+    """
+
+    tokens: tuple[tuple[int, ...], ...]
+    finish: tuple[FinishReason, ...]
 
 
 class StepOutput(msgspec.Struct, frozen=True):
-    """One token per row that got one in this step, and the rows that ended with it. In rounds,
-    `rows` are numbers.
+    """One token for each row that got one in this step, and the rows that ended with it.
+
+    `rows` are indices in a slice's batch, and row numbers in a round.
     """
 
     rows: tuple[int, ...]
@@ -69,66 +82,79 @@ class Round(msgspec.Struct, frozen=True, omit_defaults=True):
     """What a worker that keeps its rows' caches does next (`toolkit.sched.types.Batch` with
     `keep_cache`).
 
-    Rows are evicted, paused, swapped out and in, resumed, and enter, in this order; then all who
-    are not paused decode, `steps` times at most and until any ends. In rounds a row goes by a
-    number that the caller chose when it entered.
+    Rows are evicted, paused, swapped out, swapped in and resumed, and new rows enter, in this
+    order. Then all rows that are not paused decode, at most `steps` times and until one of them
+    ends. The caller chooses a number for each row when it enters.
+
+    Attributes:
+        enter: rows to prefill.
+        numbers: the number of each row in `enter`; no other row has it.
+        evict: rows to drop with their caches, wherever these are; an unknown number has gone.
+        pause: rows that keep their caches on the device and do not decode.
+        swap_out: running or paused rows that go to host memory with their caches.
+        swap_in: swapped rows that return to the device and are paused.
+        resume: paused rows that decode again, without a prefill.
+        overlap: swaps run in parallel with the round's computation, if the device can do that; else
+            the round waits for them.
+        stop_every: a round that `on_step` stops ends where the count of steps is a multiple of
+            this.
+        chunk_tokens: the largest prefill pass while rows decode, in tokens with padding; 0: whole
+            prefills.
+        steps_before: decode steps that the scheduler has counted; the engine may have made a
+            different number.
     """
 
     steps: int
-    enter: tuple[Row, ...] = ()  # to be prefilled
-    numbers: tuple[int, ...] = ()  # theirs, which no other row has
-    evict: tuple[
-        int, ...
-    ] = ()  # their caches are dropped, wherever they lie; unknown numbers have gone already
-    pause: tuple[int, ...] = ()  # they keep their caches on the device and do not decode
-    swap_out: tuple[int, ...] = ()  # running or paused: their caches go to host memory
-    swap_in: tuple[int, ...] = ()  # they come back, and are paused
-    resume: tuple[int, ...] = ()  # paused ones decode again, without a prefill
-    # swaps go on beside the round's compute, where the device can; else it waits for them
+    enter: tuple[Row, ...] = ()
+    numbers: tuple[int, ...] = ()
+    evict: tuple[int, ...] = ()
+    pause: tuple[int, ...] = ()
+    swap_out: tuple[int, ...] = ()
+    swap_in: tuple[int, ...] = ()
+    resume: tuple[int, ...] = ()
     overlap: bool = False
-    stop_every: int = (
-        1  # a round that is told to stop does so where the count of steps is a multiple of this
-    )
-    chunk_tokens: int = (
-        0  # of a pass of prefill while rows decode, at most, padding counted; 0: whole prefills
-    )
-    steps_before: int = (
-        0  # decode steps that the scheduler has counted: the engine may have made others
-    )
+    stop_every: int = 1
+    chunk_tokens: int = 0
+    steps_before: int = 0
 
 
 class RoundOutput(msgspec.Struct, frozen=True):
-    """What a round did; its tokens went out step by step."""
+    """What a round did. Its tokens were reported step by step.
 
-    steps: int  # decode steps of those who were there all the time
-    joined: tuple[
-        tuple[int, int], ...
-    ]  # whose prefill ended and gave a token: number, steps made until then
+    Attributes:
+        steps: decode steps of the rows that were running throughout.
+        joined: rows that ended their prefill and got a token: (number, steps made before that).
+        ended: numbers of the rows that ended.
+        tokens: tokens of KV cache that rows hold on the device now.
+        padded_tokens: the same with padding.
+        dropped: rows that are gone because memory had no room, the last admitted first.
+        ran_out: passes that had no room even after all spare memory was freed, and were repeated in
+            parts.
+    """
+
+    steps: int
+    joined: tuple[tuple[int, int], ...]
     ended: tuple[int, ...]
-    tokens: int  # of KV cache that rows hold on the device now
-    padded_tokens: int  # of KV cache that they take there, their padding counted
-    dropped: tuple[
-        int, ...
-    ] = ()  # memory had no room for them, so they are gone; the last admitted first
-    # passes that had no room, whatever else was given up for them, and were made again in parts
+    tokens: int
+    padded_tokens: int
+    dropped: tuple[int, ...] = ()
     ran_out: int = 0
 
     @property
     def is_short(self) -> bool:
-        """Whether memory ran out, also where nobody had to go for it."""
+        """Whether memory ran out, even if no row was dropped."""
         return bool(self.dropped or self.ran_out)
 
 
-Part = Literal[
-    "join", "leave", "grow", "swap_out", "swap_in"
-]  # of a round, besides prefills and decode steps
+# Parts of a round other than prefills and decode steps.
+Part = Literal["join", "leave", "grow", "swap_out", "swap_in"]
 
-OnStep = Callable[[StepOutput], bool]  # False: stop the slice at this step boundary
+OnStep = Callable[[StepOutput], bool]  # False: stop at this step boundary
 
 
 class Engine(Protocol):
-    """A loaded model. An out-of-memory condition is `torch.OutOfMemoryError` inside, `OutOfMemory`
-    at this seam.
+    """A loaded model. Out of memory is `torch.OutOfMemoryError` inside, and `OutOfMemory` at this
+    interface.
     """
 
     facts: EngineFacts
@@ -136,13 +162,13 @@ class Engine(Protocol):
     def run_slice(self, rows: Sequence[Row], steps: int, on_step: OnStep) -> SliceOutput:
         """Serve `rows` as one padded batch for at most `steps` tokens each, until all have ended.
 
-        Raises `OutOfMemory` with nothing kept; what `on_step` got before stays valid.
+        Raises `OutOfMemory` and keeps nothing; what `on_step` received before stays valid.
         """
         ...
 
     def time_prefill(self, batch_size: int, input_length: int, clock: Callable[[], float]) -> float:
-        """Seconds on `clock` of one prefill of [batch_size, input_length] tokens with real left
-        padding.
+        """Seconds on `clock` of one prefill of [batch_size, input_length] tokens, with left padding
+        as in a real batch.
         """
         ...
 
@@ -155,43 +181,44 @@ class RoundEngine(Engine, Protocol):
     """An engine that keeps rows and their caches between rounds: continuous batching."""
 
     def run_round(self, plan: Round, on_step: OnStep) -> RoundOutput:
-        """Run one round. `on_step` sees the tokens as they come, and may ask to stop.
+        """Run one round. `on_step` receives the tokens of each step, and may stop the round.
 
-        A pass that memory has no room for may be made again in parts. Where that does not help, the
-        round ends early, and `RoundOutput.dropped` names who was given up: a row whose move had no
-        room, those who were to be prefilled, or, where a step has no room, the last admitted. All
-        others are where the plan wanted them, with their caches. What was reported of a dropped row
-        stays valid.
+        A pass that does not fit into memory may be repeated in parts. If that does not help, the
+        round ends early and `RoundOutput.dropped` names the rows that were given up: a row
+        without room for its move, rows to be prefilled, or, if a step has no room, the last
+        admitted row. All other rows are where the plan wanted them, with their caches. Reported
+        tokens of a dropped row stay valid.
         """
         ...
 
     def time_part(
         self, part: Part, rows: int, length: int, others: int, clock: Callable[[], float]
     ) -> float:
-        """Seconds on `clock` of a part of a round: `rows` rows, the longest of `length` tokens,
-        beside `others` more.
+        """Seconds on `clock` of a part of a round: `rows` rows, the longest of `length` tokens, in
+        a batch with `others` more rows.
 
-        join: prefilled rows are embedded into the batch of the others; leave: they leave it. grow:
-        the cache moves to where it has room for more steps, per step until it has to move again.
-        swap_out: caches leave the batch and go to host memory; swap_in: they come back and go on.
+        - join: prefilled rows are embedded into the batch of the others.
+        - leave: they leave it.
+        - grow: the cache moves to where it has room for more steps; per step until it moves again.
+        - swap_out: caches leave the batch and go to host memory.
+        - swap_in: caches return, and their rows decode again.
+
         The engine holds no rows before or after.
         """
         ...
 
 
 class OutOfMemory(Exception):  # noqa: N818  (it is a condition to handle, and the field's name for it)
-    """A batch did not fit. The engine is usable again when this is raised, and rows that it keeps
-    are still there.
+    """A batch did not fit. The engine is usable again when this is raised, and the rows that it
+    keeps are still there.
+
+    Attributes:
+        of_device: the device's own memory ran out, not only a ledger's budget.
     """
 
     def __init__(self, message: str = "", *, of_device: bool = False) -> None:
         super().__init__(message)
-        self.of_device = (
-            of_device  # it was the device's own memory that ended, not a ledger's budget
-        )
-
-
-# When rows end: the same rules for every engine, and the record of what each row got.
+        self.of_device = of_device
 
 
 def remaining(row: Row) -> int:
@@ -209,19 +236,19 @@ def stop_tokens(row: Row, eos_ids: Collection[int]) -> frozenset[int]:
 
 
 class LiveRow:
-    """One row on its way: the tokens that it got since it came, and when it ends.
+    """A row that is being served: the tokens that it got since it came, and when it ends.
 
     Args:
         row: as it came.
-        eos_ids: the model's; the first is what a row with `end_after` 'says' at its end.
+        eos_ids: the model's; the first one is the last token of a row with `end_after`.
     """
 
-    __slots__ = ("_says", "_stops", "row", "tokens")
+    __slots__ = ("_eos_id", "_stops", "row", "tokens")
 
     def __init__(self, row: Row, eos_ids: Sequence[int]) -> None:
         self.row = row
         self.tokens: list[int] = []
-        self._says = eos_ids[0] if eos_ids else 0
+        self._eos_id = eos_ids[0] if eos_ids else 0
         self._stops = stop_tokens(row, eos_ids)
 
     @property
@@ -229,29 +256,30 @@ class LiveRow:
         return self.tokens[-1] if self.tokens else self.row.tokens[-1]
 
     def advance(self, drawn: int) -> tuple[int, FinishReason]:
-        """The token that it gets, where `drawn` was drawn, and whether it ends with it."""
+        """The token that the row gets if `drawn` was drawn, and why the row ends with it ("" if it
+        does not).
+        """
         row = self.row
-        token, finish = self._judge(row, drawn, row.generated + len(self.tokens) + 1)
+        count = row.generated + len(self.tokens) + 1
+        token = drawn
+        finish: FinishReason = "length" if count >= row.max_new_tokens else ""
+        if row.end_after is not None and count >= row.end_after:
+            token, finish = self._eos_id, "stop"
+        elif drawn in self._stops and count > row.sampling.min_tokens:
+            finish = "stop"
         self.tokens.append(token)
         return token, finish
 
     def as_row(self) -> Row:
-        """The row with what it got since."""
+        """The row with the tokens that it got since."""
         row, new = self.row, self.tokens
         return msgspec.structs.replace(
             row, tokens=(*row.tokens, *new), generated=row.generated + len(new)
         )
 
-    def _judge(self, row: Row, token: int, count: int) -> tuple[int, FinishReason]:
-        if row.end_after is not None and count >= row.end_after:
-            return self._says, "stop"
-        if token in self._stops and count > row.sampling.min_tokens:
-            return token, "stop"
-        return token, "length" if count >= row.max_new_tokens else ""
-
 
 class SliceRecord:
-    """Follows the rows of one slice step by step.
+    """The rows of one slice, step by step.
 
     Args:
         rows: the batch.
@@ -268,7 +296,7 @@ class SliceRecord:
         return not self._live
 
     def advance(self, drawn: Sequence[int]) -> StepOutput:
-        """One more token per row, `drawn` [N]; what rows that have ended drew is dropped."""
+        """One more token for each row, from `drawn` [N]; draws of ended rows are ignored."""
         live, tokens = self._live, []
         ended: list[tuple[int, FinishReason]] = []
         for index in live:
@@ -282,4 +310,5 @@ class SliceRecord:
         return StepOutput(live, tuple(tokens), tuple(ended))
 
     def output(self) -> SliceOutput:
+        """The tokens of all steps, and why rows ended."""
         return SliceOutput(tuple(tuple(row.tokens) for row in self._rows), tuple(self._finish))

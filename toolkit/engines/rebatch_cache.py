@@ -1,29 +1,30 @@
-"""A KV cache whose rows come and go: all rows end in the same column, and each begins where its own
-tokens do.
+"""The padded KV cache of a running batch: all rows end in the same column, and each begins where
+its own tokens begin.
 
     slab     [rows, kv_heads, columns, head_dim], per layer, for keys and for values
-    window   columns start..end of the slab's first N rows, which is what attention reads
-    row i    columns begin[i]..end; what lies before, in the window, is masked
+    window   columns start..end of the slab's first N rows: what attention reads
+    row i    columns begin[i]..end; the columns before these, in the window, are masked
 
-A step writes column `end`. A row that joins is copied so that it ends at `end`, and the window
-grows to the left if it is the longest; a row that leaves makes room for the last one; columns that
-no row needs any more leave the window (BATON, section 4: embedding, left growth, releasing). Keys
-are cached after their rotation by position, so columns may be moved. With room on both sides of the
-window, none of this copies the other rows; where a side runs out, the window slides within the slab
-or moves to a larger one, which copies it once for many steps.
+A step writes column `end`. A row that joins is copied so that it ends at `end`; if it is the
+longest, the window grows to the left. When a row leaves, the last row takes its place. Columns that
+no row needs leave the window (BATON, section 4: embedding, left growth, releasing). Keys are cached
+after their rotation by position, so columns may move. While there is room on both sides of the
+window, none of this copies the other rows. When a side has no room, the window slides within the
+slab or moves to a larger slab, which copies it once for many steps.
 
-In the window, what is not a row's own is zero: a row that overflowed leaves nothing behind that
-could reach another.
+Columns in the window that do not belong to a row are zero, so nothing of a row that overflowed can
+reach another row.
 
-Memory may run out at any allocation, on a device also where the ledger saw room: all rows are then
-as they were. Where some layers have moved already, all are narrowed to the columns that the old
-place and the new one have in common.
+Memory may run out at any allocation, on a device even if the ledger saw room. All rows then keep
+their values. If some layers have moved already, all layers are narrowed to the columns that the old
+place and the new place have in common.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from transformers.cache_utils import Cache, DynamicLayer
@@ -31,23 +32,29 @@ from transformers.cache_utils import Cache, DynamicLayer
 from toolkit.engines.memory import ByteLedger, PastBudget
 from toolkit.engines.slab import KVShape
 
-# The layers of a cache that attention reads through a window: the first N rows, and columns
-# start..end, of a slab.
+# A row's keys and values per layer: [kv_heads, length, head_dim].
+RowKV = list[tuple[torch.Tensor, torch.Tensor]]
+
+# Spare columns of a new slab, as a share of the width plus a constant. The first that fits into
+# memory is used.
+SPARE_COLUMNS = ((0.5, 64), (0.125, 16), (0.0, 4), (0.0, 0))
+SHRINK_FACTOR = 4  # a slab shrinks when it could be this many times smaller
+# A quarter of the spare columns is to the left of the window, for newcomers; steps need the right.
+LEFT_SHARE = 4
 
 
 class ColumnWindow:
-    """The columns that hold the rows now. One for all layers."""
+    """The columns that the rows use now, the same for all layers, and the next pass's first row."""
 
     __slots__ = ("end", "first_row", "start")
 
     def __init__(self) -> None:
-        self.start = self.end = 0
-        self.first_row = 0  # that the next pass is over
+        self.start = self.end = self.first_row = 0
 
 
 class WindowLayer(DynamicLayer):  # type: ignore[misc]
-    """One layer's slabs. A pass reads the window and writes after its end; the window moves when
-    the pass is over.
+    """One layer's slabs. A pass reads the window and writes after its end; the window moves after
+    the pass.
     """
 
     def __init__(self, window: ColumnWindow) -> None:
@@ -63,7 +70,7 @@ class WindowLayer(DynamicLayer):  # type: ignore[misc]
         rows = slice(first, first + key_states.shape[0])
         end = old + key_states.shape[-2]
         if end > self.key_slab.shape[2]:
-            raise IndexError(f"column {end} lies outside of a slab of {self.key_slab.shape[2]}")
+            raise IndexError(f"column {end} is outside a slab of {self.key_slab.shape[2]} columns")
         self.key_slab[rows, :, old:end] = key_states
         self.value_slab[rows, :, old:end] = value_states
         return self.key_slab[rows, :, start:end], self.value_slab[rows, :, start:end]
@@ -72,24 +79,9 @@ class WindowLayer(DynamicLayer):  # type: ignore[misc]
         return self._window.end - self._window.start
 
     def narrow(self, start: int, end: int) -> None:
-        """Keep these columns of the slabs, which costs no memory and gives none back."""
-        self.key_slab, self.value_slab = (
-            self.key_slab[:, :, start:end],
-            self.value_slab[:, :, start:end],
-        )
-
-
-RowKV = list[
-    tuple[torch.Tensor, torch.Tensor]
-]  # per layer, a row's keys and values [kv_heads, length, head_dim]
-
-# Columns to spare in a new slab, as a share of the width and a number beside it: as much as memory
-# allows.
-SPARE_COLUMNS = ((0.5, 64), (0.125, 16), (0.0, 4), (0.0, 0))
-SHRINK = 4  # a slab that could be so many times smaller is left for a smaller one
-LEFT_SHARE = (
-    4  # a quarter of the columns to spare lies to the left: newcomers need it, steps need the right
-)
+        """Keep only these columns of the slabs, as views: it neither takes nor frees memory."""
+        self.key_slab = self.key_slab[:, :, start:end]
+        self.value_slab = self.value_slab[:, :, start:end]
 
 
 class RebatchCache(Cache):  # type: ignore[misc]
@@ -98,7 +90,8 @@ class RebatchCache(Cache):  # type: ignore[misc]
     Args:
         shapes: what each layer caches, from any earlier cache of the model.
         like: a tensor of the cache's dtype, on its device.
-        ledger: is charged for the slabs. `torch.OutOfMemoryError` where they do not fit, with all rows as they were.
+        ledger: is charged for the slabs. If they do not fit, `torch.OutOfMemoryError` is raised and
+            all rows keep their values.
     """
 
     def __init__(self, shapes: Sequence[KVShape], like: torch.Tensor, ledger: ByteLedger) -> None:
@@ -112,9 +105,8 @@ class RebatchCache(Cache):  # type: ignore[misc]
         self._held_bytes = 0
         self._begin: list[int] = []
         self._is_padded = False
-        self._begins: torch.Tensor | None = (
-            None  # as a tensor, and which columns a row may look at; None: to be made
-        )
+        # `_begin` as a tensor, and the columns that each row may attend to; None: to be computed.
+        self._begins: torch.Tensor | None = None
         self._visible: torch.Tensor | None = None
 
     @property
@@ -149,16 +141,16 @@ class RebatchCache(Cache):  # type: ignore[misc]
 
     @property
     def slab_tokens(self) -> int:
-        """Tokens that the slabs have room for: what memory is taken for."""
+        """Tokens that the slabs have room for, which is what memory is charged for."""
         return self.row_capacity * self.columns
 
     @property
     def columns_ahead(self) -> int:
-        """Steps that the window can take before it has to move."""
+        """Steps until the window has to move."""
         return self.columns - self._window.end
 
     def make_room(self, rows: int, width: int, ahead: int) -> None:
-        """See that `rows` rows, the longest of `width` tokens, can take `ahead` columns more."""
+        """Ensure room for `rows` rows, the longest of `width` tokens, and `ahead` columns more."""
         width = max(width, self.width)
         if rows <= self.row_capacity and width + ahead <= self.columns:
             if not width <= self._window.end <= self.columns - ahead:
@@ -170,12 +162,12 @@ class RebatchCache(Cache):  # type: ignore[misc]
             if self._try_slabs(rows + spare_rows, columns, self._best_end(width, ahead, columns)):
                 return
         raise PastBudget(
-            f"{rows} rows of {width + ahead} columns, {rows * (width + ahead)} tokens of KV cache, do not fit: "
-            f"{self._ledger.used_bytes} of {self._ledger.budget_bytes} bytes are in use"
+            f"{rows} rows of {width + ahead} columns, {rows * (width + ahead)} tokens of KV cache, "
+            f"do not fit: {self._ledger.used_bytes} of {self._ledger.budget_bytes} bytes are in use"
         )
 
     def growth_bytes(self, newcomers: int, width: int) -> int:
-        """What `make_room` would have to take, at least, for so many rows more of at most `width`
+        """Bytes that `make_room` takes at least for `newcomers` more rows of at most `width`
         tokens.
         """
         rows, columns = self.rows + newcomers, max(width, self.width) + 1
@@ -185,9 +177,7 @@ class RebatchCache(Cache):  # type: ignore[misc]
         return max(needed - self._held_bytes, 0) + min(needed, self._held_bytes) // len(self.layers)
 
     def join(self, row: RowKV) -> None:
-        """Put a row after the others; `make_room` has been called. The tensors may lie on another
-        device.
-        """
+        """Add a row after the others, after `make_room`. Its tensors may be on another device."""
         length = row[0][0].shape[1]
         index, end = self.rows, self._window.end
         self._grow_left_to(end - length)
@@ -207,8 +197,8 @@ class RebatchCache(Cache):  # type: ignore[misc]
         ]
 
     def leave(self, indices: Sequence[int]) -> list[int]:
-        """Drop rows; the last ones move into their places. The old indices of the others, in their
-        new order.
+        """Drop rows; the last rows move to their places. Returns the old indices of the remaining
+        rows in their new order.
         """
         order = list(range(self.rows))
         for index in sorted(indices, reverse=True):
@@ -223,7 +213,7 @@ class RebatchCache(Cache):  # type: ignore[misc]
 
     @contextmanager
     def rows_from(self, first: int) -> Iterator[None]:
-        """Within it, a pass is over rows from this one on, as many as it has."""
+        """In this context, a pass starts at the row `first`; the pass determines how many rows."""
         self._window.first_row = first
         try:
             yield
@@ -231,27 +221,21 @@ class RebatchCache(Cache):  # type: ignore[misc]
             self._window.first_row = 0
 
     def advance(self) -> None:
-        """A pass of one token per row has been written: the window takes it in."""
+        """Add the column that a pass of one token per row has written to the window."""
         self._window.end += 1
 
     def clear_behind(self, count: int) -> None:
-        """The next pass has `count` newcomers behind the rows: what it reads of the window for them
-        is zero.
-        """
-        rows, columns = (
-            slice(self.rows, self.rows + count),
-            slice(self._window.start, self._window.end),
-        )
+        """Zero the window for `count` newcomers that the next pass has after the rows."""
         for slab in self._slabs():
-            slab[rows, :, columns].zero_()
+            slab[self.rows : self.rows + count, :, self._window.start : self._window.end].zero_()
 
     def take_in(self, pass_width: int, lengths: Sequence[int]) -> None:
-        """A pass of `pass_width` tokens, padded on the left, over all rows and newcomers of
-        `lengths` has been written.
+        """Add what a left-padded pass of `pass_width` tokens over all rows and over newcomers of
+        `lengths` has written.
 
-        Each row keeps its last token, each newcomer its own ones; they move left so that all end
-        one column on, and no padding stays in the middle of a row. Where memory runs out, the pass
-        can be written again.
+        Each row keeps its last token, and each newcomer its own tokens. They move left so that all
+        end in the next column, and no padding stays in the middle of a row. If memory runs out, the
+        pass can be repeated.
         """
         old, rows = self._window.end, self.rows
         end = old + 1
@@ -268,10 +252,10 @@ class RebatchCache(Cache):  # type: ignore[misc]
         self._refresh()
 
     def mask(self, *, as_4d: bool) -> torch.Tensor | None:
-        """Of the next step: [N, width + 1], True where a row may look; None where all may look at
-        everything.
+        """The next step's mask: [N, width + 1], True where a row may attend; None if all rows may
+        attend to all columns.
 
-        In four dimensions, [N, 1, 1, width + 1], a model takes it as it is instead of making one.
+        `as_4d` gives [N, 1, 1, width + 1], which a model uses as it is instead of building a mask.
         """
         if not self._is_padded:
             return None
@@ -287,17 +271,17 @@ class RebatchCache(Cache):  # type: ignore[misc]
         return self._window.end - self._begin_column()
 
     def shrink(self) -> None:
-        """Go to smaller slabs where these are much larger than needed, to none without rows."""
+        """Move to smaller slabs if these are much larger than needed, or to none without rows."""
         share, extra = SPARE_COLUMNS[0]
         columns = int((1 + share) * self.width) + extra
-        if self.slab_tokens >= SHRINK * self.rows * columns:
+        if self.slab_tokens >= SHRINK_FACTOR * self.rows * columns:
             self.fit(columns)
 
     def fit(self, columns: int = 0) -> None:
-        """Go to slabs with room for these rows and no more, and for `columns` columns, if these are
-        fewer than now.
+        """Move to slabs that have room for exactly these rows and `columns` columns, if that is
+        less than now.
 
-        Where memory is too short for the move, they stay where they are.
+        If memory is too short for the move, the slabs stay.
         """
         rows, columns = self.rows, max(columns, self.width + 1) if self.rows else 0
         if rows * columns * self.bytes_per_token < self._held_bytes:
@@ -319,12 +303,8 @@ class RebatchCache(Cache):  # type: ignore[misc]
 
     def _slide(self, end: int) -> None:
         """Move the window within its slabs."""
-        rows, start, old, distance = (
-            self.rows,
-            self._window.start,
-            self._window.end,
-            end - self._window.end,
-        )
+        rows, start, old = self.rows, self._window.start, self._window.end
+        distance = end - old
         overlaps = abs(distance) < old - start
         with self._layers_moving(self.row_capacity, self.columns, end) as moved:
             for layer in self.layers:
@@ -337,22 +317,22 @@ class RebatchCache(Cache):  # type: ignore[misc]
                 moved.append(layer)
 
     def _try_slabs(self, rows: int, columns: int, end: int) -> bool:
-        """Move to new slabs if memory has room for them; else the window stays."""
-        old_bytes, new_bytes = self._held_bytes, rows * columns * self.bytes_per_token
-        beside = min(old_bytes, new_bytes) // len(self.layers)
-        if max(new_bytes - old_bytes, 0) + beside > self._ledger.free_bytes:
-            return False
-        return bool(self._ledger.attempt(lambda: self._change_slabs(rows, columns, end, beside)))
+        """Move to new slabs if memory has room for them; else the window stays.
 
-    def _change_slabs(self, rows: int, columns: int, end: int, beside: int) -> bool:
-        """Move the window to new slabs, layer by layer, so that only one is there twice: `beside`
-        bytes.
+        The layers move one after another, so that only one layer exists twice.
         """
+        old_bytes, new_bytes = self._held_bytes, rows * columns * self.bytes_per_token
+        layer_bytes = min(old_bytes, new_bytes) // len(self.layers)
+        if max(new_bytes - old_bytes, 0) + layer_bytes > self._ledger.free_bytes:
+            return False
+        work = partial(self._change_slabs, rows, columns, end, layer_bytes)
+        return bool(self._ledger.attempt(work))
+
+    def _change_slabs(self, rows: int, columns: int, end: int, layer_bytes: int) -> bool:
         new_bytes = rows * columns * self.bytes_per_token
-        with self._ledger.reserve(beside):
-            self._hold(
-                max(new_bytes, self._held_bytes)
-            )  # if it fails half way, what was left may still be held
+        with self._ledger.reserve(layer_bytes):
+            # If the move fails half way, some of the old slabs remain.
+            self._hold(max(new_bytes, self._held_bytes))
             with self._layers_moving(rows, columns, end) as moved:
                 for layer, (keys, values) in zip(self.layers, self._shapes, strict=True):
                     new_keys = self._moved(layer.key_slab, keys, rows, columns, end)
@@ -364,10 +344,10 @@ class RebatchCache(Cache):  # type: ignore[misc]
 
     @contextmanager
     def _layers_moving(self, rows: int, columns: int, end: int) -> Iterator[list[WindowLayer]]:
-        """Within it, layers move to slabs of these sizes, the window's end to `end`; all in the
-        list, or it raises.
+        """In this context, layers move to slabs of these sizes and the window's end moves to `end`.
+        The caller adds each moved layer to the list.
 
-        If it does, the layers that have moved and those that have not are narrowed to what they
+        If the move fails, the moved layers and the others are narrowed to the columns that they
         have in common.
         """
         moved: list[WindowLayer] = []
@@ -420,26 +400,26 @@ class RebatchCache(Cache):  # type: ignore[misc]
                 slab[index, :, start:begin].zero_()
 
     def _copy_row(self, source: int, target: int) -> None:
-        """By methods that take no memory, as an assignment of a scalar does."""
+        """Copy with methods that need no memory; an assignment of a scalar does."""
         begin, end, start = self._begin[source], self._window.end, self._window.start
         for slab in self._slabs():
             slab[target, :, begin:end].copy_(slab[source, :, begin:end])
             slab[target, :, start:begin].zero_()
 
     def _release(self) -> None:
-        """Columns that no row needs leave the window."""
+        """Remove columns that no row needs from the window."""
         self._window.start = min(self._begin, default=self._window.end)
         self._refresh()
 
     def _refresh(self) -> None:
-        """What a step needs is made by the next one, for all until rows come, go or move: leaving
-        takes no memory.
+        """Discard the tensors that a step needs. The next step computes them, so that leaving needs
+        no memory; they stay valid until rows come, go or move.
         """
         self._begins = self._visible = None
         self._is_padded = any(begin > self._window.start for begin in self._begin)
 
     def _begin_column(self) -> torch.Tensor:
-        """[N, 1]: where each row begins."""
+        """[N, 1]: the column where each row begins."""
         if self._begins is None:
             self._begins = torch.tensor(self._begin, dtype=torch.long, device=self.device)[:, None]
         return self._begins

@@ -1,8 +1,6 @@
-"""What a round is made of, timed piece by piece on rows that nobody asked for: random caches of
-unequal lengths.
+"""Timing of the parts of a round, on rows with random caches of unequal lengths.
 
-The pieces are those that serve: the running batch, its cache, and the places for caches that wait.
-Nothing is left of the rows afterwards.
+The engine's own running batch, cache and paused rows are timed. No row is left afterwards.
 """
 
 from __future__ import annotations
@@ -11,16 +9,16 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from toolkit.engines.parked import ParkedRows
 from toolkit.engines.protocol import LiveRow, Part, Row, SamplingParams
 from toolkit.engines.rebatch_cache import RowKV
 from toolkit.engines.running import Newcomer, Prefiller, RunningBatch
 from toolkit.engines.slab import KVShape
+from toolkit.engines.suspended import SuspendedRows
 from toolkit.sched.rounds import PADDING_SHARE
 
-SHORTEST = 4  # the shortest row of a timed batch has 1/4 of the longest one's tokens
-STEPS = 4  # that are timed at once
-UNBOUNDED = 1 << 40  # tokens that a timed row may still get
+SHORTEST_DIVISOR = 4  # the shortest row of a timed batch has 1/4 of the longest row's tokens
+STEPS = 4  # decode steps that are timed together
+UNBOUNDED_TOKENS = 1 << 40  # output limit of a timed row
 Clock = Callable[[], float]
 
 
@@ -28,7 +26,7 @@ class RoundParts:
     """Times the parts of an engine's rounds; the engine must hold no rows.
 
     Args:
-        batch, prefiller, parked: the engine's own.
+        batch, prefiller, suspended: the engine's own.
         kv_shapes: what each layer caches.
         like: a tensor of the cache's dtype, on its device.
         synchronize: waits for the device.
@@ -38,12 +36,12 @@ class RoundParts:
         self,
         batch: RunningBatch,
         prefiller: Prefiller,
-        parked: ParkedRows,
+        suspended: SuspendedRows,
         kv_shapes: Sequence[KVShape],
         like: torch.Tensor,
         synchronize: Callable[[], None],
     ) -> None:
-        self._batch, self._prefiller, self._parked = batch, prefiller, parked
+        self._batch, self._prefiller, self._suspended = batch, prefiller, suspended
         self._kv_shapes, self._like, self._synchronize = kv_shapes, like, synchronize
         self._parts: dict[Part, Callable[[int, int, int, Clock], float]] = {
             "join": self._join,
@@ -61,7 +59,9 @@ class RoundParts:
             self._clear(rows)
 
     def prefill(self, rows: Sequence[Sequence[int]], clock: Clock) -> float:
-        """Newcomers of these tokens to the first token of each, before they are embedded."""
+        """Seconds from newcomers with these tokens to the first token of each, before they are
+        embedded.
+        """
         newcomers = [(number, _live(tokens)) for number, tokens in enumerate(rows)]
 
         def whole() -> None:
@@ -77,11 +77,11 @@ class RoundParts:
             self._clear(0)
 
     def step(self, rows: int, length: int, clock: Clock) -> float:
-        """A decode step of so many rows, the longest with `length` tokens cached at last; the mean
-        of a few.
+        """Seconds of a decode step of `rows` rows, the mean of a few; at the last one, the longest
+        row has `length` cached tokens.
 
-        They come after another one, as they do in serving: filling the cache has evicted the
-        weights.
+        An untimed step comes first, as in serving: filling the cache has evicted the weights from
+        the processor's caches.
         """
 
         def steps() -> None:
@@ -97,7 +97,7 @@ class RoundParts:
 
     def _join(self, rows: int, length: int, others: int, clock: Clock) -> float:
         self._fill(others, length)
-        shortest = length - int(PADDING_SHARE * length)  # of a group that was prefilled together
+        shortest = length - int(PADDING_SHARE * length)  # of rows that are prefilled together
         caches = self._caches(rows, length, shortest)
         self._batch.cache.make_room(others + rows, length, ahead=1)
         return self._time(lambda: self._batch.join(_newcomers(caches, others), caches), clock)
@@ -112,8 +112,8 @@ class RoundParts:
         return self._time(leave, clock)
 
     def _grow(self, rows: int, length: int, others: int, clock: Clock) -> float:
-        """A move to slabs that are as much larger as memory allows, by the steps until the next one
-        is due.
+        """Seconds of a move to slabs that are as large as memory allows, divided by the steps until
+        the next move.
         """
         self._fill(rows + others, length)
         cache = self._batch.cache
@@ -133,20 +133,20 @@ class RoundParts:
 
         def back() -> None:
             for number in range(rows):
-                self._parked.swap_in(number)
-            returned = [self._parked.take(number) for number in range(rows)]
+                self._suspended.swap_in(number)
+            returned = [self._suspended.take(number) for number in range(rows)]
             newcomers = [(number, live) for number, (live, _) in enumerate(returned)]
             self._batch.join(newcomers, [cached for _, cached in returned if cached is not None])
-            self._parked.settle()
+            self._suspended.settle()
 
         return self._time(back, clock)
 
     def _to_host(self, rows: int) -> None:
         for number in range(rows):
-            parked = self._parked.copy_of(*self._batch.peek(number))
+            suspended = self._suspended.copy_of(*self._batch.peek(number))
             self._batch.drop(number)
-            self._parked.swap_out(number, parked)
-        self._parked.wait()
+            self._suspended.swap_out(number, suspended)
+        self._suspended.wait()
 
     def _time(self, work: Callable[[], object], clock: Clock) -> float:
         self._synchronize()
@@ -156,15 +156,15 @@ class RoundParts:
         return clock() - start
 
     def _fill(self, rows: int, length: int) -> None:
-        """`rows` rows join the empty batch, the first of `length` tokens, the last of a quarter of
-        them.
+        """Let `rows` rows join the empty batch, the first with `length` tokens, the last with a
+        quarter of them.
         """
-        caches = self._caches(rows, length, max(length // SHORTEST, 1))
+        caches = self._caches(rows, length, max(length // SHORTEST_DIVISOR, 1))
         self._batch.join(_newcomers(caches, 0), caches)
 
     def _caches(self, rows: int, length: int, shortest: int) -> list[RowKV]:
-        """Views of one row of random keys and values: the first `length` tokens long, the others
-        down to `shortest`.
+        """Views of one row of random keys and values: the first has `length` tokens, and the
+        lengths decrease to `shortest`.
         """
         whole = [
             tuple(self._like.new_empty(heads, length, dim).normal_() for _, heads, _, dim in pair)
@@ -179,12 +179,12 @@ class RoundParts:
         self._batch.clear()
         self._prefiller.clear()
         for number in range(rows):
-            if number in self._parked:
-                self._parked.drop(number)
+            if number in self._suspended:
+                self._suspended.drop(number)
 
 
 def _newcomers(caches: Sequence[RowKV], first: int) -> list[Newcomer]:
-    """Rows whose tokens but for the last are in `caches`; numbers count from `first`."""
+    """Rows with all tokens but the last in `caches`, numbered from `first`."""
     lengths = (cached[0][0].shape[1] for cached in caches)
     return [
         (number, _live([number % 2] * (length + 1))) for number, length in enumerate(lengths, first)
@@ -192,5 +192,5 @@ def _newcomers(caches: Sequence[RowKV], first: int) -> list[Newcomer]:
 
 
 def _live(tokens: Sequence[int]) -> LiveRow:
-    row = Row("profile", tuple(tokens), 0, UNBOUNDED, SamplingParams(ignore_eos=True))
+    row = Row("profile", tuple(tokens), 0, UNBOUNDED_TOKENS, SamplingParams(ignore_eos=True))
     return LiveRow(row, ())

@@ -1,12 +1,17 @@
-"""A KV cache in which each row has memory of its own: no padding, and nothing moves when rows come
-and go.
+"""A KV cache in which each row has its own memory, and the attention that reads it: no padding, and
+nothing moves when rows come and go.
 
-    block of a row   [2 * layers, kv_heads, room, head_dim]: keys and values of its first `length` tokens, by layer
+    block of a row   [2 * layers, kv_heads, room, head_dim]: keys and values of its first `length`
+                     tokens, by layer
 
-A step writes one token at the end of every block, and attention reads each block up to there
-(`toolkit.engines.row_cache`). Blocks grow by `GROWTH` tokens. What a batch takes is what its rows
-hold, so a scheduler that counts real tokens counts right; `RebatchCache` has the padded slab of
-BATON, which suits GPUs.
+A step writes one token at the end of every block, and attention reads each block up to there.
+Blocks grow by `GROWTH` tokens. A batch takes as much memory as its rows hold, so a scheduler that
+counts real tokens is right. `RebatchCache` has the padded slab of BATON, which suits GPUs:
+attention row by row is cheap on a CPU, but on a GPU each row and layer is a kernel launch.
+
+`attend` is registered with transformers' `AttentionInterface`, its extension point for attention
+functions, so the model itself is unchanged. A pass over one padded batch goes to transformers' own
+SDPA function.
 """
 
 from __future__ import annotations
@@ -27,19 +32,19 @@ from toolkit.engines.rebatch_cache import RebatchCache, RowKV
 from toolkit.engines.slab import KVShape
 from toolkit.errors import EngineError
 
-GROWTH = (
-    32  # tokens: a smaller one copies blocks more often, a larger one leaves more of them empty
-)
+# Tokens by which a block grows: fewer copy blocks more often, more leave a larger part empty.
+GROWTH = 32
 Views = tuple[torch.Tensor, ...]  # one per row
 
 
 class RowCache(Cache):  # type: ignore[misc]
-    """The rows 0..N-1 of a running batch, with what `RunningBatch` asks of a cache.
+    """The rows 0..N-1 of a running batch, with the methods that `RunningBatch` needs.
 
     Args:
-        shapes: what each layer caches, from any earlier cache of the model: the same in all layers.
+        shapes: what each layer caches, from any earlier cache of the model; all layers must be
+            equal.
         like: a tensor of the cache's dtype, on its device.
-        ledger: is charged for the blocks. `torch.OutOfMemoryError` where they do not fit.
+        ledger: is charged for the blocks, and raises `torch.OutOfMemoryError` if they do not fit.
     """
 
     def __init__(self, shapes: Sequence[KVShape], like: torch.Tensor, ledger: ByteLedger) -> None:
@@ -55,12 +60,12 @@ class RowCache(Cache):  # type: ignore[misc]
         self.bytes_per_token = like.itemsize * 2 * len(shapes) * self._heads * self._dim
         self._blocks: list[torch.Tensor] = []
         self._lengths: list[int] = []
-        self._ends: list[Views] | None = (
-            None  # where the next step writes, by layer: keys and values in turn
-        )
-        self._read: list[Views] = []  # what it reads then
+        # Views of the blocks, keys and values of each layer in turn: where the next step writes,
+        # and what its attention reads. None: to be made.
+        self._written: list[Views] | None = None
+        self._read: list[Views] = []
         self._positions: torch.Tensor | None = None  # of the next step; None: to be made
-        self._first_row = 0  # that the next pass is over
+        self._first_row = 0  # of the next pass
 
     @property
     def device(self) -> torch.device:
@@ -88,7 +93,7 @@ class RowCache(Cache):  # type: ignore[misc]
 
     @property
     def padded_tokens(self) -> int:
-        """Tokens that the blocks have room for: what memory is taken for."""
+        """Tokens that the blocks have room for, which is what memory is charged for."""
         return sum(block.shape[2] for block in self._blocks)
 
     @property
@@ -102,8 +107,8 @@ class RowCache(Cache):  # type: ignore[misc]
         return self.columns - self.width
 
     def make_room(self, rows: int, width: int, ahead: int) -> None:
-        """See that the rows can take `ahead` tokens more. Newcomers bring their blocks: `rows`,
-        `width` say nothing.
+        """Ensure that each row has room for `ahead` tokens more. `rows` and `width` do not matter,
+        because newcomers get their own blocks.
         """
         for index, length in enumerate(self._lengths):
             if length + ahead > self._blocks[index].shape[2]:
@@ -112,14 +117,14 @@ class RowCache(Cache):  # type: ignore[misc]
                     block[:, :, :length] = old[:, :, :length]
                 self._blocks[index] = block
                 self._ledger.take(-old.nbytes)
-                self._ends = None
+                self._written = None
 
     def growth_bytes(self, newcomers: int, width: int) -> int:
-        """What so many newcomers of at most `width` tokens take."""
+        """Bytes that so many newcomers of at most `width` tokens take."""
         return newcomers * _room(width + 1) * self.bytes_per_token
 
     def join(self, row: RowKV) -> None:
-        """Put a row after the others. The tensors may lie on another device."""
+        """Add a row after the others. Its tensors may be on another device."""
         length = row[0][0].shape[1]
         with self._block(_room(length + 1)) as block:
             own = block[:, :, :length].unbind(0)
@@ -136,7 +141,7 @@ class RowCache(Cache):  # type: ignore[misc]
         return list(zip(own[::2], own[1::2], strict=True))
 
     def leave(self, indices: Sequence[int]) -> list[int]:
-        """Drop rows. The old indices of the others, in their new order."""
+        """Drop rows. Returns the old indices of the remaining rows in their new order."""
         self._ledger.take(-sum(self._blocks[index].nbytes for index in indices))
         gone = set(indices)
         order = [index for index in range(self.rows) if index not in gone]
@@ -147,7 +152,7 @@ class RowCache(Cache):  # type: ignore[misc]
 
     @contextmanager
     def rows_from(self, first: int) -> Iterator[None]:
-        """Within it, a pass is over rows from this one on, as many as it has."""
+        """In this context, a pass starts at the row `first`; the pass determines how many rows."""
         self._first_row = first
         try:
             yield
@@ -155,13 +160,13 @@ class RowCache(Cache):  # type: ignore[misc]
             self._first_row = 0
 
     def advance(self) -> None:
-        """A pass of one token per row has been written."""
+        """Count the token that a pass has written to each row."""
         self._lengths = [length + 1 for length in self._lengths]
         self._positions = None if self._positions is None else self._positions.add_(1)
-        self._ends = None
+        self._written = None
 
     def mask(self, *, as_4d: bool) -> torch.Tensor | None:
-        """Of the next step: a row may look at all that it has."""
+        """The next step's mask: None, because each row attends to all its tokens."""
         return None
 
     def positions(self) -> torch.Tensor:
@@ -173,49 +178,47 @@ class RowCache(Cache):  # type: ignore[misc]
         return self._positions
 
     def shrink(self) -> None:
-        """Blocks went with their rows."""
+        """Do nothing: the blocks of rows that left are gone."""
 
     def fit(self, columns: int = 0) -> None:
-        """Blocks have little to spare."""
+        """Do nothing: blocks have little spare room."""
 
     def clear(self) -> None:
         """Drop all rows."""
         self.leave(range(self.rows))
 
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[Views, Views]:
-        """A layer's next token of each row in the pass, [N, kv_heads, 1, head_dim]; what their
-        attention then reads.
+        """Write a layer's next token of each row in the pass, [N, kv_heads, 1, head_dim], and
+        return the keys and values that attention reads.
         """
-        if self._ends is None:
-            self._ends = self._views()
+        if self._written is None:
+            # Views of all blocks are made together once a step: they are most of a step's cost
+            # outside the model.
+            pairs = list(zip(self._blocks, self._lengths, strict=True))
+            read = [block[:, :, : length + 1].unbind(0) for block, length in pairs]
+            written = [block[:, :, length].unbind(0) for block, length in pairs]
+            self._read = list(zip(*read, strict=True))
+            self._written = list(zip(*written, strict=True))
         key, value = 2 * layer, 2 * layer + 1
         rows = slice(self._first_row, self._first_row + keys.shape[0])
         torch._foreach_copy_(
-            [*self._ends[key][rows], *self._ends[value][rows]],
+            [*self._written[key][rows], *self._written[value][rows]],
             [*keys.squeeze(2).unbind(0), *values.squeeze(2).unbind(0)],
         )
         return self._read[key][rows], self._read[value][rows]
 
-    def _views(self) -> list[Views]:
-        """Views of all blocks, made together once a step: they are most of what a step costs beside
-        the model.
-        """
-        pairs = list(zip(self._blocks, self._lengths, strict=True))
-        self._read = list(
-            zip(*[block[:, :, : length + 1].unbind(0) for block, length in pairs], strict=True)
-        )
-        return list(zip(*[block[:, :, length].unbind(0) for block, length in pairs], strict=True))
-
     @contextmanager
     def _block(self, room: int) -> Iterator[torch.Tensor]:
-        """A new block, charged for unless filling it raises."""
+        """A new block, charged to the ledger unless the context raises."""
         with self._ledger.hold(room * self.bytes_per_token):
             yield self._like.new_empty(2 * len(self.layers), self._heads, room, self._dim)
 
     def _refresh(self) -> None:
-        """What a step needs is made by the next one: leaving takes no memory."""
+        """Discard the tensors that a step needs. The next step makes them, so leaving needs no
+        memory.
+        """
         self._positions = None
-        self._ends = None
+        self._written = None
 
 
 class _RowLayer(DynamicLayer):  # type: ignore[misc]
@@ -243,15 +246,7 @@ def _room(tokens: int) -> int:
 BatchCache = RebatchCache | RowCache
 
 
-# Attention for a batch whose rows have caches of their own: each row's query meets its own keys,
-# and no padding.
-#
-# Registered with transformers' `AttentionInterface`, its extension point for attention functions:
-# the model is as it was. A pass over one padded batch goes to transformers' own SDPA function as
-# before. One call per row and layer is cheap on a CPU; on a GPU it is a kernel launch each, which
-# is what padded slabs are for.
-
-NAME = "sdpa_by_row"
+ROW_ATTENTION = "sdpa_by_row"
 OneOrMany = torch.Tensor | tuple[torch.Tensor, ...]
 
 
@@ -264,11 +259,11 @@ def attend(
     scaling: float | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """[N, 1, heads, head_dim] of queries [N, heads, 1, head_dim] that meet N keys [kv_heads,
-    length, head_dim].
+    """Attention [N, 1, heads, head_dim] of queries [N, heads, 1, head_dim], each over its own row's
+    keys [kv_heads, length, head_dim].
 
-    Keys and values that are tensors are a padded batch. Query heads that share a key go together,
-    as more queries of one head, so that keys need not be repeated.
+    If keys and values are tensors, the batch is padded. Query heads that share a key become more
+    queries of one head, so that keys need not be repeated.
     """
     if isinstance(key, torch.Tensor):
         padded: tuple[torch.Tensor, None] = sdpa_attention_forward(
@@ -279,22 +274,24 @@ def attend(
     kv_heads = key[0].shape[0]
     grouped = query.reshape(rows, kv_heads, heads // kv_heads, dim)
     found = [
-        scaled_dot_product_attention(one[None], keys[None], values[None], scale=scaling)
-        for one, keys, values in zip(grouped, key, value, strict=True)
+        scaled_dot_product_attention(queries[None], keys[None], values[None], scale=scaling)
+        for queries, keys, values in zip(grouped, key, value, strict=True)
     ]
     return torch.cat(found).view(rows, 1, heads, dim), None
 
 
 def use_row_attention(model: PreTrainedModel) -> None:
-    """Let `model` attend by row where its cache is by row. `EngineError` for a model that takes no
-    such function.
+    """Let `model` attend row by row when its cache is a `RowCache`. Raises `EngineError` for a
+    model that does not support that.
     """
     kind, now = model.config.model_type, model.config._attn_implementation
-    if now not in ("sdpa", NAME) or not getattr(model, "_supports_attention_backend", False):
+    if now not in ("sdpa", ROW_ATTENTION) or not getattr(
+        model, "_supports_attention_backend", False
+    ):
         raise EngineError(
             f"model_type '{kind}' attends by '{now}' and cannot attend row by row",
             "set engine.kv_layout to slab",
         )
-    AttentionInterface.register(NAME, attend)
-    AttentionMaskInterface.register(NAME, sdpa_mask)
-    model.set_attn_implementation(NAME)
+    AttentionInterface.register(ROW_ATTENTION, attend)
+    AttentionMaskInterface.register(ROW_ATTENTION, sdpa_mask)
+    model.set_attn_implementation(ROW_ATTENTION)

@@ -1,9 +1,15 @@
-"""The rows that decode together, each at its own length: they join between two steps, and leave
-when they end.
+"""The running batch, and the prefill of the rows that enter it.
 
-Memory may run out anywhere in a step or while rows join: the batch is then as it was before, so
-that either can be tried again. Leaving takes no memory: what a step needs is made anew when the
-next one begins.
+`Prefiller` prefills newcomers apart from the running batch: rows of similar length together, in
+bounded passes. Their caches are then embedded into the batch (BATON, section 4.2). A pass is one
+forward call. The batch may decode between two passes, so that a long prompt does not delay running
+rows. `toolkit.sched.rounds` decides which passes to make; this module makes them and ensures that
+there is memory for them.
+
+`RunningBatch` holds the rows that decode together, each at its own length. Rows join between two
+steps, and leave when they end. If memory runs out in a step or while rows join, the batch stays as
+it was, so that either can be repeated. Leaving needs no memory: the next step makes the tensors
+that it needs.
 """
 
 from __future__ import annotations
@@ -21,27 +27,19 @@ from toolkit.engines.sampling import Sampler
 from toolkit.engines.slab import PaddedBatch
 from toolkit.sched.rounds import PrefillPass, PrefillPasses
 
-# Prefilling newcomers apart from the running batch: together where lengths are alike, and in
-# passes that are bounded.
-#
-# BATON, section 4.2: the caches of those who are done are then embedded into the batch. A pass is
-# one forward call; between two passes the batch may decode, so that a long prompt does not hold
-# up those who run. Which passes there are is `toolkit.sched.rounds`' to say; this makes them, and
-# sees that memory suffices.
-
-Newcomer = tuple[int, LiveRow]  # its number, and the row
+Newcomer = tuple[int, LiveRow]  # the number of a row, and the row
 
 
 @dataclass(slots=True, eq=False)
 class PrefillBatch:
-    """Newcomers of similar length, longest first, padded to one width."""
+    """Newcomers that are prefilled together, longest first, padded to one width."""
 
     newcomers: list[Newcomer]
     batch: PaddedBatch
     held_bytes: int
 
     def caches(self) -> list[RowKV]:
-        """Each newcomer's keys and values, without padding; views."""
+        """Views of each newcomer's keys and values, without padding."""
         layers, width = self.batch.cache.layers, self.batch.width
         lengths = [len(live.row.tokens) for _, live in self.newcomers]
         return [
@@ -54,14 +52,16 @@ class PrefillBatch:
 
 
 class Prefiller:
-    """Newcomers on their way into the batch.
+    """Prefills newcomers before they join the batch.
 
     Args:
-        forward: runs columns [from, to) of a padded batch and gives the last one's logits [N, V].
-        make_batch: rows and a width to a `PaddedBatch`.
-        shape, ledger: what a group and its passes are charged for, and where.
-        cache: where newcomers will be embedded; room has to be left for that.
-        mixes: rows of any lengths share a pass, as in a static batch; else those of like length.
+        forward: runs columns [from, to) of a padded batch and returns the last column's logits
+            [N, V].
+        make_batch: makes a `PaddedBatch` from rows and a width.
+        shape, ledger: estimate and charge the memory of a group and its passes.
+        cache: where newcomers will be embedded; the prefill leaves room for that.
+        mixes: rows of any lengths share a pass, as in a static batch; else only rows of similar
+            length do.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Prefiller:
         self._cache = cache
         self._passes: PrefillPasses[int] = PrefillPasses(mixes=mixes)
         self._rows: dict[int, LiveRow] = {}
-        self._group: PrefillBatch | None = None  # the one that is being prefilled
+        self._group: PrefillBatch | None = None  # in prefill now
 
     @property
     def busy(self) -> bool:
@@ -89,7 +89,7 @@ class Prefiller:
 
     @property
     def tokens(self) -> int:
-        """Of KV cache that the group in the works takes."""
+        """Tokens of KV cache that the group in prefill takes."""
         return self._group.batch.width * len(self._group.newcomers) if self._group else 0
 
     def add(self, newcomers: Iterable[Newcomer]) -> None:
@@ -98,7 +98,7 @@ class Prefiller:
             self._passes.add(number, len(live.row.tokens))
 
     def remove(self, number: int) -> LiveRow | None:
-        """Take a newcomer out; what was prefilled of it is lost. None: it is not here."""
+        """Remove a newcomer and what was prefilled of it; None if it is not here."""
         if number not in self._rows:
             return None
         self._passes.remove(number)
@@ -108,37 +108,38 @@ class Prefiller:
         return self._rows.pop(number)
 
     def take_waiting(self) -> list[Newcomer]:
-        """All who wait, for whoever prefills them otherwise."""
+        """Remove and return all waiting newcomers; the caller prefills them in another way."""
         return [(number, self._rows.pop(number)) for number in self._passes.take_waiting()]
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """All who are here."""
+        """The numbers of all newcomers."""
         return tuple(self._rows)
 
     def advance(
         self, bound: int = 0, parts: int = 1, *, cuts: bool = False
     ) -> list[tuple[PrefillBatch, torch.Tensor]]:
-        """One pass: of `bound` tokens at most (0: no bound), and with `cuts` of fewer where memory
-        is too short.
+        """Make one pass of at most `bound` tokens (0: no bound).
 
-        Of several `parts` that it can be made in, it is the first.
+        Args:
+            parts: make only the first of so many parts of the pass.
+            cuts: make a smaller pass if memory is too short for the whole one.
 
-        The group that is complete with it, if one is, with the logits of each row's next token; the
-        caller embeds it and calls `release`. `torch.OutOfMemoryError` where not even the first who
-        waits fits; `clear` comes next then.
+        Returns the group that the pass completes, if any, and the logits of each row's next token;
+        the caller embeds the group and calls `release`. Raises `torch.OutOfMemoryError` if not even
+        the first waiting newcomer fits; the caller then calls `clear`.
         """
         cuts = cuts or parts > 1
         group = self._group = self._group or self._begin(bound, cuts)
-        one = self._passes.next(bound)
-        one = replace(one, end=one.start - (one.start - one.end) // parts)
+        planned = self._passes.next(bound)
+        planned = replace(planned, end=planned.start - (planned.start - planned.end) // parts)
         if cuts:
-            one = self._fitting(one)
-        group.batch.cache.keep(one.start)
-        with self._ledger.reserve(self._pass_bytes(one)):
-            logits = self._forward(group.batch, one.start, one.end)
-        self._passes.made(one)
-        if not one.completes:
+            planned = self._fitting(planned)
+        group.batch.cache.keep(planned.start)
+        with self._ledger.reserve(self._pass_bytes(planned)):
+            logits = self._forward(group.batch, planned.start, planned.end)
+        self._passes.made(planned)
+        if not planned.completes:
             return []
         self._group = None
         for number, _ in group.newcomers:
@@ -146,10 +147,11 @@ class Prefiller:
         return [(group, logits)]
 
     def release(self, group: PrefillBatch) -> None:
-        """The group's caches are not needed any more."""
+        """Free the group's caches."""
         self._ledger.take(-group.held_bytes)
 
     def clear(self) -> None:
+        """Drop all newcomers."""
         self._passes.clear()
         self._rows.clear()
         if self._group is not None:
@@ -157,7 +159,9 @@ class Prefiller:
             self._group = None
 
     def _begin(self, bound: int, cuts: bool) -> PrefillBatch:
-        """The first who waits, and those like it or all, as far as the bound and memory allow."""
+        """A group of the first waiting newcomer and similar ones (or all, with `mixes`), as many as
+        the bound and memory allow.
+        """
         formed = self._passes.form(bound, lambda lengths: self._fits(lengths, bound, cuts))
         held = len(formed.keys) * formed.width * self._cache.bytes_per_token
         newcomers = [(number, self._rows[number]) for number in formed.keys]
@@ -169,49 +173,50 @@ class Prefiller:
             )
 
     def _fits(self, lengths: Sequence[int], bound: int, cuts: bool) -> bool:
-        """Whether memory has room for a group; where it is short, the batch gives up what it has to
-        spare.
-        """
+        """Whether memory has room for a group; if it is short, the batch frees its spare memory."""
         needed = self._bytes(len(lengths), max(lengths), bound, cuts)
         if needed > self._ledger.free_bytes:
             self._cache.fit()
         return needed <= self._ledger.free_bytes
 
     def _bytes(self, rows: int, width: int, bound: int, cuts: bool) -> int:
-        """What a group takes: its caches, and beside them the largest pass or, later, its rows'
-        places.
+        """Bytes of a group: its caches, and the larger of its largest pass and its rows' places in
+        the batch.
         """
         columns = min(width, max(bound // rows, 1)) if bound else width
         if rows == 1 and cuts:
-            columns = 1  # one that is too long can be cut
-        passing = self._shape.prefill_bytes(rows, columns, width - columns)
+            columns = 1  # a pass that is too long can be cut
+        pass_bytes = self._shape.prefill_bytes(rows, columns, width - columns)
         return rows * width * self._cache.bytes_per_token + max(
-            passing, self._cache.growth_bytes(rows, width)
+            pass_bytes, self._cache.growth_bytes(rows, width)
         )
 
-    def _fitting(self, one: PrefillPass[int]) -> PrefillPass[int]:
-        """The pass, or the first part of it that memory has room for."""
-        while one.end - one.start > 1 and self._pass_bytes(one) > self._ledger.free_bytes:
-            one = replace(one, end=(one.start + one.end + 1) // 2)
-        return one
+    def _fitting(self, planned: PrefillPass[int]) -> PrefillPass[int]:
+        """The pass, or as much of its beginning as memory has room for."""
+        start, end = planned.start, planned.end
+        while end - start > 1 and self._pass_bytes(planned) > self._ledger.free_bytes:
+            end = (start + end + 1) // 2
+            planned = replace(planned, end=end)
+        return planned
 
-    def _pass_bytes(self, one: PrefillPass[int]) -> int:
-        return self._shape.prefill_bytes(len(one.group.keys), one.end - one.start, one.start)
+    def _pass_bytes(self, planned: PrefillPass[int]) -> int:
+        columns = planned.end - planned.start
+        return self._shape.prefill_bytes(len(planned.group.keys), columns, planned.start)
 
 
-# (input_ids [N, L], mask, position_ids [N, L], cache) to the last column's logits [N, V]
+# From (input_ids [N, L], mask, position_ids [N, L], cache) to the last column's logits [N, V].
 Forward = Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor, BatchCache], torch.Tensor]
 MakeSampler = Callable[[Sequence[Row]], Sampler]
-NEW = -1
+NOT_IN_SAMPLER = -1
 
 
 class RunningBatch:
-    """N rows in a cache, and what each drew.
+    """N rows in a cache, and their tokens.
 
     Args:
         forward: the model.
-        cache: where the rows' keys and values are.
-        make_sampler: for rows that have drawn nothing yet.
+        cache: holds the rows' keys and values.
+        make_sampler: makes a sampler for rows that have drawn nothing yet.
         masks_as_4d: whether the model takes boolean masks of four dimensions.
     """
 
@@ -225,34 +230,30 @@ class RunningBatch:
         self._rows: list[Newcomer] = []
         self._sampler = make_sampler([])
         self._draws = 0  # since the sampler was made
-        self._places: list[int] = []  # of the rows in the sampler; NEW: not in it yet
-        self._last: torch.Tensor | None = (
-            None  # [N] the tokens that the next step reads; None: rows came or went
-        )
+        self._places: list[int] = []  # index of each row in the sampler, or NOT_IN_SAMPLER
+        # [N] the tokens that the next step reads; None: rows have come or gone.
+        self._last: torch.Tensor | None = None
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def __contains__(self, number: int) -> bool:
-        return any(number == one for one, _ in self._rows)
+        return number in self.numbers
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """Of the rows."""
+        """The rows' numbers."""
         return tuple([number for number, _ in self._rows])
 
     def first_tokens(self, newcomers: Sequence[Newcomer], logits: torch.Tensor) -> StepOutput:
-        """What newcomers who were prefilled apart draw from `logits` [N, V]."""
-        drawn = (
-            self._make_sampler([live.as_row() for _, live in newcomers]).draw(logits, 0).tolist()
-        )
-        return _advance(newcomers, drawn)
+        """The first tokens of newcomers that were prefilled apart, from `logits` [N, V]."""
+        sampler = self._make_sampler([live.as_row() for _, live in newcomers])
+        return _advance(newcomers, sampler.draw(logits, 0).tolist())
 
     def join(self, newcomers: Sequence[Newcomer], caches: Sequence[RowKV]) -> int:
-        """Embed rows whose tokens but for the last are cached, all or, where memory runs out, none;
-        how many did.
+        """Embed rows with all tokens but the last cached; they decode from the next step on.
 
-        They decode from the next step on.
+        Returns their number. If memory runs out, none of them joins, and the error is raised.
         """
         if not newcomers:
             return 0
@@ -265,21 +266,21 @@ class RunningBatch:
             self.cache.leave(range(len(self), self.cache.rows))
             raise
         self._rows += newcomers
-        self._places += [NEW] * len(newcomers)
+        self._places += [NOT_IN_SAMPLER] * len(newcomers)
         self._last = None
         return len(newcomers)
 
     def peek(self, number: int) -> tuple[LiveRow, RowKV]:
         """A row and views of its cache, valid until rows come, go or step."""
-        index = next(index for index, (one, _) in enumerate(self._rows) if one == number)
+        index = self.numbers.index(number)
         return self._rows[index][1], self.cache.read(index)
 
     def drop(self, number: int) -> None:
-        """Take a row out and forget it."""
-        self._drop([index for index, (one, _) in enumerate(self._rows) if one == number])
+        """Remove a row."""
+        self._drop([self.numbers.index(number)])
 
     def step(self, parts: int = 1) -> StepOutput:
-        """One more token for every row, in so many passes; those who end with it leave."""
+        """Decode one more token for every row, in `parts` passes; rows that end leave."""
         cache, last = self.cache, self._prepared()
         cache.make_room(len(self), 0, ahead=1)
         logits = self._logits(last) if parts == 1 else self._logits_in_parts(last, parts)
@@ -289,30 +290,32 @@ class RunningBatch:
         return self._take(drawn, tokens)
 
     def step_with(self, newcomers: Sequence[Newcomer]) -> StepOutput:
-        """One more token for every row, and the first one of newcomers who are prefilled in the
-        same pass.
+        """Decode one more token for every row, and prefill newcomers in the same pass.
 
-        BATON's vector shaping (section 4.1): the rows' single tokens are padded to the longest
-        newcomer. The padding is taken out of the cache afterwards, where the paper keeps it until
-        all columns before it are released.
+        This is BATON's vector shaping (section 4.1): the rows' single tokens are padded to the
+        longest newcomer. The padding leaves the cache after the pass; the paper keeps it until all
+        columns before it are released.
         """
         cache, old, last = self.cache, len(self), self._prepared()
         assert isinstance(cache, RebatchCache)
         tokens = [live.row.tokens for _, live in newcomers]
-        lengths = [len(one) for one in tokens]
+        lengths = [len(row) for row in tokens]
         width = max(lengths)
         cache.make_room(old + len(newcomers), width, ahead=width)
         cache.clear_behind(len(newcomers))
         device = last.device
         ids = torch.zeros(old + len(newcomers), width, dtype=torch.long, device=device)
         ids[:old, -1] = last
-        for index, one in enumerate(tokens, old):
-            ids[index, width - len(one) :] = torch.tensor(one, device=device)
+        for index, row in enumerate(tokens, old):
+            ids[index, width - len(row) :] = torch.tensor(row, device=device)
         own = torch.tensor([1] * old + lengths, device=device)[:, None]
         column = torch.arange(width, device=device)[None, :] - (width - own)
         positions = column.clamp(min=0)
         positions[:old, -1:] = cache.positions()
-        mask = torch.cat([self._past(cache, len(newcomers)), column >= 0], dim=1)
+        past = cache.mask(as_4d=False)  # of the rows; newcomers attend to nothing in the window
+        window = torch.zeros(len(ids), cache.width, dtype=torch.bool, device=device)
+        window[:old] = True if past is None else past[:, :-1]
+        mask = torch.cat([window, column >= 0], dim=1)
         logits = self._forward(ids, mask, positions, cache)
         sampler = self._sampler.regrouped(
             range(old), [live.as_row() for _, live in newcomers], self._draws
@@ -332,14 +335,16 @@ class RunningBatch:
         self._sampler, self._draws, self._last = self._make_sampler([]), 0, None
 
     def _logits(self, last: torch.Tensor) -> torch.Tensor:
-        """[N, V] of the tokens after `last` [N]."""
+        """Logits [N, V] of the tokens after `last` [N]."""
         cache = self.cache
         return self._forward(
             last[:, None], cache.mask(as_4d=self._masks_as_4d), cache.positions(), cache
         )
 
     def _logits_in_parts(self, last: torch.Tensor, parts: int) -> torch.Tensor:
-        """The same of some rows after others: a pass over fewer needs less memory beside the cache."""
+        """As `_logits`, in passes over some of the rows: a pass over fewer rows needs less memory
+        besides the cache.
+        """
         cache, size = self.cache, -(-len(self) // parts)
         mask, positions = cache.mask(as_4d=self._masks_as_4d), cache.positions()
         found = []
@@ -350,42 +355,25 @@ class RunningBatch:
                 found.append(self._forward(last[rows, None], own, positions[rows], cache))
         return torch.cat(found)
 
-    def _past(self, cache: RebatchCache, newcomers: int) -> torch.Tensor:
-        """[N + newcomers, width] what each may see of the window: a newcomer nothing."""
-        device = cache.device
-        mask = cache.mask(as_4d=False)
-        past = (
-            torch.ones(len(self), cache.width, dtype=torch.bool, device=device)
-            if mask is None
-            else mask[:, :-1]
-        )
-        return torch.cat(
-            [past, torch.zeros(newcomers, cache.width, dtype=torch.bool, device=device)]
-        )
-
     def _prepared(self) -> torch.Tensor:
-        """[N] the tokens that a step reads, its sampler and all made anew where rows came or went
-        since the last.
+        """[N] the tokens that a step reads. If rows have come or gone since the last step, this
+        makes them and a sampler.
         """
-        if self._last is None:
-            sampler = self._regrouped_sampler()
-            tokens = [live.last_token for _, live in self._rows]
-            self._last = torch.tensor(tokens, dtype=torch.long, device=self.cache.device)
-            self._sampler, self._draws, self._places = sampler, 0, list(range(len(self)))
+        if self._last is not None:
+            return self._last
+        kept = [place for place in self._places if place != NOT_IN_SAMPLER]
+        new = [live.as_row() for _, live in self._rows[len(kept) :]]
+        if self._places[: len(kept)] == kept:
+            sampler = self._sampler.regrouped(kept, new, self._draws)
+        else:  # rows left after others had joined, and new rows took their places
+            sampler = self._make_sampler([live.as_row() for _, live in self._rows])
+        tokens = [live.last_token for _, live in self._rows]
+        self._last = torch.tensor(tokens, dtype=torch.long, device=self.cache.device)
+        self._sampler, self._draws, self._places = sampler, 0, list(range(len(self)))
         return self._last
 
-    def _regrouped_sampler(self) -> Sampler:
-        kept = [place for place in self._places if place != NEW]
-        if (
-            self._places[: len(kept)] != kept
-        ):  # some went after others had come, and the last took their places
-            return self._make_sampler([live.as_row() for _, live in self._rows])
-        return self._sampler.regrouped(
-            kept, [live.as_row() for _, live in self._rows[len(kept) :]], self._draws
-        )
-
     def _take(self, drawn: torch.Tensor, tokens: Sequence[int]) -> StepOutput:
-        """What was drawn are the rows' tokens; from here on nothing can fail."""
+        """Give the rows their drawn tokens; from here on nothing can fail."""
         self._last = drawn
         self._draws += 1
         step = _advance(self._rows, tokens)
@@ -406,10 +394,11 @@ class RunningBatch:
 
 
 def _advance(rows: Sequence[Newcomer], drawn: Sequence[int]) -> StepOutput:
+    """One drawn token for each row, and the rows that end with it."""
     tokens: list[int] = []
     ended: list[tuple[int, FinishReason]] = []
-    for (number, live), one in zip(rows, drawn, strict=True):
-        token, finish = live.advance(one)
+    for (number, live), draw in zip(rows, drawn, strict=True):
+        token, finish = live.advance(draw)
         tokens.append(token)
         if finish:
             ended.append((number, finish))

@@ -1,9 +1,9 @@
-"""Drawing the next token of every row of a batch.
+"""Sampling: the next token of every row of a batch.
 
 The order is vLLM's: repetition penalty, tokens forbidden before `min_tokens`, temperature, min_p,
 top_k, top_p. A draw is the inverse of the cumulative distribution, in the vocabulary's order, at a
-number that depends on (seed, position) alone: logits that differ in their last bits, as they do
-between batches of other shapes, then rarely move a draw.
+number that depends only on (seed, position). So logits that differ in their last bits, as they do
+between batches of different shapes, rarely change a draw.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from toolkit.engines.hashing import uniform
 from toolkit.engines.protocol import Row, stop_tokens
 
-COLDEST = 1e-5  # a temperature below this is greedy
+GREEDY_BELOW = 1e-5  # temperature
 
 
 class Sampler:
@@ -25,9 +25,10 @@ class Sampler:
         rows: the batch.
         eos_ids: the model's, forbidden before a row's `min_tokens`.
         vocab_size: V.
-        device: where the logits will be.
-        starts: the position of each row's next draw; None: after the tokens that the rows have.
-        seen: [N, V] the tokens of each row, for the repetition penalty; None: those that the rows have.
+        device: of the logits.
+        starts: the position of each row's next draw; None: each row's `generated`.
+        seen: [N, V] whether each row contains each token, for the repetition penalty; None: from
+            the rows' tokens.
     """
 
     def __init__(
@@ -43,36 +44,40 @@ class Sampler:
         self._rows = rows
         self._eos_ids, self._vocab_size, self._device = eos_ids, vocab_size, device
         self._starts = [row.generated for row in rows] if starts is None else starts
-        self._greedy = [one.temperature < COLDEST for one in params]
-        self._penalties = any(one.repetition_penalty != 1.0 for one in params)
+        self._greedy = [p.temperature < GREEDY_BELOW for p in params]
+        self._penalties = any(p.repetition_penalty != 1.0 for p in params)
         self._forbidden = [
             (index, row.sampling.min_tokens, sorted(stop_tokens(row, eos_ids)))
             for index, row in enumerate(rows)
             if row.sampling.min_tokens > self._starts[index]
         ]
         if self._penalties:
-            self._penalty = self._column([one.repetition_penalty for one in params])
+            self._penalty = self._column([p.repetition_penalty for p in params])
             self._seen = _seen(rows, vocab_size).to(device) if seen is None else seen
         if not all(self._greedy):
             self._is_greedy = torch.tensor(self._greedy, device=device)
-            self._temperature = self._column([max(one.temperature, COLDEST) for one in params])
+            self._temperature = self._column([max(p.temperature, GREEDY_BELOW) for p in params])
             self._filter = _Filter(rows, vocab_size, device)
 
     def regrouped(self, kept: Sequence[int], joined: Sequence[Row], step: int) -> Sampler:
-        """A sampler for the rows `kept`, in this order, after `step` draws, and for those who
-        joined, after them.
+        """A sampler for the rows at the indices `kept`, in this order, after `step` draws, followed
+        by the rows `joined`.
         """
         rows = [self._rows[index] for index in kept] + list(joined)
         starts = [self._starts[index] + step for index in kept] + [row.generated for row in joined]
         seen = None
         if any(row.sampling.repetition_penalty != 1.0 for row in rows):
-            # Where no row had a penalty nothing was followed, and the kept ones need nothing.
-            before = self._seen[list(kept)] if self._penalties else self._seen_nothing(len(kept))
+            if self._penalties:
+                before = self._seen[list(kept)]
+            else:  # no kept row has a penalty, so its tokens do not matter
+                before = torch.zeros(
+                    len(kept), self._vocab_size, dtype=torch.bool, device=self._device
+                )
             seen = torch.cat([before, _seen(joined, self._vocab_size).to(self._device)])
         return Sampler(rows, self._eos_ids, self._vocab_size, self._device, starts, seen)
 
     def draw(self, logits: torch.Tensor, step: int) -> torch.Tensor:
-        """The tokens [N] that follow, from logits [N, V]; `step` counts the draws from 0."""
+        """The next tokens [N], from logits [N, V]; `step` counts the draws from 0."""
         if self._penalties or self._forbidden:
             logits = self._adjust(logits.float(), step)
         best = _largest(logits)
@@ -107,25 +112,22 @@ class Sampler:
         )
         return torch.searchsorted(cumulative, targets, right=True).squeeze(1)
 
-    def _seen_nothing(self, count: int) -> torch.Tensor:
-        return torch.zeros(count, self._vocab_size, dtype=torch.bool, device=self._device)
-
     def _column(self, values: Sequence[float]) -> torch.Tensor:
         return torch.tensor(values, device=self._device)[:, None]
 
 
 class _Filter:
-    """min_p, top_k and top_p, per row: scores outside become -inf."""
+    """min_p, top_k and top_p of each row: scores that they exclude become -inf."""
 
     def __init__(self, rows: Sequence[Row], vocab_size: int, device: torch.device) -> None:
         params = [row.sampling for row in rows]
-        self._log_min_p = torch.tensor([one.min_p for one in params], device=device).log()[:, None]
+        self._log_min_p = torch.tensor([p.min_p for p in params], device=device).log()[:, None]
         self._top_k = torch.tensor(
-            [min(one.top_k or vocab_size, vocab_size) for one in params], device=device
+            [min(p.top_k or vocab_size, vocab_size) for p in params], device=device
         )[:, None]
-        self._top_p = torch.tensor([one.top_p for one in params], device=device)[:, None]
-        self._by_min_p = any(one.min_p > 0 for one in params)
-        self._by_rank = any(one.top_k or one.top_p < 1 for one in params)
+        self._top_p = torch.tensor([p.top_p for p in params], device=device)[:, None]
+        self._by_min_p = any(p.min_p > 0 for p in params)
+        self._by_rank = any(p.top_k or p.top_p < 1 for p in params)
 
     def apply(self, scores: torch.Tensor) -> torch.Tensor:
         """[N, V] -> [N, V]. The best token always stays."""
@@ -145,8 +147,9 @@ class _Filter:
 
 
 def _largest(logits: torch.Tensor) -> torch.Tensor:
-    """[N]: the first of the largest logits. On a CPU numpy takes a twentieth of torch's time for
-    it.
+    """[N]: the index of the largest logit, the first if several are equal.
+
+    On a CPU numpy takes a twentieth of torch's time for this.
     """
     if logits.is_cuda:
         return logits.argmax(dim=-1)
@@ -154,7 +157,7 @@ def _largest(logits: torch.Tensor) -> torch.Tensor:
 
 
 def _seen(rows: Sequence[Row], vocab_size: int) -> torch.Tensor:
-    """[N, V]: the tokens that each row holds already."""
+    """[N, V]: whether each row contains each token."""
     seen = torch.zeros(len(rows), vocab_size, dtype=torch.bool)
     for index, row in enumerate(rows):
         seen[index, torch.tensor(row.tokens)] = True

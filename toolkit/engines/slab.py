@@ -1,8 +1,11 @@
-"""A KV cache that is allocated once per slice: keys and values are written in place, and attention
-reads a view.
+"""The padded batch of a slice, and its KV cache, which is allocated once per slice.
 
-transformers' `DynamicCache` concatenates at every step, which copies the whole cache each time.
-What a layer holds is the same [N, kv_heads, columns, head_dim] in both, so the tokens are the same.
+Keys and values are written in place, and attention reads a view. transformers' `DynamicCache`
+instead concatenates at every step, which copies the whole cache each time. A layer holds the same
+[N, kv_heads, columns, head_dim] in both, so the tokens are the same.
+
+In this order: the cache's layers, the cache, the check that a model's layers fit into it, and the
+padded batch.
 """
 
 from __future__ import annotations
@@ -18,9 +21,7 @@ KVShape = tuple[torch.Size, torch.Size]  # of a layer's keys and values
 
 
 class SlabLayer(DynamicLayer):  # type: ignore[misc]
-    """One layer's keys and values, with room for `columns` tokens. Allocated when the first ones
-    come.
-    """
+    """One layer's keys and values, with room for `columns` tokens; the first update allocates."""
 
     def __init__(self, columns: int) -> None:
         super().__init__()
@@ -29,8 +30,10 @@ class SlabLayer(DynamicLayer):  # type: ignore[misc]
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
-        self._key_slab = _room_for(key_states, self._columns)
-        self._value_slab = _room_for(value_states, self._columns)
+        self._key_slab, self._value_slab = (
+            states.new_empty(states.shape[0], states.shape[1], self._columns, states.shape[3])
+            for states in (key_states, value_states)
+        )
         self.is_initialized = True
 
     def update(
@@ -52,19 +55,14 @@ class SlabLayer(DynamicLayer):  # type: ignore[misc]
         return self._length
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last `-tokens_to_remove` tokens, as `DynamicLayer.crop` does; their columns
-        are written again.
+        """Forget the last `-tokens_to_remove` tokens, as `DynamicLayer.crop` does; the next update
+        overwrites their columns.
         """
         self._length += tokens_to_remove
 
     def keep(self, length: int) -> None:
-        """Forget what lies behind the first `length` columns; it is written again."""
+        """Forget all but the first `length` columns; the next update overwrites the others."""
         self._length = length
-
-
-def _room_for(states: torch.Tensor, columns: int) -> torch.Tensor:
-    batch, heads, _, dim = states.shape
-    return states.new_empty(batch, heads, columns, dim)
 
 
 class SlabCache(Cache):  # type: ignore[misc]
@@ -74,13 +72,11 @@ class SlabCache(Cache):  # type: ignore[misc]
         super().__init__(layers=[SlabLayer(columns) for _ in range(layers)])
 
     def kv_shapes(self) -> list[KVShape]:
-        """Per layer, the shapes of what it holds."""
+        """The shapes of each layer's keys and values."""
         return [(layer.keys.shape, layer.values.shape) for layer in self.layers]
 
     def keep(self, length: int) -> None:
-        """Only the first `length` tokens stay, whatever a pass that failed has added to some of the
-        layers.
-        """
+        """Keep only the first `length` tokens, also in layers that a failed pass has written to."""
         for layer in self.layers:
             layer.keep(length)
 
@@ -88,10 +84,10 @@ class SlabCache(Cache):  # type: ignore[misc]
         self, shapes: Sequence[KVShape], batch_size: int, length: int, like: torch.Tensor
     ) -> None:
         """Write random keys and values for `length` tokens of `batch_size` rows, in the dtype and
-        device of `like`.
+        on the device of `like`.
 
-        `shapes` are those of any earlier cache of this model. All rows get the same numbers: timing
-        does not depend on them, as long as they are ordinary ones.
+        `shapes` come from any earlier cache of this model. All rows get the same numbers: timing
+        does not depend on ordinary values.
         """
         for index, (keys, values) in enumerate(shapes):
             key_states = like.new_empty(1, keys[1], length, keys[3]).normal_()
@@ -104,45 +100,43 @@ class SlabCache(Cache):  # type: ignore[misc]
 
 
 def check_caches(config: object, max_model_len: int) -> None:
-    """`EngineError`, by name, for a model with layers that a slab cannot hold.
+    """Raise `EngineError` for a model with layers that a slab cannot hold, naming the layer.
 
-    A sliding window that covers `max_model_len` never slides: such a layer attends to everything,
-    like a full one.
+    A sliding window that covers `max_model_len` never slides: such a layer attends to all tokens,
+    like a layer with full attention.
     """
     for layer in DynamicCache(config=config).layers:
         full = type(layer) is DynamicLayer
         covers = type(layer) is DynamicSlidingWindowLayer and layer.sliding_window >= max_model_len
-        if not (full or covers):
-            raise _unsupported(config, layer, max_model_len)
-
-
-def _unsupported(config: object, layer: object, max_model_len: int) -> EngineError:
-    kind = getattr(config, "model_type", "?")
-    window = getattr(layer, "sliding_window", None)
-    if window is not None:
-        return EngineError(
-            f"model_type '{kind}' slides a window of {window} tokens, below model.max_model_len {max_model_len}",
-            f"set model.max_model_len to at most {window}; beyond it, this engine's caches do not fit the model",
+        if full or covers:
+            continue
+        kind = getattr(config, "model_type", "?")
+        window = getattr(layer, "sliding_window", None)
+        if window is not None:
+            raise EngineError(
+                f"model_type '{kind}' slides a window of {window} tokens, below "
+                f"model.max_model_len {max_model_len}",
+                f"set model.max_model_len to at most {window}; this engine's caches do not support "
+                "more with this model",
+            )
+        raise EngineError(
+            f"model_type '{kind}' has a {type(layer).__name__}, which does not cache keys and "
+            "values per token",
+            "the transformers engine serves only models with full attention in all layers",
         )
-    return EngineError(
-        f"model_type '{kind}' has a {type(layer).__name__}, which does not cache keys and values per token",
-        "the transformers engine serves models whose layers all use full attention",
-    )
-
-
-# Rows of different lengths as one padded batch: the tensors that a forward pass needs, built once
-# per slice.
 
 
 class PaddedBatch:
-    """N rows, padded on the left to `width`, with room up to `columns`.
+    """N rows of different lengths, padded on the left to `width`, with room up to `columns`: the
+    tensors that a forward pass needs, built once per slice.
 
     Attributes:
         input_ids: [N, width] token ids; 0 where padded.
         mask: [N, columns] booleans; False where padded.
-        positions: [N, columns] the position of each real token in its row. A row that has ended runs on with its batch,
-            so positions stop at `last_position`: models with learned positions have no more.
-        cache: holds nothing yet.
+        positions: [N, columns] the position of each real token in its row. A row that has ended
+            stays in its batch, so positions stop at `last_position`: models with learned positions
+            have no more.
+        cache: empty at first.
     """
 
     def __init__(
@@ -164,11 +158,10 @@ class PaddedBatch:
         self._is_padded = bool((lengths < self.width).any())
 
     def mask_up_to(self, column: int, *, as_4d: bool) -> torch.Tensor | None:
-        """The mask of a decode step that sees `column` columns; None where every row sees all of
-        them.
+        """The mask of a decode step that sees `column` columns; None if every row sees all of them.
 
-        In four dimensions, [N, 1, 1, column], the model takes it as it is instead of building one
-        per step.
+        `as_4d` gives [N, 1, 1, column], which the model uses as it is instead of building a mask
+        for each step.
         """
         if not self._is_padded:
             return None

@@ -1,8 +1,11 @@
-"""Text to tokens and back, for the process that talks to clients: needs `tokenizers` and jinja2, no
+"""Text to tokens and back, for the process that serves clients: needs `tokenizers` and jinja2, not
 torch.
 
-The byte tokenizer is built in code; others are read from `tokenizer.json` in a local folder or on
-the hub.
+In this order: the interfaces and `load_tokenizer`; the byte tokenizer, which is built in code; the
+tokenizer of a `tokenizer.json` in a local folder or on the hub; and chat templates.
+
+A chat template comes with a model, never from a request. It runs in jinja2's immutable sandbox,
+with bounds on its size, its output and its time, because a model's folder is downloaded data.
 """
 
 from __future__ import annotations
@@ -22,11 +25,11 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from toolkit.errors import EngineError, InputError
 from toolkit.files.recipe import ModelSpec
 
-# Chat templates: from a list of messages to the text that a model was trained on.
-#
-# A template comes with a model, never from a request. It runs in jinja2's immutable sandbox, with
-# bounds on its size, on what it writes and on its time, because a model's folder is data that
-# someone downloaded.
+BOS, EOS, PAD = 256, 257, 258  # of the byte tokenizer
+VOCAB_SIZE = 259
+
+REPLACEMENT = "�"
+MAX_HELD_TOKENS = 8  # no character is longer: text that is still broken then stays broken
 
 MAX_TEMPLATE_CHARS = 1 << 18
 MAX_TEXT_CHARS = 1 << 24
@@ -37,9 +40,8 @@ DEFAULT_TEMPLATE = (
     "{% if add_generation_prompt %}assistant:{% endif %}"
 )
 
-# What a template may fail with when messages are not as it expects them: that is the sender's
-# error, and no crash.
-_FAILURES = (
+# What a template raises for messages that it does not expect: a client's error, not a crash.
+TEMPLATE_FAILURES = (
     TemplateError,
     TypeError,
     ValueError,
@@ -50,13 +52,280 @@ _FAILURES = (
 )
 
 
+class Detokenizer(Protocol):
+    """Turns one request's tokens into text, piece by piece."""
+
+    def feed(self, tokens: Sequence[int]) -> str:
+        """The text that is certain after these tokens; bytes of an unfinished character wait
+        inside.
+        """
+        ...
+
+    def flush(self) -> str:
+        """The text that was held back, at the end of the output."""
+        ...
+
+
+class Tokenizer(Protocol):
+    """A model's tokenizer. Unknown and special tokens have no text."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def bos_token_id(self) -> int | None: ...
+
+    @property
+    def eos_token_id(self) -> int | None: ...
+
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
+        """The text's tokens; `special` adds the model's own special tokens (BOS). Raises
+        `InputError` for a lone surrogate.
+        """
+        ...
+
+    def decode(self, tokens: Sequence[int]) -> str: ...
+
+    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """Messages of `role` and `content` in the model's chat template, up to the assistant's
+        turn.
+        """
+        ...
+
+    def detokenizer(self) -> Detokenizer: ...
+
+
+def load_tokenizer(model: ModelSpec) -> Tokenizer:
+    """The tokenizer of a recipe's model. Raises `EngineError` if there is none."""
+    if model.tokenizer == "bytes":
+        return ByteTokenizer()
+    if model.source == "random":
+        raise EngineError(
+            "a random model has no tokenizer of its own", "set model.tokenizer: bytes"
+        )
+    file = _stored(model, "tokenizer.json")
+    if file is None:
+        raise EngineError(
+            f"model {model.source} has no tokenizer.json",
+            "save it once with transformers' AutoTokenizer, or set model.tokenizer: bytes",
+        )
+    settings = _stored(model, "tokenizer_config.json")
+    template = _stored(model, "chat_template.jinja")
+    return FileTokenizer(file, settings, template)
+
+
+class ByteTokenizer:
+    """`Tokenizer` with a token per UTF-8 byte and three special tokens.
+
+    A model may have more tokens: those and the special ones have no text.
+    """
+
+    vocab_size = VOCAB_SIZE
+    bos_token_id: int | None = BOS
+    eos_token_id: int | None = EOS
+
+    def __init__(self) -> None:
+        self._chat = ChatTemplate()
+
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
+        return list(utf8(text))
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return _bytes_of(tokens).decode("utf-8", "replace")
+
+    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        return self.encode(self._chat.render(messages))
+
+    def detokenizer(self) -> ByteDetokenizer:
+        return ByteDetokenizer()
+
+
+class ByteDetokenizer:
+    """Incremental UTF-8: the bytes of an unfinished character wait; invalid bytes become U+FFFD."""
+
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def feed(self, tokens: Sequence[int]) -> str:
+        """The text that is certain after these tokens."""
+        return self._decoder.decode(_bytes_of(tokens))
+
+    def flush(self) -> str:
+        """The text that was held back, at the end of the output."""
+        return self._decoder.decode(b"", final=True)
+
+
+def utf8(text: str) -> bytes:
+    """The text's bytes. Raises `InputError` for half of a surrogate pair, which JSON can contain
+    and UTF-8 cannot.
+    """
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:
+        raise InputError(
+            f"character {error.start} is the lone surrogate U+{ord(text[error.start]):04X}, "
+            "which is not text",
+            "send both halves of the pair, or none",
+        ) from None
+
+
+def _bytes_of(tokens: Sequence[int]) -> bytes:
+    return bytes([token for token in tokens if 0 <= token < 256])
+
+
+class FileTokenizer:
+    """`Tokenizer` from a tokenizer.json, with the special tokens and the chat template of the files
+    in the same folder.
+    """
+
+    def __init__(
+        self, file: Path, settings: Path | None = None, template: Path | None = None
+    ) -> None:
+        import tokenizers
+
+        try:
+            self._inner = tokenizers.Tokenizer.from_str(file.read_text(encoding="utf-8"))
+        except Exception as error:  # noqa: BLE001  (the library raises bare `Exception`)
+            raise EngineError(f"{file.name} is not a tokenizer: {error}") from None
+        self._inner.no_truncation()
+        self._inner.no_padding()
+        options = _read_json(settings)
+        special = _special_tokens(options)
+        self.vocab_size: int = self._inner.get_vocab_size()
+        self.bos_token_id = self._id_of(special.get("bos_token"))
+        self.eos_token_id = self._id_of(special.get("eos_token"))
+        self._chat = ChatTemplate(_template_source(options, template), special)
+
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
+        utf8(text)
+        ids: list[int] = self._inner.encode(text, add_special_tokens=special).ids
+        return ids
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        text: str = self._inner.decode(tokens, skip_special_tokens=True)
+        return text
+
+    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        text = self._chat.render(messages)  # with special tokens, so `encode` must add none
+        return self.encode(text, special=False)
+
+    def detokenizer(self) -> WindowDetokenizer:
+        return WindowDetokenizer(self)
+
+    def _id_of(self, token: str | None) -> int | None:
+        found: int | None = self._inner.token_to_id(token) if token else None
+        return found
+
+
+class WindowDetokenizer:
+    """Decodes the last few tokens without and with each new one: the difference is the new text.
+
+    Decoding a token alone would lose what depends on its neighbours: spaces, and characters of
+    several tokens. Tokens are decoded one at a time, so that the text does not depend on how they
+    were delivered.
+    """
+
+    def __init__(self, tokenizer: FileTokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._window: list[int] = []  # the tokens of the last emitted text, then the held ones
+        self._emitted = 0  # tokens at the start of the window, with emitted text
+        self._emitted_text = ""
+
+    def feed(self, tokens: Sequence[int]) -> str:
+        """The text that is certain after these tokens."""
+        return "".join([self._next(token) for token in tokens])
+
+    def flush(self) -> str:
+        """The text that was held back."""
+        return self._emit(self._tokenizer.decode(self._window))
+
+    def _next(self, token: int) -> str:
+        self._window.append(token)
+        text = self._tokenizer.decode(self._window)
+        certain = len(text) > len(self._emitted_text) and not text.endswith(REPLACEMENT)
+        if certain or len(self._window) - self._emitted >= MAX_HELD_TOKENS:
+            return self._emit(text)
+        return ""
+
+    def _emit(self, text: str) -> str:
+        new = text[len(self._emitted_text) :]
+        self._window = self._window[self._emitted :]
+        self._emitted = len(self._window)
+        self._emitted_text = self._tokenizer.decode(self._window)
+        return new
+
+
+def _stored(model: ModelSpec, name: str) -> Path | None:
+    """A file of the model: from its folder, or from the hub or the hub's local cache. None if the
+    model has no such file.
+    """
+    folder = Path(model.source)
+    if folder.is_dir():
+        return folder / name if (folder / name).is_file() else None
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+
+    try:
+        return Path(hf_hub_download(model.source, name, revision=model.revision))
+    except LocalEntryNotFoundError:
+        raise _unreachable(model) from None
+    except EntryNotFoundError:
+        return None
+    except (OSError, ValueError):
+        raise _unreachable(model) from None
+
+
+def _unreachable(model: ModelSpec) -> EngineError:
+    return EngineError(
+        f"the tokenizer of {model.source} is not on this machine, and the hub cannot be reached or "
+        "does not provide it",
+        "check the name and HF_TOKEN, give a local folder, or set model.tokenizer: bytes",
+    )
+
+
+def _read_json(file: Path | None) -> dict[str, Any]:
+    if file is None:
+        return {}
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise EngineError(f"{file.name} is not JSON: {error}", "it comes with the model") from None
+    return content if isinstance(content, dict) else {}
+
+
+def _special_tokens(options: Mapping[str, Any]) -> dict[str, str]:
+    """`bos_token` and so on; each is a string, or an object with `content`."""
+    found: dict[str, str] = {}
+    for name in ("bos_token", "eos_token", "pad_token", "unk_token"):
+        value = options.get(name)
+        text = value.get("content") if isinstance(value, dict) else value
+        if isinstance(text, str):
+            found[name] = text
+    return found
+
+
+def _template_source(options: Mapping[str, Any], template: Path | None) -> str:
+    """The template of the file, else of the settings, which may be a list of named templates; else
+    the default one.
+    """
+    if template is not None:
+        return template.read_text(encoding="utf-8")
+    source = options.get("chat_template")
+    if isinstance(source, list):
+        named = {
+            entry.get("name"): entry.get("template") for entry in source if isinstance(entry, dict)
+        }
+        source = named.get("default")
+    return source if isinstance(source, str) else DEFAULT_TEMPLATE
+
+
 class ChatTemplate:
-    """A compiled chat template.
+    """A compiled chat template: from a list of messages to the text that a model was trained on.
 
     Args:
         source: jinja2 text; the default names each speaker.
         special_tokens: `bos_token` and the like, which templates refer to.
-        clock: seconds, for the bound on time.
+        clock: seconds, for the time limit.
 
     Raises `EngineError` for a template that is too large or does not compile.
     """
@@ -89,10 +358,10 @@ class ChatTemplate:
     def render(
         self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool = True
     ) -> str:
-        """The prompt's text. `InputError` where the template refuses these messages or writes too
-        much.
+        """The prompt's text. Raises `InputError` if the template refuses these messages, writes too
+        much or takes too long.
         """
-        stop_s = self._clock() + MAX_RENDER_S
+        deadline_s = self._clock() + MAX_RENDER_S
         pieces: list[str] = []
         size = 0
         try:
@@ -102,19 +371,19 @@ class ChatTemplate:
                 **self._special_tokens,
             ):
                 size += len(piece)
-                if size > MAX_TEXT_CHARS or self._clock() > stop_s:
+                if size > MAX_TEXT_CHARS or self._clock() > deadline_s:
                     raise InputError(
                         "messages: the model's chat template writes too much or takes too long"
                     )
                 pieces.append(piece)
-        except _FAILURES as error:
+        except TEMPLATE_FAILURES as error:
             raise InputError(f"messages: the model's chat template refuses them: {error}") from None
         return "".join(pieces)
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
-    """The sandbox bounds `range`; this also keeps a template from multiplying or padding a string
-    into gigabytes.
+    """jinja2's sandbox bounds `range`; this also stops a template that multiplies or pads a string
+    to gigabytes.
     """
 
     intercepted_binops = frozenset(("*", "**", "%"))
@@ -122,7 +391,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         numbers = (int, float)
         if not (isinstance(left, numbers) and isinstance(right, numbers)):
-            raise SecurityError(f"'{operator}' is for numbers here")
+            raise SecurityError(f"'{operator}' accepts only numbers here")
         if operator == "**" and abs(right) > 64:
             raise SecurityError(f"the exponent {right} is too large")
         return super().call_binop(context, operator, left, right)
@@ -133,284 +402,9 @@ def _refuse(message: str) -> NoReturn:
 
 
 def _to_json(value: object, indent: int | None = None, **_: object) -> str:
-    """As transformers does: plain JSON, not escaped for HTML."""
+    """Plain JSON, not escaped for HTML, as in transformers."""
     return json.dumps(value, ensure_ascii=False, indent=indent)
 
 
 def _now(form: str) -> str:
     return datetime.datetime.now().strftime(form)
-
-
-# The byte-level tokenizer: a token per UTF-8 byte, and three special ones. Built in code, it
-# needs no download.
-#
-# A model may have more tokens than this tokenizer: those, and the special ones, have no text.
-
-BOS, EOS, PAD = 256, 257, 258
-VOCAB_SIZE = 259
-
-
-class ByteTokenizer:
-    """`toolkit.engines.tokenizer.Tokenizer` without a vocabulary."""
-
-    vocab_size = VOCAB_SIZE
-    bos_token_id: int | None = BOS
-    eos_token_id: int | None = EOS
-
-    def __init__(self) -> None:
-        self._chat = ChatTemplate()
-
-    def encode(self, text: str, *, special: bool = True) -> list[int]:
-        return list(utf8(text))
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        return _bytes_of(tokens).decode("utf-8", "replace")
-
-    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        return self.encode(self._chat.render(messages))
-
-    def detokenizer(self) -> ByteDetokenizer:
-        return ByteDetokenizer()
-
-
-class ByteDetokenizer:
-    """Incremental UTF-8: bytes that begin a character wait, bytes that can be none become U+FFFD."""
-
-    def __init__(self) -> None:
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-
-    def feed(self, tokens: Sequence[int]) -> str:
-        """The text that is certain after these tokens."""
-        return self._decoder.decode(_bytes_of(tokens))
-
-    def flush(self) -> str:
-        """What was held back."""
-        return self._decoder.decode(b"", final=True)
-
-
-def utf8(text: str) -> bytes:
-    """The text's bytes. `InputError` where it holds half of a surrogate pair, which JSON can carry
-    and UTF-8 cannot.
-    """
-    try:
-        return text.encode()
-    except UnicodeEncodeError as error:
-        raise InputError(
-            f"character {error.start} is the lone surrogate U+{ord(text[error.start]):04X}, which is not text",
-            "send both halves of the pair, or none",
-        ) from None
-
-
-def _bytes_of(tokens: Sequence[int]) -> bytes:
-    return bytes([token for token in tokens if 0 <= token < 256])
-
-
-REPLACEMENT = "�"
-MAX_HELD_TOKENS = 8  # no character is longer; what is still broken after these, stays broken
-
-
-class Detokenizer(Protocol):
-    """Turns one request's tokens into text, piece by piece."""
-
-    def feed(self, tokens: Sequence[int]) -> str:
-        """The text that is certain after these tokens; bytes of an unfinished character wait
-        inside.
-        """
-        ...
-
-    def flush(self) -> str:
-        """What was held back; nothing follows it."""
-        ...
-
-
-class Tokenizer(Protocol):
-    """A model's tokenizer. Tokens that it does not have, and special ones, have no text."""
-
-    @property
-    def vocab_size(self) -> int: ...
-
-    @property
-    def bos_token_id(self) -> int | None: ...
-
-    @property
-    def eos_token_id(self) -> int | None: ...
-
-    def encode(self, text: str, *, special: bool = True) -> list[int]:
-        """`special` adds what the model expects around a text (BOS). `InputError` for a lone
-        surrogate.
-        """
-        ...
-
-    def decode(self, tokens: Sequence[int]) -> str: ...
-
-    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """Messages of `role` and `content` in the model's chat template, up to where the assistant
-        speaks.
-        """
-        ...
-
-    def detokenizer(self) -> Detokenizer: ...
-
-
-def load_tokenizer(model: ModelSpec) -> Tokenizer:
-    """The tokenizer of a recipe's model. `EngineError` where there is none."""
-    if model.tokenizer == "bytes":
-        return ByteTokenizer()
-    if model.source == "random":
-        raise EngineError(
-            "a random model has no tokenizer of its own", "set model.tokenizer: bytes"
-        )
-    file = _stored(model, "tokenizer.json")
-    if file is None:
-        raise EngineError(
-            f"model {model.source} has no tokenizer.json",
-            "save it once with transformers' AutoTokenizer, or set model.tokenizer: bytes",
-        )
-    settings = _stored(model, "tokenizer_config.json")
-    template = _stored(model, "chat_template.jinja")
-    return FileTokenizer(file, settings, template)
-
-
-class FileTokenizer:
-    """A tokenizer.json, with the special tokens and the chat template of the files beside it."""
-
-    def __init__(
-        self, file: Path, settings: Path | None = None, template: Path | None = None
-    ) -> None:
-        import tokenizers
-
-        try:
-            self._inner = tokenizers.Tokenizer.from_str(file.read_text(encoding="utf-8"))
-        except Exception as error:  # noqa: BLE001  (the library raises bare `Exception` for a file that it cannot read)
-            raise EngineError(f"{file.name} is not a tokenizer: {error}") from None
-        self._inner.no_truncation()
-        self._inner.no_padding()
-        options = _read_json(settings)
-        special = _special_tokens(options)
-        self.vocab_size: int = self._inner.get_vocab_size()
-        self.bos_token_id = self._id_of(special.get("bos_token"))
-        self.eos_token_id = self._id_of(special.get("eos_token"))
-        self._chat = ChatTemplate(_template_source(options, template), special)
-
-    def encode(self, text: str, *, special: bool = True) -> list[int]:
-        utf8(text)
-        ids: list[int] = self._inner.encode(text, add_special_tokens=special).ids
-        return ids
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        text: str = self._inner.decode(tokens, skip_special_tokens=True)
-        return text
-
-    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        return self.encode(
-            self._chat.render(messages), special=False
-        )  # the template has written the special ones
-
-    def detokenizer(self) -> WindowDetokenizer:
-        return WindowDetokenizer(self)
-
-    def _id_of(self, token: str | None) -> int | None:
-        found: int | None = self._inner.token_to_id(token) if token else None
-        return found
-
-
-class WindowDetokenizer:
-    """Decodes the last few tokens twice, without and with the new one: the difference is the new
-    text.
-
-    Decoding each token alone would lose what depends on its neighbours: spaces, and characters of
-    several tokens. One token at a time, so that the text does not depend on how the tokens were
-    delivered.
-    """
-
-    def __init__(self, tokenizer: FileTokenizer) -> None:
-        self._tokenizer = tokenizer
-        self._window: list[
-            int
-        ] = []  # the tokens of the last text that was given out, then those that wait
-        self._given = 0  # how many of the window have been given out
-        self._before = ""  # the text of these
-
-    def feed(self, tokens: Sequence[int]) -> str:
-        """The text that is certain after these tokens."""
-        return "".join([self._next(token) for token in tokens])
-
-    def flush(self) -> str:
-        """What was held back."""
-        return self._give_out(self._tokenizer.decode(self._window))
-
-    def _next(self, token: int) -> str:
-        self._window.append(token)
-        text = self._tokenizer.decode(self._window)
-        certain = len(text) > len(self._before) and not text.endswith(REPLACEMENT)
-        if certain or len(self._window) - self._given >= MAX_HELD_TOKENS:
-            return self._give_out(text)
-        return ""
-
-    def _give_out(self, text: str) -> str:
-        new = text[len(self._before) :]
-        self._window = self._window[self._given :]
-        self._given = len(self._window)
-        self._before = self._tokenizer.decode(self._window)
-        return new
-
-
-def _stored(model: ModelSpec, name: str) -> Path | None:
-    """A file of the model: in its folder, or fetched from the hub (or the hub's local cache)."""
-    folder = Path(model.source)
-    if folder.is_dir():
-        return folder / name if (folder / name).is_file() else None
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
-
-    try:
-        return Path(hf_hub_download(model.source, name, revision=model.revision))
-    except LocalEntryNotFoundError:
-        raise _unreachable(model) from None
-    except EntryNotFoundError:
-        return None
-    except (OSError, ValueError):
-        raise _unreachable(model) from None
-
-
-def _unreachable(model: ModelSpec) -> EngineError:
-    return EngineError(
-        f"the tokenizer of {model.source} is not here, and the hub cannot be reached or does not give it out",
-        "check the name and HF_TOKEN, give a local folder, or set model.tokenizer: bytes",
-    )
-
-
-def _read_json(file: Path | None) -> dict[str, Any]:
-    if file is None:
-        return {}
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise EngineError(f"{file.name} is not JSON: {error}", "it comes with the model") from None
-    return content if isinstance(content, dict) else {}
-
-
-def _special_tokens(options: Mapping[str, Any]) -> dict[str, str]:
-    """`bos_token` and so on; each is a string, or an object with `content`."""
-    found: dict[str, str] = {}
-    for name in ("bos_token", "eos_token", "pad_token", "unk_token"):
-        value = options.get(name)
-        text = value.get("content") if isinstance(value, dict) else value
-        if isinstance(text, str):
-            found[name] = text
-    return found
-
-
-def _template_source(options: Mapping[str, Any], template: Path | None) -> str:
-    """The file's template, or that of the settings, which may be a list of named ones; the default
-    for neither.
-    """
-    if template is not None:
-        return template.read_text(encoding="utf-8")
-    source = options.get("chat_template")
-    if isinstance(source, list):
-        named = {
-            entry.get("name"): entry.get("template") for entry in source if isinstance(entry, dict)
-        }
-        source = named.get("default")
-    return source if isinstance(source, str) else DEFAULT_TEMPLATE

@@ -1,9 +1,9 @@
-"""Slices on a transformers model: one padded batch at a time, prefill and then one decode iteration
-per token.
+"""Slices on a transformers model: one padded batch at a time, a prefill and then one decode
+iteration per token.
 
 Rows are padded on the left, so that all end in the same column and attention needs one mask. The
-prefill gives the first token of a slice. The cache is dropped when a slice ends: the next one
-computes its prefill anew (SCLS).
+prefill gives the first token of a slice. The cache is dropped when a slice ends: the next slice
+prefills again (SCLS).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import transformers
 from transformers.cache_utils import Cache
 
 from toolkit.engines.loading import config_digest, eos_token_ids, load_model
-from toolkit.engines.memory import ByteLedger, ModelShape, at_the_seam, kv_budget_bytes
+from toolkit.engines.memory import ByteLedger, ModelShape, as_out_of_memory, kv_budget_bytes
 from toolkit.engines.protocol import OnStep, Row, SliceOutput, SliceRecord, remaining
 from toolkit.engines.sampling import Sampler
 from toolkit.engines.slab import KVShape, PaddedBatch, SlabCache
@@ -26,15 +26,17 @@ from toolkit.files.io import processor
 from toolkit.files.profile import EngineFacts
 from toolkit.files.recipe import EngineSpec, HardwareSpec, ModelSpec
 
-# the shortest row of a timed batch lacks 1/4 of the longest: about what sorting by length leaves
-SHORTEST_SHARE = 4
+# The shortest row of a timed batch is shorter by 1/4 of the longest: about what sorting by length
+# leaves.
+SPREAD_DIVISOR = 4
 
 
 class TransformersEngine:
     """`toolkit.engines.protocol.Engine` on any causal language model of transformers with full
     attention.
 
-    Raises `EngineError` where the model or the device cannot be used, `InputError` where the recipe lacks something.
+    Raises `EngineError` if the model or the device cannot be used, and `InputError` if the recipe
+    lacks a setting.
     """
 
     name = "transformers"
@@ -51,7 +53,7 @@ class TransformersEngine:
         self._model = load_model(spec, hardware, share)
         shares = share.size if share else 1
         self._version: str = transformers.__version__
-        self._made = ""  # of the model, by what wraps it
+        self._deepspeed = ""  # what DeepSpeed made of the model
         self._network = self._prepare(spec, engine, hardware)
         self._device = self._model.device
         if share:
@@ -64,32 +66,35 @@ class TransformersEngine:
         self._last_position = spec.max_model_len - 1
         self._bool_masks = self._model.config._attn_implementation == "sdpa"
         self._kv_shapes = self._probe_kv_shapes()
-        kv_values = sum(
+        self._kv_bytes_per_token = self._shape.value_bytes * sum(
             keys[1] * keys[3] + values[1] * values[3] for keys, values in self._kv_shapes
         )
-        self._kv_bytes_per_token: int = kv_values * self._shape.value_bytes
-        _check_kv_bytes(spec, shares * self._kv_bytes_per_token)
+        measured = shares * self._kv_bytes_per_token
+        if spec.kv_bytes_per_token not in (None, measured):
+            raise InputError(
+                f"model.kv_bytes_per_token is {spec.kv_bytes_per_token}; the loaded model caches "
+                f"{measured} bytes per token",
+                f"set it to {measured}, or leave it out",
+            )
         budget = kv_budget_bytes(engine, self._device)
         if share:
             budget = share.least(budget, self._device)
-        limited = (
-            self._device.type == "cpu"
-            or engine.kv_cache_memory_mib is not None
-            or share is not None
-        )
+        on_cpu = self._device.type == "cpu"
+        limited = on_cpu or engine.kv_cache_memory_mib is not None or share is not None
         self.ledger = ByteLedger(budget if limited else None, alone=share is None)
-        self.facts = EngineFacts(
+        self.facts = self._facts(spec, budget, share)
+
+    def _facts(self, spec: ModelSpec, budget: int, share: RankShare | None) -> EngineFacts:
+        on_cpu = self._device.type == "cpu"
+        parameters = sum(weight.numel() for weight in self._model.parameters())
+        return EngineFacts(
             engine=self.name,
             engine_version=self._version,
-            model_type=config.model_type,
-            parameters=share.parameters
-            if share
-            else sum(weight.numel() for weight in self._model.parameters()),
+            model_type=self._model.config.get_text_config(decoder=True).model_type,
+            parameters=share.parameters if share else parameters,
             dtype=spec.dtype,
-            device="cpu"
-            if self._device.type == "cpu"
-            else torch.cuda.get_device_name(self._device),
-            threads=torch.get_num_threads() if self._device.type == "cpu" else None,
+            device="cpu" if on_cpu else torch.cuda.get_device_name(self._device),
+            threads=torch.get_num_threads() if on_cpu else None,
             kv_bytes_per_token=self._kv_bytes_per_token,
             kv_budget_bytes=budget,
             capacity_tokens=budget // self._kv_bytes_per_token,
@@ -97,32 +102,30 @@ class TransformersEngine:
             vocab_size=self._shape.vocab,
             prefill_emits_token=True,
             torch=str(torch.__version__),
-            processor=processor() if self._device.type == "cpu" else "",
+            processor=processor() if on_cpu else "",
             config_sha256=config_digest(self._model.config),
-            tensor_parallel_size=shares,
-            deepspeed=self._made,
+            tensor_parallel_size=share.size if share else 1,
+            deepspeed=self._deepspeed,
         )
 
     def _prepare(
         self, spec: ModelSpec, engine: EngineSpec, hardware: HardwareSpec
     ) -> Callable[..., Any]:
-        """What forward passes go through: the loaded model, or what a subclass makes of it."""
+        """The callable of forward passes: the loaded model, or what a subclass makes of it."""
         model: Callable[..., Any] = self._model
         return model
 
     def run_slice(self, rows: Sequence[Row], steps: int, on_step: OnStep) -> SliceOutput:
         """See `Engine.run_slice`."""
-        return at_the_seam(lambda: self._serve(rows, steps, on_step))
+        return as_out_of_memory(lambda: self._serve(rows, steps, on_step))
 
     def time_prefill(self, batch_size: int, input_length: int, clock: Callable[[], float]) -> float:
-        """See `Engine.time_prefill`. From the rows' tokens to the first token of each, on the host."""
-        return at_the_seam(lambda: self._time_prefill(batch_size, input_length, clock))
+        """See `Engine.time_prefill`: from the rows' tokens to each first token on the host."""
+        return as_out_of_memory(lambda: self._time_prefill(batch_size, input_length, clock))
 
     def time_decode(self, batch_size: int, cached_length: int, clock: Callable[[], float]) -> float:
-        """See `Engine.time_decode`. The cache holds random keys and values; the step is the one
-        that serves.
-        """
-        return at_the_seam(lambda: self._time_decode(batch_size, cached_length, clock))
+        """See `Engine.time_decode`: the step that serves, on random keys and values."""
+        return as_out_of_memory(lambda: self._time_decode(batch_size, cached_length, clock))
 
     @torch.inference_mode()
     def _serve(self, rows: Sequence[Row], steps: int, on_step: OnStep) -> SliceOutput:
@@ -167,9 +170,9 @@ class TransformersEngine:
             like = torch.empty(0, dtype=self._dtype, device=self._device)
             batch.cache.fill(self._kv_shapes, batch_size, cached_length, like)
             tokens = batch.input_ids[:, -1].clone()
-            self._decode(
-                batch, tokens
-            )  # a step after a step, as it serves: filling the cache has evicted the weights
+            # An untimed step comes first, as in serving: filling the cache has evicted the weights
+            # from the processor's caches.
+            self._decode(batch, tokens)
             batch.cache.crop(-1)
             self._synchronize()
             start = clock()
@@ -177,15 +180,13 @@ class TransformersEngine:
             return clock() - start
 
     def slice_bytes(self, batch_size: int, input_length: int, steps: int) -> int:
-        """Bytes of N rows padded to L and run for S steps, at their largest: the slab, and the
-        prefill beside it.
-        """
+        """Peak bytes of N rows padded to L and run for S steps: the slab and the prefill."""
         slab = batch_size * (input_length + steps) * self._kv_bytes_per_token
         return slab + self._shape.prefill_bytes(batch_size, input_length)
 
     def _check_rows(self, rows: Sequence[Row]) -> None:
-        """Whoever sends rows has checked them: past the last position, the model would repeat it
-        and say nothing.
+        """Raise `ValueError` for a row that the caller should have refused: beyond the last
+        position, the model would repeat that position silently.
         """
         longest = self.facts.max_model_len
         for row in rows:
@@ -205,9 +206,7 @@ class TransformersEngine:
         return self._prefill_columns(batch, 0, batch.width)
 
     def _prefill_columns(self, batch: PaddedBatch, start: int, end: int) -> torch.Tensor:
-        """Logits [N, V] of the token after column `end`, once the columns from `start` on are
-        cached.
-        """
+        """Cache the columns from `start` to `end`; logits [N, V] of the token after `end`."""
         columns = slice(start, end)
         return self._forward(
             batch.input_ids[:, columns],
@@ -231,7 +230,7 @@ class TransformersEngine:
         positions: torch.Tensor,
         cache: Cache,
     ) -> torch.Tensor:
-        """Logits [N, V] of the last of the columns [N, L], which are added to the cache."""
+        """Add the columns [N, L] to the cache; logits [N, V] of the last one."""
         logits: torch.Tensor = self._network(
             input_ids=input_ids,
             attention_mask=mask,
@@ -244,18 +243,18 @@ class TransformersEngine:
 
     @torch.inference_mode()
     def _probe_kv_shapes(self) -> list[KVShape]:
-        """What each layer really caches, from a pass over one token: configs name it in too many
-        ways for a formula.
+        """What each layer really caches, from a pass over one token: configs name the sizes in too
+        many ways for a formula.
         """
         batch = self._padded([[0]], 1)
         self._prefill(batch)
         return batch.cache.kv_shapes()
 
     def _timed_rows(self, batch_size: int, length: int) -> list[list[int]]:
-        """Random tokens; the first row is `length` long, the others shorter, down to 3/4 of it:
-        real padding.
+        """Random tokens; the first row has `length` tokens, and the lengths decrease to 3/4 of it,
+        so that there is padding.
         """
-        shortest = length - length // SHORTEST_SHARE
+        shortest = length - length // SPREAD_DIVISOR
         lengths = [
             length - row * (length - shortest) // max(batch_size - 1, 1)
             for row in range(batch_size)
@@ -269,12 +268,3 @@ class TransformersEngine:
     def _synchronize(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-
-
-def _check_kv_bytes(spec: ModelSpec, measured: int) -> None:
-    stated = spec.kv_bytes_per_token
-    if stated is not None and stated != measured:
-        raise InputError(
-            f"model.kv_bytes_per_token is {stated}; the loaded model caches {measured} bytes per token",
-            f"set it to {measured}, or leave it out",
-        )

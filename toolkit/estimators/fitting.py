@@ -1,8 +1,11 @@
-"""From a profile to its laws: which form, which coefficients, and how far off on points that the
+"""From a profile to its laws: the form of each, its coefficients, and its error on points that the
 fit did not see.
 
-Forms compete on held-out error (`held_out`), where a point is all its repeats; the form that is
-kept is then fitted to all points.
+Forms compete on held-out error, where a point is all its repeats; the chosen form is then fitted to
+all points. `fit_profile` does that for every law of a profile, and `fit_file` makes fit.json of it.
+
+`resampled_fits` and `scaled_fits` draw fits that might have been found instead. They show how far
+the error of a fit moves a result that is computed from it.
 """
 
 from __future__ import annotations
@@ -26,9 +29,10 @@ from toolkit.estimators.forms import (
     percent_error,
     predict_held_out,
     refit_overhead,
+    relative_error,
     typical,
 )
-from toolkit.estimators.laws import SegmentedLaw, law_of_parts
+from toolkit.estimators.laws import SegmentedLaw, law_of_parts, scaled_segment
 from toolkit.estimators.part_fits import (
     FittedRounds,
     fit_memory,
@@ -46,18 +50,17 @@ from toolkit.files.fit import (
     OverheadFit,
     Range,
     RoundsFit,
-    Segment,
     StepsFit,
 )
 from toolkit.files.io import EnvelopeFields
-from toolkit.files.profile import DecodePoint, PrefillPoint, Profile, RoundPoint
+from toolkit.files.profile import DecodePoint, PrefillPoint, Profile
 
 POINTS_MIN = 8
 
 
 @dataclass(slots=True, frozen=True)
 class HeldOut:
-    """A law's points, and the seconds that a fit without it predicted for each."""
+    """A law's points, and the seconds that a fit without each point predicted for it."""
 
     points: Points
     predicted_s: Floats
@@ -73,7 +76,7 @@ class FittedLaw:
 
 @dataclass(slots=True, frozen=True)
 class FittedProfile:
-    """All that a fit file holds of one profile."""
+    """The fits of one profile, as a fit file holds them."""
 
     prefill: FittedLaw
     decode: FittedLaw
@@ -84,7 +87,7 @@ class FittedProfile:
 
 
 def fit_file(profile: Profile, fitted: FittedProfile, made_from: EnvelopeFields) -> Fit:
-    """What fit.json holds of `profile` and the laws that were fitted to it."""
+    """The content of fit.json: facts about `profile`, and the laws that were fitted to it."""
     rounds = fitted.rounds
     return Fit(
         **made_from,
@@ -102,9 +105,10 @@ def fit_file(profile: Profile, fitted: FittedProfile, made_from: EnvelopeFields)
 
 
 def fit_profile(profile: Profile, seed: int = 0) -> FittedProfile:
-    """Fit every law to a profile; `seed` deals the points into parts.
+    """Fit every law to a profile; `seed` deals the points into held-out parts.
 
-    Raises `InputError` naming what the profile lacks: points, lengths, batch sizes, slices, rounds or memory probes.
+    Raises `InputError` that names what the profile lacks: points, lengths, batch sizes, slices,
+    rounds or memory probes.
     """
     prefill = fit_latency("prefill", prefill_points(profile.prefill), seed, square=True)
     decode = fit_latency("decode", decode_points(profile.decode), seed, square=False)
@@ -122,24 +126,24 @@ def fit_profile(profile: Profile, seed: int = 0) -> FittedProfile:
 
 
 def fit_latency(name: str, points: Points, seed: int, *, square: bool) -> FittedLaw:
-    """The best form for the points by held-out error, fitted to all of them. `name` is for
-    messages.
+    """The best form for the points by held-out error, fitted to all of them.
 
-    Raises `InputError` where there are too few points, batch sizes or lengths, or a time that is not positive.
+    `name` ("prefill" or "decode") appears in messages. `square` also tries each form with N*L^2.
+    Raises `InputError` if there are too few points, batch sizes or lengths.
     """
-    _check(name, points)
+    _check_points(name, points)
     forms = candidates(points, square=square)
-    predicted = [_predict_held_out(form, points, seed) for form in forms]
+    predicted = [_held_out(form, points, seed) for form in forms]
     errors = [percent_error(prediction, points.seconds) for prediction in predicted]
-    kept = choose([np.abs(prediction / points.seconds - 1.0) for prediction in predicted])
+    kept = choose([relative_error(prediction, points.seconds) for prediction in predicted])
     form = forms[kept]
     fit = LatencyFit(
         form=form.name,
         segments=form.segments(form.solve(points)),
         error=errors[kept],
         candidates=[
-            Candidate(form=form.name, error=error)
-            for form, error in zip(forms, errors, strict=True)
+            Candidate(form=tried.name, error=error)
+            for tried, error in zip(forms, errors, strict=True)
         ],
         valid=Range(
             batch_size_max=int(points.batch_size.max()), length_max=int(points.length.max())
@@ -148,42 +152,7 @@ def fit_latency(name: str, points: Points, seed: int, *, square: bool) -> Fitted
     return FittedLaw(fit, HeldOut(points, predicted[kept]))
 
 
-def _predict_held_out(form: LawForm, points: Points, seed: int) -> Floats:
-    def predict(seen: Rows, rows: Rows) -> Floats:
-        return form.predict(form.solve(points.take(seen)), points.take(rows))
-
-    return predict_held_out(len(points), predict, seed)
-
-
-def prefill_points(measured: Sequence[PrefillPoint]) -> Points:
-    """T_prefill(N, L) of each point, by the `typical` of its samples. `InputError` for one that
-    took no time.
-    """
-    return _points("prefill", [(p.batch_size, p.input_length, p.seconds) for p in measured])
-
-
-def decode_points(measured: Sequence[DecodePoint]) -> Points:
-    """tau(l, N) of each point, by the `typical` of its samples. `InputError` for one that took no
-    time.
-    """
-    return _points("decode", [(p.batch_size, p.cached_length, p.seconds) for p in measured])
-
-
-def _points(name: str, rows: Sequence[tuple[int, int, list[float]]]) -> Points:
-    """Each point with the `typical` of its samples."""
-    for size, length, samples in rows:
-        if not samples or min(samples) <= 0.0:
-            found = "no samples" if not samples else f"a sample of {min(samples)} s"
-            raise InputError(
-                f"{name} at N={size}, L={length}: {found}",
-                "measure again with: llmctl profile RECIPE",
-            )
-    sizes, lengths = [row[0] for row in rows], [row[1] for row in rows]
-    seconds = [typical(row[2]) for row in rows]
-    return Points(np.array(sizes, dtype=float), np.array(lengths, dtype=float), np.array(seconds))
-
-
-def _check(name: str, points: Points) -> None:
+def _check_points(name: str, points: Points) -> None:
     lengths = "input_lengths" if name == "prefill" else "cached_lengths"
     remedy = "profile.{} in the recipe needs more values; then: llmctl profile RECIPE"
     if len(points) < POINTS_MIN:
@@ -201,27 +170,57 @@ def _check(name: str, points: Points) -> None:
             raise InputError(message, remedy.format(key))
 
 
-# Laws as they might have been fitted: for saying how far an error of the fit moves what is
-# computed from it.
-#
-# With the profile at hand it is measured again in thought: repeats are drawn with replacement,
-# points get random weights (the Bayesian bootstrap, Rubin 1981: unlike draws of points it never
-# loses a batch size), slices are drawn with replacement, and the forms that the fit chose are
-# fitted anew. That shows what other samples of the same machine would have given; that the
-# machine may be slower tomorrow, it does not show.
-#
-# Without the profile each law is scaled as a whole by its stated held-out error. Errors that
-# differ from point to point would partly cancel, so this is the wider of the two. The memory law
-# stays: its edge is drawn in every simulation.
+def _held_out(form: LawForm, points: Points, seed: int) -> Floats:
+    def predict(seen: Rows, rows: Rows) -> Floats:
+        return form.predict(form.solve(points.take(seen)), points.take(rows))
+
+    return predict_held_out(len(points), predict, seed)
+
+
+def prefill_points(measured: Sequence[PrefillPoint]) -> Points:
+    """T_prefill(N, L) of each point, by the `typical` of its samples.
+
+    Raises `InputError` for a point without samples, or with one that took no time.
+    """
+    return _points("prefill", [(p.batch_size, p.input_length, p.seconds) for p in measured])
+
+
+def decode_points(measured: Sequence[DecodePoint]) -> Points:
+    """tau(l, N) of each point, by the `typical` of its samples.
+
+    Raises `InputError` for a point without samples, or with one that took no time.
+    """
+    return _points("decode", [(p.batch_size, p.cached_length, p.seconds) for p in measured])
+
+
+def _points(name: str, rows: Sequence[tuple[int, int, list[float]]]) -> Points:
+    """`rows` are (batch size, length, samples in seconds)."""
+    for size, length, samples in rows:
+        if not samples or min(samples) <= 0.0:
+            found = f"a sample of {min(samples)} s" if samples else "no samples"
+            raise InputError(
+                f"{name} at N={size}, L={length}: {found}",
+                "measure again with: llmctl profile RECIPE",
+            )
+    sizes, lengths = [row[0] for row in rows], [row[1] for row in rows]
+    seconds = [typical(row[2]) for row in rows]
+    return Points(np.array(sizes, dtype=float), np.array(lengths, dtype=float), np.array(seconds))
+
 
 Measured = TypeVar("Measured", PrefillPoint, DecodePoint)
-
 NORMAL_MEDIAN = 0.6745  # of |x| where x is standard normal
-COEFFICIENTS = ("nl", "n", "l", "const", "nll")
 
 
 def resampled_fits(profile: Profile, fit: Fit, draws: int, seed: int) -> list[Fit]:
-    """`draws` fits of `profile`, resampled, in the forms of `fit`."""
+    """`draws` fits of `profile` resampled, in the forms of `fit`.
+
+    Repeats are drawn with replacement. Points get random weights (the Bayesian bootstrap, Rubin
+    1981: unlike draws of points it never loses a batch size). Slices and sequences of rounds are
+    drawn with replacement, and the forms that the fit chose are fitted again.
+
+    The draws show what other samples of the same machine would have given. They do not show that
+    the machine may be slower tomorrow.
+    """
     rng = np.random.default_rng(seed)
     return [_resampled(profile, fit, rng) for _ in range(draws)]
 
@@ -235,28 +234,16 @@ def _resampled(profile: Profile, fit: Fit, rng: np.random.Generator) -> Fit:
     slices = [
         profile.slices[k] for k in rng.integers(len(profile.slices), size=len(profile.slices))
     ]
-    batch_s, stretch = refit_overhead(slices, law)
-    overhead = fit.overhead.model_copy(update={"batch_s": batch_s, "stretch": stretch})
-    found: dict[str, object] = {"prefill": prefill, "decode": decode, "overhead": overhead}
-    if fit.rounds and profile.rounds:
-        found["rounds"] = _redrawn_rounds(fit.rounds, sequences_of(profile.rounds), law, rng)
-    return fit.model_copy(update=found)
-
-
-def _redrawn_rounds(
-    fit: RoundsFit,
-    sequences: Sequence[Sequence[RoundPoint]],
-    law: SegmentedLaw,
-    rng: np.random.Generator,
-) -> RoundsFit:
-    """The parts stay: they are a few percent of a round."""
-    drawn = [sequences[k] for k in rng.integers(len(sequences), size=len(sequences))]
-    batch_s, stretch = refit_round_overhead(drawn, law_of_parts(law, fit.join, fit.leave, fit.grow))
-    return fit.model_copy(
-        update={
-            "overhead": fit.overhead.model_copy(update={"batch_s": batch_s, "stretch": stretch})
-        }
-    )
+    overhead = _with_line(fit.overhead, refit_overhead(slices, law))
+    rounds = fit.rounds
+    if rounds and profile.rounds:
+        # The parts of a round stay as fitted: they are a few percent of a round.
+        sequences = sequences_of(profile.rounds)
+        drawn = [sequences[k] for k in rng.integers(len(sequences), size=len(sequences))]
+        parts = law_of_parts(law, rounds.join, rounds.leave, rounds.grow)
+        line = refit_round_overhead(drawn, parts)
+        rounds = rounds.model_copy(update={"overhead": _with_line(rounds.overhead, line)})
+    return _replaced(fit, prefill, decode, overhead, rounds)
 
 
 def _redrawn(points: Sequence[Measured], rng: np.random.Generator) -> list[Measured]:
@@ -275,8 +262,11 @@ def _refit(
 
 
 def scaled_fits(fit: Fit, draws: int, seed: int) -> list[Fit]:
-    """`draws` fits, each law of each scaled by a log-normal factor whose median error is the law's
-    held-out one.
+    """`draws` fits for use without a profile: each law is scaled as a whole by a log-normal
+    factor. The median of the factor's distance from 1 is the law's held-out median error.
+
+    Errors that differ from point to point would partly cancel, so these draws spread wider than
+    `resampled_fits`. The memory law stays: its edge is drawn in every simulation.
     """
     rng = np.random.default_rng(seed)
     return [_scaled(fit, rng) for _ in range(draws)]
@@ -284,22 +274,18 @@ def scaled_fits(fit: Fit, draws: int, seed: int) -> list[Fit]:
 
 def _scaled(fit: Fit, rng: np.random.Generator) -> Fit:
     prefill, decode, overhead = (
-        _factor(one.error, rng) for one in (fit.prefill, fit.decode, fit.overhead)
+        _factor(law.error, rng) for law in (fit.prefill, fit.decode, fit.overhead)
     )
-    found: dict[str, object] = {
-        "prefill": _times(fit.prefill, prefill),
-        "decode": _times(fit.decode, decode),
-        "overhead": _slower(fit.overhead, overhead),
-    }
-    if fit.rounds:
-        slower = _slower(fit.rounds.overhead, _factor(fit.rounds.overhead.error, rng))
-        found["rounds"] = fit.rounds.model_copy(update={"overhead": slower})
-    return fit.model_copy(update=found)
-
-
-def _slower(overhead: OverheadFit, factor: float) -> OverheadFit:
-    return OverheadFit(
-        batch_s=overhead.batch_s * factor, stretch=overhead.stretch * factor, error=overhead.error
+    rounds = fit.rounds
+    if rounds:
+        slower = _slower(rounds.overhead, _factor(rounds.overhead.error, rng))
+        rounds = rounds.model_copy(update={"overhead": slower})
+    return _replaced(
+        fit,
+        _times(fit.prefill, prefill),
+        _times(fit.decode, decode),
+        _slower(fit.overhead, overhead),
+        rounds,
     )
 
 
@@ -308,9 +294,25 @@ def _factor(error: HeldOutError, rng: np.random.Generator) -> float:
 
 
 def _times(law: LatencyFit, factor: float) -> LatencyFit:
-    def scaled(segment: Segment) -> Segment:
-        return segment.model_copy(
-            update={name: getattr(segment, name) * factor for name in COEFFICIENTS}
-        )
+    segments = [scaled_segment(segment, factor) for segment in law.segments]
+    return law.model_copy(update={"segments": segments})
 
-    return law.model_copy(update={"segments": [scaled(segment) for segment in law.segments]})
+
+def _slower(overhead: OverheadFit, factor: float) -> OverheadFit:
+    return _with_line(overhead, (overhead.batch_s * factor, overhead.stretch * factor))
+
+
+def _with_line(overhead: OverheadFit, line: tuple[float, float]) -> OverheadFit:
+    return overhead.model_copy(update={"batch_s": line[0], "stretch": line[1]})
+
+
+def _replaced(
+    fit: Fit,
+    prefill: LatencyFit,
+    decode: LatencyFit,
+    overhead: OverheadFit,
+    rounds: RoundsFit | None,
+) -> Fit:
+    return fit.model_copy(
+        update={"prefill": prefill, "decode": decode, "overhead": overhead, "rounds": rounds}
+    )

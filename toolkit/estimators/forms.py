@@ -1,9 +1,12 @@
-"""The forms that a latency law may take, and the fit of one form to points.
+"""The forms that a latency law may take, the fit of one form to points, and held-out errors.
 
 A form is linear in its coefficients, so its fit is a non-negative least squares problem on relative
-residuals: one optimum, no start values. The paper's `curve_fit`, with the same bounds and weights,
-ends at the same optimum in about a hundred times the time (30 ms and 0.2 ms; a profile takes 70
-such fits).
+residuals, with one optimum and no start values. The paper's `curve_fit`, with the same bounds and
+weights, ends at the same optimum in about a hundred times the time (30 ms against 0.2 ms; a profile
+takes 70 such fits).
+
+In this order: held-out prediction and the choice of a form by it, the solver, the latency forms,
+and the overhead of slices that go through a worker process.
 """
 
 from __future__ import annotations
@@ -20,33 +23,31 @@ from toolkit.estimators.laws import SegmentedLaw
 from toolkit.files.fit import HeldOutError, OverheadFit, Segment
 from toolkit.files.profile import SlicePoint
 
-# Held-out error: how far off a fit is on points that it did not see.
-#
-# The points are dealt into five parts; each part is predicted by a fit of the other four, so
-# every point is held out once.
-
-PARTS = 5
-NO_DIFFERENCE = 1e-3  # of relative error, on exact data
-
 Floats = NDArray[np.float64]
 Rows = NDArray[np.int64]
 
+HELD_OUT_PARTS = 5
+CHOICE_TOLERANCE = 1e-3  # of mean relative error: a smaller difference does not decide
+TYPICAL_MAX = 1.5  # times the median (or the law): how much a longer sample counts
+
 
 def predict_held_out(count: int, predict: Callable[[Rows, Rows], Floats], seed: int) -> Floats:
-    """An array [count], each value from `predict(seen rows, held-out rows)` where its row was held
-    out.
+    """Predictions [count], each from a fit that did not see its row.
+
+    The rows are dealt into five parts. `predict(seen rows, held-out rows)` predicts each part from
+    the other four, so every row is held out once.
     """
     predicted = np.empty(count)
     shuffled = np.random.default_rng(seed).permutation(count)
-    for part in range(PARTS):
-        rows = shuffled[part::PARTS]
+    for part in range(HELD_OUT_PARTS):
+        rows = shuffled[part::HELD_OUT_PARTS]
         predicted[rows] = predict(np.setdiff1d(shuffled, rows), rows)
     return predicted
 
 
 def percent_error(predicted: Floats, measured: Floats) -> HeldOutError:
     """Median, p95 and worst of |predicted / measured - 1|, in percent."""
-    errors = 100.0 * np.abs(predicted / measured - 1.0)
+    errors = 100.0 * relative_error(predicted, measured)
     return HeldOutError(
         median_percent=float(np.median(errors)),
         p95_percent=float(np.percentile(errors, 95)),
@@ -55,33 +56,50 @@ def percent_error(predicted: Floats, measured: Floats) -> HeldOutError:
     )
 
 
-def choose(errors: Sequence[Floats]) -> int:
-    """The index of the form to keep, given each form's held-out errors [n], the simplest form
-    first.
+def relative_error(predicted: Floats, measured: Floats) -> Floats:
+    """|predicted / measured - 1| of each point [n]."""
+    return np.asarray(np.abs(predicted / measured - 1.0), dtype=np.float64)
 
-    The one with the least mean, or the first that is not worse by more than the standard error of
-    the paired difference: less than that is luck in which points were held out.
+
+def choose(errors: Sequence[Floats]) -> int:
+    """The index of the form to keep, given each form's held-out relative errors [n], the simplest
+    form first.
+
+    This is the form with the least mean error, or the first form that is worse by no more
+    than the standard error of the paired difference: a smaller difference may come from which
+    points were held out.
     """
     best = min(errors, key=np.mean)
 
     def as_good(error: Floats) -> bool:
         worse = error - best
-        return bool(worse.mean() <= worse.std() / np.sqrt(len(worse)) + NO_DIFFERENCE)
+        return bool(worse.mean() <= worse.std() / np.sqrt(len(worse)) + CHOICE_TOLERANCE)
 
     return next(index for index, error in enumerate(errors) if as_good(error))
 
 
-CLIP = 1.5
-
-
 def typical(samples: Sequence[float]) -> float:
-    """The mean of a point's samples, none counted beyond 1.5 times their median.
+    """The mean of a point's samples, each counted as at most 1.5 times their median.
 
     The mean is what a slice of many steps pays. On shared machines times have two modes, fast and
     slow moments, and a median jumps from one to the other: held-out errors on three noisy profiles
     were 5.5 % (median over the laws; p95 16 %) with medians and 4.3 % (14 %) with this.
     """
-    return float(np.minimum(samples, CLIP * np.median(samples)).mean())
+    return float(np.minimum(samples, TYPICAL_MAX * np.median(samples)).mean())
+
+
+def solve_relative(columns: Floats, seconds: Floats, root_weight: Floats | None = None) -> Floats:
+    """The coefficients [k], all >= 0, with the least sum of squared relative residuals.
+
+    `columns` is [n, k] and `seconds` [n]. Each point's residual is multiplied by `root_weight` [n],
+    the square root of its weight; None: all weigh the same.
+    """
+    root = np.ones(len(seconds)) if root_weight is None else root_weight
+    relative = columns * (root / seconds)[:, None]
+    scale = np.linalg.norm(relative, axis=0)
+    scale[scale == 0.0] = 1.0
+    coefficients, _ = nnls(relative / scale, root)
+    return np.asarray(coefficients / scale, dtype=np.float64)
 
 
 @dataclass(slots=True, frozen=True)
@@ -96,40 +114,41 @@ class Points:
         return len(self.seconds)
 
     def take(self, rows: Rows) -> Points:
+        """The points at the indices `rows`."""
         return Points(self.batch_size[rows], self.length[rows], self.seconds[rows])
 
 
 @dataclass(slots=True, frozen=True)
 class LawForm:
-    """Seconds = a(N) + b(N) * L, where asked for + nll * N * L^2.
+    """Seconds = a(N) + b(N) * L, and with `square` + nll * N * L^2.
 
-    Without knots, a and b are lines in N: Eq. 3 and 4. With knots, each is free at every knot and
-    straight between two; beyond the last it rises in a straight line. Batches of a few rows need
-    that: a CPU's matrix kernels change with N, and not monotonically. All coefficients are >= 0, so
-    a law is positive everywhere and never falls beyond its data.
+    Without knots, a and b are linear in N: Eq. 3 and 4. With knots, a and b have a free value at
+    each knot, are linear between two knots, and rise linearly beyond the last. Batches of a few
+    rows need that: a CPU's matrix kernels change with N, and not monotonically. All coefficients
+    are >= 0, so a law is positive everywhere and never falls beyond its data.
+
+    Attributes:
+        knots: batch sizes, ascending; the first is 1.
     """
 
-    knots: tuple[int, ...] = ()  # ascending, the first is 1
+    knots: tuple[int, ...] = ()
     square: bool = False
 
     @property
     def name(self) -> str:
+        """The form's name in reports and in fit.json."""
         bends = f"bends at {', '.join(map(str, self.knots))}" if self.knots else "bilinear"
         return f"{bends} + N*L^2" if self.square else bends
 
     def solve(self, points: Points, weights: Floats | None = None) -> Floats:
-        """The coefficients [k], all >= 0, with the least sum of squared relative residuals,
-        `weights` [n] or equal.
+        """The coefficients [k], all >= 0, with the least sum of squared relative residuals;
+        `weights` [n], or None for equal ones.
         """
-        root = np.ones(len(points)) if weights is None else np.sqrt(weights)
-        relative = self._design(points) / points.seconds[:, None] * root[:, None]
-        scale = np.linalg.norm(relative, axis=0)
-        scale[scale == 0] = 1.0
-        coefficients, _ = nnls(relative / scale, root)
-        return np.asarray(coefficients / scale, dtype=np.float64)
+        root = None if weights is None else np.sqrt(weights)
+        return solve_relative(self._design(points), points.seconds, root)
 
     def predict(self, coefficients: Floats, points: Points) -> Floats:
-        """Seconds [n] at the points, whose own seconds are not looked at."""
+        """Seconds [n] at the points, from their batch sizes and lengths."""
         return self._design(points) @ coefficients
 
     def segments(self, coefficients: Floats) -> list[Segment]:
@@ -146,18 +165,19 @@ class LawForm:
         ]
 
     def _design(self, points: Points) -> Floats:
-        basis = self._basis(points.batch_size)
+        """The columns [n, k] that the coefficients multiply: a basis for a(N), the same basis times
+        L for b(N), and N * L^2.
+        """
+        size = points.batch_size
+        if self.knots:
+            hats = [np.interp(size, self.knots, unit) for unit in np.eye(len(self.knots))]
+            basis = np.stack([*hats, np.maximum(size - self.knots[-1], 0.0)], axis=1)
+        else:
+            basis = np.stack([np.ones_like(size), size], axis=1)
         columns = [basis, basis * points.length[:, None]]
         if self.square:
-            columns.append((points.batch_size * points.length**2)[:, None])
+            columns.append((size * points.length**2)[:, None])
         return np.concatenate(columns, axis=1)
-
-    def _basis(self, batch_size: Floats) -> Floats:
-        """The functions of N, [n, m], whose sums with coefficients >= 0 are a(N) and b(N)."""
-        if not self.knots:
-            return np.stack([np.ones_like(batch_size), batch_size], axis=1)
-        hats = [np.interp(batch_size, self.knots, unit) for unit in np.eye(len(self.knots))]
-        return np.stack([*hats, np.maximum(batch_size - self.knots[-1], 0.0)], axis=1)
 
     def _lines(self, values: Floats) -> list[tuple[float, float]]:
         """Intercept at N = 0 and slope of a(N) (or b(N)) in each range of batch sizes."""
@@ -170,67 +190,67 @@ class LawForm:
 
 KNOTS = ((1, 2), (1, 4), (1, 2, 4), (1, 2, 3, 4), (1, 2, 4, 8), (1, 2, 4, 8, 16))
 LENGTHS_PER_KNOT = 3
-SIZES_BEYOND = 2
+SIZES_BEYOND_LAST_KNOT = 2
 
 
 def candidates(points: Points, *, square: bool) -> list[LawForm]:
-    """The forms that the points can tell apart, the simplest first.
+    """The forms that the points can distinguish, the simplest first.
 
-    A knot needs points of that batch size at three lengths or more, and the last one two measured
-    sizes beyond it. `square` adds each form with N*L^2, where three lengths were measured.
+    A knot needs points of that batch size at three or more lengths, and the last knot needs two
+    measured sizes beyond it. With `square`, each form also comes with N*L^2, if three lengths were
+    measured.
     """
     sizes, counts = np.unique(points.batch_size, return_counts=True)
-    known = dict(zip(sizes.tolist(), counts.tolist(), strict=True))
+    points_of = dict(zip(sizes.tolist(), counts.tolist(), strict=True))
     bent = [
         knots
         for knots in KNOTS
-        if all(known.get(knot, 0) >= LENGTHS_PER_KNOT for knot in knots)
-        and sum(size > knots[-1] for size in known) >= SIZES_BEYOND
+        if all(points_of.get(knot, 0) >= LENGTHS_PER_KNOT for knot in knots)
+        and sum(size > knots[-1] for size in points_of) >= SIZES_BEYOND_LAST_KNOT
     ]
     squares = (False, True) if square and len(np.unique(points.length)) >= 3 else (False,)
     return [LawForm(knots, squared) for knots in [(), *bent] for squared in squares]
 
 
 def form_named(name: str, points: Points, *, square: bool) -> LawForm:
-    """The candidate for `points` that has this name; `InputError` where it is none."""
+    """The candidate for `points` that has this name. Raises `InputError` if there is none."""
     for form in candidates(points, square=square):
         if form.name == name:
             return form
     raise InputError(
-        f"the points cannot tell the form '{name}'", "fit the profile again: llmctl fit PROFILE"
+        f"the points do not determine the form '{name}'",
+        "fit the profile again: llmctl fit PROFILE",
     )
 
 
-# What a slice costs beyond its laws when it goes through a worker process and all workers run.
-#
-# seconds = batch_s + stretch * T_serve(N, L, S). The laws are measured in one process; the flat
-# part is dispatch and pipe, the stretch is what workers cost each other, and the clock's
-# difference where the laws are in CPU time.
-
 SLICES_MIN = 6
 STRETCH_MIN = 1e-3
-RESOLUTION_S = 1e-6  # the solver stays off its bounds by a hair; below this, batch_s is 0
-# Relative residuals beyond this count linearly: a slice that another program disturbed should not
-# bend the line.
-DISTURBED = 0.1
+BATCH_S_MIN = 1e-6  # the solver stays slightly above its bounds; a smaller batch_s is 0
+# Relative residuals beyond this count linearly, so that a slice that another program disturbed does
+# not bend the line.
+SOFT_RESIDUAL = 0.1
 
 
 def fit_overhead(slices: Sequence[SlicePoint], law: SegmentedLaw, seed: int) -> OverheadFit:
-    """The overhead that the measured slices show over `law`, and its held-out error.
+    """What a slice costs beyond `law` when it goes through a worker process and all workers run,
+    and the held-out error of that.
 
-    Raises `InputError` where fewer than six slices were measured, or one took no time.
+    seconds = batch_s + stretch * T_serve(N, L, S). The laws are measured in one process. `batch_s`
+    is dispatch and pipe; `stretch` is how much workers slow one another down, and the difference
+    between clocks where the laws are in CPU time.
+
+    Raises `InputError` if fewer than six slices were measured, or if one took no time.
     """
-    remedy = "set profile.slices in the recipe; then: llmctl profile RECIPE"
     if len(slices) < SLICES_MIN:
         raise InputError(
-            f"overhead: {len(slices)} slices measured, at least {SLICES_MIN} are needed", remedy
+            f"overhead: {len(slices)} slices measured, at least {SLICES_MIN} are needed",
+            "set profile.slices in the recipe; then: llmctl profile RECIPE",
         )
-    seconds = np.array([point.seconds for point in slices])
+    served, seconds = _slice_times(slices, law)
     if seconds.min() <= 0.0:
         raise InputError(
             f"overhead: a slice of {seconds.min()} s", "measure again with: llmctl profile RECIPE"
         )
-    served = _served(slices, law)
 
     def predict(seen: Rows, rows: Rows) -> Floats:
         batch_s, stretch = fit_line(served[seen], seconds[seen])
@@ -242,14 +262,14 @@ def fit_overhead(slices: Sequence[SlicePoint], law: SegmentedLaw, seed: int) -> 
 
 
 def refit_overhead(slices: Sequence[SlicePoint], law: SegmentedLaw) -> tuple[float, float]:
-    """batch_s and stretch of `slices` that were checked before, without the held-out error."""
-    return fit_line(_served(slices, law), np.array([point.seconds for point in slices]))
+    """batch_s and stretch of `slices` that `fit_overhead` accepted, without the held-out error."""
+    return fit_line(*_slice_times(slices, law))
 
 
-def _served(slices: Sequence[SlicePoint], law: SegmentedLaw) -> Floats:
-    return np.array(
-        [law.serve_s(point.batch_size, point.input_length, point.steps) for point in slices]
-    )
+def _slice_times(slices: Sequence[SlicePoint], law: SegmentedLaw) -> tuple[Floats, Floats]:
+    """T_serve of each slice by the law, and its measured seconds."""
+    served = [law.serve_s(point.batch_size, point.input_length, point.steps) for point in slices]
+    return np.array(served), np.array([point.seconds for point in slices])
 
 
 def fit_line(served: Floats, seconds: Floats) -> tuple[float, float]:
@@ -263,7 +283,7 @@ def fit_line(served: Floats, seconds: Floats) -> tuple[float, float]:
         jac=lambda _: columns / scale,
         bounds=([0.0, STRETCH_MIN], np.inf),
         loss="soft_l1",
-        f_scale=DISTURBED,
+        f_scale=SOFT_RESIDUAL,
     )
     batch_s, stretch = found.x / scale
-    return (float(batch_s) if batch_s > RESOLUTION_S else 0.0), float(stretch)
+    return (float(batch_s) if batch_s > BATCH_S_MIN else 0.0), float(stretch)

@@ -1,4 +1,4 @@
-"""From a fit file to the objects that answer: what the simulator, the tuner and the server load."""
+"""From a fit file to its laws: what the simulator, the tuner and the server load."""
 
 from __future__ import annotations
 
@@ -19,14 +19,22 @@ from toolkit.sched.types import NO_LIMIT, Joining
 
 @dataclass(slots=True, frozen=True)
 class Laws:
-    """One worker's laws. `latency` includes what serving adds to the `engine`'s own time; `edge` is
-    for simulation.
+    """The laws of one worker.
 
-    `rounds` and `round_memory` are those of a worker that keeps its rows; without measured rounds,
-    those of batches. Without a measured link to host memory there is no `swap` and there are no
-    `host_tokens`. `joining` is how rows join the engine's running batch where that is one padded
-    slab; None: its memory is paged. `slots` rows run at once. `front_s` of a server's time to a
-    first token in rounds nobody else waits for.
+    Attributes:
+        latency: the law of batches, with what serving adds to the engine's own time.
+        engine: the engine's own law.
+        memory: how many rows fit; for the scheduler.
+        edge: where memory really ends; for the simulator alone.
+        swap: the law of the link to host memory; None if it was not measured.
+        host_tokens: tokens of KV cache that host memory holds; 0 without `swap`.
+        joining: how rows join the engine's running batch if that is one padded slab; None if its
+            memory is paged.
+        slots: the maximum number of rows that run at once.
+        front_s: seconds of a server's time to first token that delay no other request, in rounds.
+        rounds: the law of a worker that keeps its rows; without measured rounds, the law of
+            batches.
+        round_memory: the memory law in rounds; without measured rounds, that of batches.
     """
 
     latency: WithOverhead
@@ -43,7 +51,7 @@ class Laws:
 
 
 def laws_from_fit(fit: Fit) -> Laws:
-    """The laws that a fit file holds. `InputError` where its segments or rules are out of order."""
+    """The laws that a fit file holds. Raises `InputError` if segments or rules are out of order."""
     prefill, decode = tuple(fit.prefill.segments), tuple(fit.decode.segments)
     engine = SegmentedLaw(prefill, decode, fit.engine.prefill_emits_token)
     latency = WithOverhead(engine, fit.overhead.batch_s, fit.overhead.stretch)
@@ -51,40 +59,52 @@ def laws_from_fit(fit: Fit) -> Laws:
     swap, host_tokens = (
         swap_from_fit(fit.swap, fit.memory.kv_bytes_per_token) if fit.swap else (None, 0)
     )
-    joining, slots = fit.engine.joining, fit.engine.max_rows or NO_LIMIT
+    joining = fit.engine.joining
     in_rounds = replace(engine, padded=joining is not None)
     rounds: LatencyLaw = latency
-    round_memory = memory
-    front_s = 0.0
-    if (
-        fit.engine.is_server
-    ):  # its laws are of what clients see: HTTP, which whole slices add once, is in each already
+    round_memory, front_s = memory, 0.0
+    if fit.engine.is_server:
+        # A server's laws describe what clients measure. They include HTTP in every step already,
+        # which a slice adds only once.
         rounds, front_s = without_front(in_rounds)
     elif fit.rounds:
         rounds = law_of_rounds(in_rounds, fit.rounds)
         round_memory = ZetaMemory(fit.memory.capacity_tokens, fit.rounds.usable_share)
-    measured = latency, engine, memory, edge, swap, host_tokens, joining, slots
-    return Laws(*measured, front_s, rounds=rounds, round_memory=round_memory)
+    return Laws(
+        latency,
+        engine,
+        memory,
+        edge,
+        swap,
+        host_tokens,
+        joining,
+        fit.engine.max_rows or NO_LIMIT,
+        front_s,
+        rounds=rounds,
+        round_memory=round_memory,
+    )
 
 
 def without_front(seen: SegmentedLaw) -> tuple[SegmentedLaw, float]:
-    """What clients see of a server, as its engine's own law and the seconds that HTTP and text take
-    besides.
+    """Split a server's law as clients measure it into the engine's own law and the seconds of HTTP
+    and text.
 
-    A first token takes both, and only the engine's part holds up those who decode. The pass that
-    computes a prompt costs what a step of one row does, and more for each of its tokens: what a
-    prompt of no length takes beyond that step is the front's. It is taken for the same with every
-    request, in and out together.
+    A first token takes both, but only the engine's part delays rows that decode. A pass that
+    computes a prompt costs as much as a decode step of one row, and more for each prompt token. So
+    the time of a prompt of length 0, less that of such a step, belongs to the front. It is assumed
+    to be equal for all requests, and to cover the way in and out.
     """
     front_s = seen.prefill_s(1, 0.0) - seen.decode_s(1, 0.0, 1)
     least_s = min(seen.prefill_s(segment.batch_size_min, 0.0) for segment in seen.prefill)
     front_s = max(min(front_s, least_s), 0.0)
-    inside = [each.model_copy(update={"const": each.const - front_s}) for each in seen.prefill]
-    return replace(seen, prefill=tuple(inside)), front_s
+    inside = tuple(
+        segment.model_copy(update={"const": segment.const - front_s}) for segment in seen.prefill
+    )
+    return replace(seen, prefill=inside), front_s
 
 
 def memory_from_fit(fit: MemoryFit) -> tuple[MemoryLaw, MemoryEdge]:
-    """The law that a scheduler asks, and the edge that a simulated worker meets."""
+    """The memory law for a scheduler, and the edge for a simulated worker."""
     if fit.form == "rules":
         rules = tuple(fit.rules)
         return RuleMemory(rules), RuleEdge(rules, fit.zeta_std)

@@ -1,7 +1,11 @@
-"""Memory laws: how many rows fit (SCLS paper, Eq. 5-9 and Algorithm 2).
+"""Memory laws: how many rows fit (SCLS paper, Eq. 5-9 and Algorithm 2), and where memory really
+ends.
 
-`ZetaMemory` counts tokens against the engine's resolved KV capacity; `RuleMemory` looks a probed
-limit up. How sure the limit is belongs to `edge`.
+A memory law tells a scheduler how many rows to send: `ZetaMemory` counts tokens against the
+engine's resolved KV capacity, and `RuleMemory` looks up a probed limit. A memory edge tells a
+simulated worker whether a batch would have run out of memory. The fitted edge is uncertain, so
+it is drawn: `ZetaEdge`, `RuleEdge` and `uniform_draw`. Law and edge come from the same `MemoryFit`,
+but no policy may see the edge.
 """
 
 from __future__ import annotations
@@ -16,9 +20,9 @@ from numpy.typing import NDArray
 from toolkit.errors import InputError
 from toolkit.files.fit import BatchRule
 
-# (1 - 0.1) * 0.9 * 1000 / 81 is 9.99..98 in floating point; a row must not be lost to that.
+# (1 - 0.1) * 0.9 * 1000 / 81 is 9.99..98 in floating point; rounding must not cost a row.
 ROUNDING = 1e-9
-NO_BOUND = 1 << 40
+UNBOUNDED_TOKENS = 1 << 40
 
 
 @dataclass(frozen=True)
@@ -26,8 +30,8 @@ class ZetaMemory:
     """Eq. 8 and 9: N_max = floor((1 - reserve) * zeta * capacity / (L + S)), all in tokens of KV
     cache.
 
-    `workspace` goes beyond the paper: a prefill holds activations beside the cache, worth so many
-    tokens of cache per input token, so L counts (1 + workspace) times.
+    `workspace` goes beyond the paper: besides the cache a prefill holds activations that take as
+    much memory as `workspace` tokens of cache per input token, so L counts (1 + workspace) times.
     """
 
     capacity_tokens: int
@@ -37,15 +41,16 @@ class ZetaMemory:
     def __post_init__(self) -> None:
         if self.capacity_tokens < 1 or not self.zeta > 0:
             raise InputError(
-                f"memory: capacity of {self.capacity_tokens} tokens and zeta {self.zeta} must be positive"
+                f"memory: capacity of {self.capacity_tokens} tokens and zeta {self.zeta} must be "
+                "positive"
             )
         if not self.workspace >= 0:
             raise InputError(f"memory: workspace {self.workspace} must not be negative")
 
     @property
     def usable_tokens(self) -> int:
-        """zeta * capacity. Prefill's workspace is not counted: what enters a round is a small part
-        of what is there.
+        """zeta * capacity. It ignores a prefill's workspace: the rows that enter a round are a
+        small part of the rows that run.
         """
         return int(self.zeta * self.capacity_tokens + ROUNDING)
 
@@ -61,8 +66,8 @@ class ZetaMemory:
 
 @dataclass(frozen=True)
 class RuleMemory:
-    """Algorithm 2: the first rule, by `length_above` descending, that L + S exceeds. No rule:
-    nothing fits.
+    """Algorithm 2: the first rule, by `length_above` descending, that L + S exceeds. Without such a
+    rule nothing fits.
     """
 
     rules: tuple[BatchRule, ...]
@@ -76,11 +81,10 @@ class RuleMemory:
     def usable_tokens(self) -> int:
         """The largest N * L that a rule allows up to the length where the next begins.
 
-        The rule for the longest counts at the shortest length that it speaks of; alone it bounds
-        nothing.
+        The rule for the longest inputs counts at its shortest length. A single rule gives no bound.
         """
         if len(self.rules) == 1:
-            return NO_BOUND
+            return UNBOUNDED_TOKENS
         longest = [self.rules[0].length_above + 1] + [rule.length_above for rule in self.rules[:-1]]
         return max(
             rule.max_batch_size * length for rule, length in zip(self.rules, longest, strict=True)
@@ -89,8 +93,8 @@ class RuleMemory:
     def max_batch(
         self, input_lengths: NDArray[np.int64], steps: int, reserve: float
     ) -> NDArray[np.int64]:
-        """N_max for each of `input_lengths` [n] -> [n]; `reserve` takes its share off the rule's
-        batch size.
+        """N_max for each of `input_lengths` [n] -> [n]; `reserve` is subtracted as a share of the
+        rule's batch size.
         """
         ascending = self.rules[::-1]
         bounds = np.array([rule.length_above for rule in ascending])
@@ -107,12 +111,6 @@ PAPER_DEEPSPEED_RULES = (
 )
 
 
-# Where memory really ends, for a simulated worker: the fitted edge is known only so well, so it
-# is drawn.
-#
-# A memory law says how many rows to send; this says whether they would have run out of memory.
-# Both come from the same `MemoryFit`, and nothing here may reach a policy.
-
 _NORMAL = NormalDist()
 _MASK = (1 << 64) - 1
 SMALLEST_DRAW = 2.0**-53
@@ -122,14 +120,14 @@ class MemoryEdge(Protocol):
     """Whether a batch runs out of memory, given a uniform draw from (0, 1)."""
 
     def runs_out(self, batch_size: int, input_length: int, steps: int, draw: float) -> bool:
-        """True where N rows of L tokens, run for S steps, do not fit."""
+        """True if N rows of L tokens, run for S steps, do not fit."""
         ...
 
 
 @dataclass(frozen=True)
 class ZetaEdge:
-    """N * (L * (1 + workspace) + S) / capacity against an edge that is normal around the fitted
-    zeta.
+    """N * (L * (1 + workspace) + S) / capacity against an edge that is normally distributed around
+    the fitted zeta.
     """
 
     capacity_tokens: int
@@ -138,7 +136,7 @@ class ZetaEdge:
     workspace: float = 0.0
 
     def runs_out(self, batch_size: int, input_length: int, steps: int, draw: float) -> bool:
-        """True where the share of the capacity that the batch needs lies above the drawn edge."""
+        """True if the batch needs a share of the capacity above the drawn edge."""
         edge = self.zeta + self.zeta_std * _NORMAL.inv_cdf(draw)
         needed = batch_size * (input_length * (1.0 + self.workspace) + steps)
         return needed > edge * self.capacity_tokens * (1 + ROUNDING)
@@ -146,13 +144,16 @@ class ZetaEdge:
 
 @dataclass(frozen=True)
 class RuleEdge:
-    """N against the rule's batch size (Algorithm 2), scaled by a draw that is normal around 1."""
+    """N against the rule's batch size (Algorithm 2) times a draw that is normal around 1.
 
-    rules: tuple[BatchRule, ...]  # by length_above, descending
+    `rules` are by `length_above`, descending.
+    """
+
+    rules: tuple[BatchRule, ...]
     relative_std: float
 
     def runs_out(self, batch_size: int, input_length: int, steps: int, draw: float) -> bool:
-        """True where N lies above the drawn limit of its range of L + S."""
+        """True if N lies above the drawn limit of its range of L + S."""
         total = input_length + steps
         limit = next((r.max_batch_size for r in self.rules if total > r.length_above), 0)
         edge = limit * (1.0 + self.relative_std * _NORMAL.inv_cdf(draw))
@@ -160,11 +161,11 @@ class RuleEdge:
 
 
 def uniform_draw(seed: int, key: int) -> float:
-    """A number in (0, 1) that depends on (seed, key) alone: the same batch draws the same, whatever
+    """A number in (0, 1) that depends only on (seed, key): a batch draws the same number whatever
     ran before it.
 
-    SplitMix64 over both words; a keyed hash, because a generator's state would tie a draw to the
-    order of events.
+    This is SplitMix64 over both words. It is a keyed hash because a generator's state would make a
+    draw depend on the order of events.
     """
     return max((_mix(_mix(seed & _MASK) ^ (key & _MASK)) >> 11) * 2.0**-53, SMALLEST_DRAW)
 

@@ -1,9 +1,18 @@
-"""From memory probes to a memory law: one zeta where it explains them (SCLS paper, Eq. 9), else
-rules (Algorithm 2).
+"""Fits of memory, of rounds, of the link to host memory, and of a paged engine's passes.
 
-A probe brackets the edge: N rows ran, M > N rows did not. In shares of the capacity, N * (L + S) /
-capacity, that is an interval; zeta is where the intervals meet. Beyond the paper, and only where
-that fails: a prefill's activations, which take memory in proportion to N * L.
+In this order:
+
+- `fit_memory`: memory probes to a memory law. It is one zeta where that explains the probes (SCLS
+  paper, Eq. 9), else rules (Algorithm 2). A probe brackets the edge: N rows ran, and M > N rows did
+  not. As a share of the capacity, N * (L + S) / capacity, that is an interval; zeta lies where the
+  intervals intersect. Beyond the paper, and only where that fails: a workspace for a prefill's
+  activations, which take memory in proportion to N * L.
+- `fit_rounds` and `fit_swap`: measured rounds to the law of their parts, the overhead of dispatch
+  and of other busy workers, the memory usable in rounds, and the link to host memory.
+- `fit_steps`: measured forward passes to the law of a pass.
+
+Forms of a law compete on held-out error, the fewest terms first: a term that the data do not show
+is left out.
 """
 
 from __future__ import annotations
@@ -18,13 +27,16 @@ from scipy.special import ndtr  # of scipy.stats, which takes long to import, on
 
 from toolkit.errors import InputError
 from toolkit.estimators.forms import (
-    CLIP,
+    HELD_OUT_PARTS,
+    TYPICAL_MAX,
     Floats,
     Rows,
     choose,
     fit_line,
     percent_error,
     predict_held_out,
+    relative_error,
+    solve_relative,
     typical,
 )
 from toolkit.estimators.laws import SegmentedLaw, law_of_parts
@@ -53,11 +65,11 @@ from toolkit.files.profile import (
     StepsProfile,
 )
 
-SLACK = 0.05  # of the edge: the rules' steps, between two probed lengths, waste more than that
-WORKSPACES = np.linspace(0.0, 16.0, 321)
-UNIFORM_STD = (
-    12**-0.5
-)  # of a uniform distribution of width 1: all that a bracket says of what lies inside
+MEASURE_AGAIN = "measure again with: llmctl profile RECIPE"
+
+EDGE_TOLERANCE = 0.05  # of the edge; the steps of rules between two probed lengths waste more
+WORKSPACES = np.linspace(0.0, 16.0, 321)  # tried, in tokens of cache per input token
+UNIFORM_STD = 12**-0.5  # of a uniform distribution of width 1: the edge inside its bracket
 
 
 @dataclass(slots=True, frozen=True)
@@ -70,23 +82,34 @@ class _Probes:
     failed: Floats
 
     def shares(self, workspace: float, capacity: int) -> tuple[Floats, Floats, Floats]:
-        """What one row takes of the capacity, and the interval [low, high) in which the edge lies."""
+        """One row's share of the capacity, and the interval [low, high) that contains the edge."""
         row = (self.length * (1.0 + workspace) + self.steps) / capacity
         return row, self.ran * row, self.failed * row
+
+    def likeliest_workspace(self, capacity: int) -> float:
+        """The workspace under which the probes' intervals overlap most, or are least far apart."""
+
+        def gap(workspace: float) -> float:
+            _, low, high = self.shares(workspace, capacity)
+            return float(low.max() / high.min())
+
+        return float(min(WORKSPACES, key=gap))
 
 
 def fit_memory(probes: Sequence[MemoryPoint], engine: EngineFacts) -> MemoryFit:
     """The memory law that the probes show: zeta alone, zeta with a prefill's workspace, or rules.
 
-    The first that explains them is taken: that is off by at most one row or 5 % everywhere. Raises
-    `InputError` without probes, where one contradicts itself, or where not even one row ever ran. A
-    server is not probed: its capacity is what it says.
+    The result is the first of these that explains the probes, which means that it is off by at most
+    one row or 5 % everywhere. A server is not probed: the result is the capacity that it states.
+
+    Raises `InputError` without probes, if a probe contradicts itself, or if not even one row ran.
     """
+    capacity, bytes_per_token = engine.capacity_tokens, engine.kv_bytes_per_token
     if engine.is_server:
         return MemoryFit(
             form="zeta",
-            capacity_tokens=engine.capacity_tokens,
-            kv_bytes_per_token=engine.kv_bytes_per_token,
+            capacity_tokens=capacity,
+            kv_bytes_per_token=bytes_per_token,
             zeta=1.0,
             zeta_std=0.0,
         )
@@ -97,43 +120,53 @@ def fit_memory(probes: Sequence[MemoryPoint], engine: EngineFacts) -> MemoryFit:
         ran=np.array([probe.largest_ok for probe in probes], dtype=float),
         failed=np.array([np.inf if p.smallest_oom is None else p.smallest_oom for p in probes]),
     )
-    capacity = engine.capacity_tokens
-    for workspace in (0.0, _likeliest_workspace(found, capacity)):
+    for workspace in (0.0, found.likeliest_workspace(capacity)):
         row, low, high = found.shares(workspace, capacity)
-        slack = np.maximum(row, SLACK * np.median(low))
-        explained = np.max(low - slack) < np.min(high + slack)
-        if explained:
-            break
-    rules = [] if explained else _rules(found.length + found.steps, found.ran, engine.max_model_len)
-    zeta, std = _edge(low, high)
+        tolerance = np.maximum(row, EDGE_TOLERANCE * np.median(low))
+        zeta, std = _edge(low, high)
+        if np.max(low - tolerance) < np.min(high + tolerance):
+            return MemoryFit(
+                form="zeta",
+                capacity_tokens=capacity,
+                kv_bytes_per_token=bytes_per_token,
+                zeta=zeta,
+                zeta_std=std,
+                workspace=workspace,
+            )
     return MemoryFit(
-        form="zeta" if explained else "rules",
+        form="rules",
         capacity_tokens=capacity,
-        kv_bytes_per_token=engine.kv_bytes_per_token,
+        kv_bytes_per_token=bytes_per_token,
         zeta=zeta,
-        zeta_std=std if explained else _bracket_std(found.ran, found.failed),
-        workspace=workspace if explained else 0.0,
-        rules=rules,
+        zeta_std=_bracket_std(found.ran, found.failed),
+        rules=_rules(found.length + found.steps, found.ran, engine.max_model_len),
     )
 
 
-def _likeliest_workspace(found: _Probes, capacity: int) -> float:
-    """The workspace under which the probes' intervals overlap most, or miss one another least."""
-
-    def gap(workspace: float) -> float:
-        _, low, high = found.shares(workspace, capacity)
-        return float(low.max() / high.min())
-
-    return float(min(WORKSPACES, key=gap))
+def _check_probes(probes: Sequence[MemoryPoint]) -> None:
+    if not probes:
+        raise InputError(
+            "memory: no length was probed, at least 1 is needed",
+            "set profile.memory_lengths in the recipe; then: llmctl profile RECIPE",
+        )
+    for probe in probes:
+        if probe.smallest_oom is not None and probe.smallest_oom <= probe.largest_ok:
+            found = f"{probe.largest_ok} rows ran and {probe.smallest_oom} ran out of memory"
+            raise InputError(f"memory at L={probe.input_length}: {found}", MEASURE_AGAIN)
+    if all(probe.largest_ok == 0 for probe in probes):
+        shortest = min(probe.input_length for probe in probes)
+        raise InputError(
+            f"memory: not even one row of {shortest} tokens ran", "give the engine more KV cache"
+        )
 
 
 def _edge(low: Floats, high: Floats) -> tuple[float, float]:
-    """Mean and standard deviation of an edge that lies in each [low, high), in shares of the
-    capacity.
+    """Mean and standard deviation of the edge, in shares of the capacity, given that it lies in
+    each interval [low, high).
 
-    Where all intervals meet, the edge is in what they share. Where they do not, it differs from
-    length to length, and its likeliest normal distribution is taken. Where no probe ran out, it is
-    known only to be beyond the largest.
+    If all intervals intersect, the edge lies in the intersection. If not, the edge differs from
+    length to length, and the result is its likeliest normal distribution. If no probe ran out of
+    memory, the result is the largest share that ran.
     """
     if np.all(np.isinf(high)):
         return float(low.max()), 0.0
@@ -142,8 +175,8 @@ def _edge(low: Floats, high: Floats) -> tuple[float, float]:
         return (shared_low + shared_high) / 2, (shared_high - shared_low) * UNIFORM_STD
     middle = np.where(np.isinf(high), low, (low + high) / 2)
 
-    def unlikelihood(at: Floats) -> float:
-        mean, std = at[0], np.exp(at[1])
+    def unlikelihood(mean_and_log_std: Floats) -> float:
+        mean, std = mean_and_log_std[0], np.exp(mean_and_log_std[1])
         inside = ndtr((high - mean) / std) - ndtr((low - mean) / std)
         return float(-np.log(np.maximum(inside, 1e-300)).sum())
 
@@ -153,10 +186,11 @@ def _edge(low: Floats, high: Floats) -> tuple[float, float]:
 
 
 def _rules(totals: Floats, ran: Floats, max_model_len: int) -> list[BatchRule]:
-    """Algorithm 2's table: up to each probed L + S, as many rows as ran there, and never more than
-    at a shorter one.
+    """Algorithm 2's table: up to each probed L + S, as many rows as ran there, but never more than
+    at a shorter L + S.
 
-    Beyond the longest probe, rows shrink as if the tokens that fitted there were all there is.
+    Beyond the longest probe, rows shrink as if the tokens that fitted there were the whole
+    capacity.
     """
     order = np.lexsort((ran, totals))
     totals, limits = totals[order], np.minimum.accumulate(ran[order])
@@ -167,81 +201,58 @@ def _rules(totals: Floats, ran: Floats, max_model_len: int) -> list[BatchRule]:
             rules.append(BatchRule(length_above=bound, max_batch_size=limit))
     longest = int(totals[-1])
     if longest < max_model_len:
-        rules.append(
-            BatchRule(
-                length_above=longest, max_batch_size=int(limits[-1] * longest / max_model_len)
-            )
-        )
+        rows = int(limits[-1] * longest / max_model_len)
+        rules.append(BatchRule(length_above=longest, max_batch_size=rows))
     return rules[::-1]
 
 
 def _bracket_std(ran: Floats, failed: Floats) -> float:
-    """How far, relative to the rule, a limit may lie from the batch size that ran: 0 where the next
-    one failed.
+    """Standard deviation of a limit around the batch size that ran, relative to it; 0 where the
+    next larger batch failed.
     """
     known = np.isfinite(failed) & (ran > 0)
-    return (
-        float(np.mean((failed[known] - 1 - ran[known]) / ran[known]) * UNIFORM_STD)
-        if known.any()
-        else 0.0
-    )
+    if not known.any():
+        return 0.0
+    return float(np.mean((failed[known] - 1 - ran[known]) / ran[known]) * UNIFORM_STD)
 
 
-def _check_probes(probes: Sequence[MemoryPoint]) -> None:
-    remedy = "set profile.memory_lengths in the recipe; then: llmctl profile RECIPE"
-    if not probes:
-        raise InputError("memory: no length was probed, at least 1 is needed", remedy)
-    for probe in probes:
-        if probe.smallest_oom is not None and probe.smallest_oom <= probe.largest_ok:
-            found = f"{probe.largest_ok} rows ran and {probe.smallest_oom} ran out of memory"
-            raise InputError(
-                f"memory at L={probe.input_length}: {found}",
-                "measure again with: llmctl profile RECIPE",
-            )
-    if all(probe.largest_ok == 0 for probe in probes):
-        shortest = min(probe.input_length for probe in probes)
-        raise InputError(
-            f"memory: not even one row of {shortest} tokens ran", "give the engine more KV cache"
-        )
-
-
-# From measured rounds to their law: parts, what dispatch and busy neighbours add, memory, the way
-# to host memory.
-#
-# Each part's terms compete on held-out error, the fewest first: a term that the data do not show
-# is not there.
-
-FLAT, ROW, TOKEN = range(3)  # columns: 1, rows, rows * length
-TERMS = ((ROW,), (TOKEN,), (FLAT, ROW), (FLAT, TOKEN), (ROW, TOKEN), (FLAT, ROW, TOKEN))
-ROUND_POINTS_MIN = 5  # as many as there are held-out parts
-RESOLUTION_S = 1e-7
-FASTEST = 1e15  # bytes per second of a transfer that takes no time
-NOTHING = HeldOutError(median_percent=0.0, p95_percent=0.0, worst_percent=0.0, points=0)
-REMEDY = "measure again with: llmctl profile RECIPE"
+CONSTANT, ROWS, TOKENS = range(3)  # columns: 1, rows, rows * length
+TERMS = (
+    (ROWS,),
+    (TOKENS,),
+    (CONSTANT, ROWS),
+    (CONSTANT, TOKENS),
+    (ROWS, TOKENS),
+    (CONSTANT, ROWS, TOKENS),
+)
+PART_SECONDS_MIN = 1e-7  # a part that takes less is not measurable and has no terms
+BYTES_PER_S_MAX = 1e15  # of a transfer that takes no measurable time
+NO_ERROR = HeldOutError(median_percent=0.0, p95_percent=0.0, worst_percent=0.0, points=0)
+Sequences = Sequence[Sequence[RoundPoint]]
 
 
 @dataclass(slots=True, frozen=True)
 class FittedRounds:
-    """What a fit file holds of rounds, and of the way to host memory."""
+    """What a fit file holds about rounds and about the link to host memory."""
 
     rounds: RoundsFit
     swap: SwapFit | None
 
 
 def fit_rounds(profile: Profile, law: SegmentedLaw, seed: int) -> FittedRounds | None:
-    """The law of a profile's rounds over the engine's `law`; None where it has none.
+    """The law of a profile's rounds, given the engine's `law`; None if the profile has no rounds.
 
-    Raises `InputError` where there are too few points of a part, sequences of rounds, or no probe of memory.
+    Raises `InputError` if there are too few points of a part, too few sequences of rounds, or no
+    memory probes.
     """
     measured = profile.rounds
     if measured is None:
         return None
-    join, leave = (_fit_part(name, _of_part(measured, name), seed) for name in ("join", "leave"))
-    grow = _fit_part("grow", _of_part(measured, "grow"), seed)
+    join, leave, grow = (_fit_part(name, measured, seed) for name in ("join", "leave", "grow"))
     overhead = fit_round_overhead(
         sequences_of(measured), law_of_parts(law, join, leave, grow), seed
     )
-    share = _usable_tokens(measured) / profile.engine.capacity_tokens
+    share = _usable_tokens(measured.memory) / profile.engine.capacity_tokens
     rounds = RoundsFit(join=join, leave=leave, grow=grow, overhead=overhead, usable_share=share)
     swap = fit_swap(
         measured, profile.engine.kv_bytes_per_token, seed, overlaps=profile.engine.device != "cpu"
@@ -249,131 +260,105 @@ def fit_rounds(profile: Profile, law: SegmentedLaw, seed: int) -> FittedRounds |
     return FittedRounds(rounds, swap)
 
 
-Sequences = Sequence[Sequence[RoundPoint]]
-
-
 def sequences_of(measured: RoundsProfile) -> list[list[RoundPoint]]:
-    """The rounds of each sequence, but for those in which nothing was done."""
+    """The rounds of each sequence, without rounds that had no rows."""
     found = ([point for point in sequence.rounds if point.rows] for sequence in measured.sequences)
     return [rounds for rounds in found if rounds]
 
 
 def fit_round_overhead(sequences: Sequences, law: SegmentedLaw, seed: int) -> OverheadFit:
-    """What rounds take over the law of their parts, and the held-out error of whole sequences.
+    """The overhead of rounds over the law of their parts, and the held-out error of whole
+    sequences.
 
-    A round lasts some hundredths of a second, in which a shared machine shows one of its moments; a
-    sequence has many.
+    The error is of sequences because a round lasts only some hundredths of a second, and so shows
+    one momentary speed of a shared machine; a sequence shows many.
     """
-    if len(sequences) < ROUND_POINTS_MIN:
+    if len(sequences) < HELD_OUT_PARTS:
         raise InputError(
-            f"rounds: {len(sequences)} sequences were measured, at least {ROUND_POINTS_MIN} are needed",
+            f"rounds: {len(sequences)} sequences were measured, at least {HELD_OUT_PARTS} are "
+            "needed",
             "raise profile.sequences in the recipe; then: llmctl profile RECIPE",
         )
-    times = [_times(rounds, law) for rounds in sequences]
-    if min(each.min() for each in times) <= 0.0:
-        raise InputError("rounds: one took no time", REMEDY)
+    times = [_expected_and_measured(rounds, law) for rounds in sequences]
+    if min(pair.min() for pair in times) <= 0.0:
+        raise InputError("rounds: a round took no time", MEASURE_AGAIN)
 
     def predict(seen: Rows, rows: Rows) -> Floats:
         batch_s, stretch = _line([times[k] for k in seen])
         return np.array([batch_s * times[k].shape[1] + stretch * times[k][0].sum() for k in rows])
 
-    totals = np.array([each[1].sum() for each in times])
+    totals = np.array([seconds.sum() for _, seconds in times])
     error = percent_error(predict_held_out(len(times), predict, seed), totals)
     batch_s, stretch = _line(times)
     return OverheadFit(batch_s=batch_s, stretch=stretch, error=error)
 
 
 def refit_round_overhead(sequences: Sequences, law: SegmentedLaw) -> tuple[float, float]:
-    """batch_s and stretch of sequences that were checked before, without the held-out error."""
-    return _line([_times(rounds, law) for rounds in sequences])
+    """batch_s and stretch of sequences that `fit_round_overhead` accepted, without the held-out
+    error.
+    """
+    return _line([_expected_and_measured(rounds, law) for rounds in sequences])
 
 
-def _times(rounds: Sequence[RoundPoint], law: SegmentedLaw) -> Floats:
-    """[2, n]: what the law says of each round, and what it took."""
-    return np.array(
-        [[round_s(point, law) for point in rounds], [point.seconds for point in rounds]]
-    )
+def _expected_and_measured(rounds: Sequence[RoundPoint], law: SegmentedLaw) -> Floats:
+    """Seconds of each round by the law of its parts, and as measured: [2, n]."""
+    expected = []
+    for point in rounds:
+        seconds = sum(law.prefill_s(rows, length) for rows, length in point.groups)
+        if point.steps:
+            seconds += law.decode_s(point.rows, point.cached_length, point.steps)
+        expected.append(seconds + point.left * law.leave_s(point.cached_length + point.steps))
+    return np.array([expected, [point.seconds for point in rounds]])
 
 
 def _line(times: Sequence[Floats]) -> tuple[float, float]:
-    """batch_s and stretch: the line of the usual round, raised to the mean, which serving pays (as
-    `typical` does).
+    """batch_s and stretch: the line through typical rounds, raised to the mean (as in `typical`),
+    which is what serving pays.
     """
     expected, seconds = np.concatenate(times, axis=1)
     batch_s, stretch = fit_line(expected, seconds)
-    usual = batch_s + stretch * expected
-    mean = float(np.minimum(seconds, CLIP * usual).sum() / usual.sum())
-    return batch_s * mean, stretch * mean
+    line = batch_s + stretch * expected
+    raised = float(np.minimum(seconds, TYPICAL_MAX * line).sum() / line.sum())
+    return batch_s * raised, stretch * raised
 
 
-def round_s(point: RoundPoint, law: SegmentedLaw) -> float:
-    """What the law of a round's parts says of it."""
-    seconds = sum(law.prefill_s(rows, length) for rows, length in point.groups)
-    if point.steps:
-        seconds += law.decode_s(point.rows, point.cached_length, point.steps)
-    return seconds + point.left * law.leave_s(point.cached_length + point.steps)
-
-
-def _of_part(measured: RoundsProfile, part: str) -> list[PartPoint]:
-    return [point for point in measured.parts if point.part == part]
-
-
-def _fit_part(name: str, points: Sequence[PartPoint], seed: int) -> PartFit:
-    """The terms of a part, by held-out error. A part that takes no time that could be measured has
-    none.
+def _fit_part(name: str, measured: RoundsProfile, seed: int) -> PartFit:
+    """The terms of a round's part, chosen by held-out error; no terms if the part takes no
+    measurable time.
     """
-    if len(points) < ROUND_POINTS_MIN:
+    points = [point for point in measured.parts if point.part == name]
+    if len(points) < HELD_OUT_PARTS:
         raise InputError(
-            f"rounds: {len(points)} points of '{name}' measured, at least {ROUND_POINTS_MIN} are needed",
-            REMEDY,
+            f"rounds: {len(points)} points of '{name}' measured, at least {HELD_OUT_PARTS} are "
+            "needed",
+            MEASURE_AGAIN,
         )
     seconds = np.array([typical(point.seconds) for point in points])
-    if seconds.min() <= RESOLUTION_S:
-        return PartFit(flat_s=0.0, row_s=0.0, token_s=0.0, error=NOTHING)
-    # A move of the cache concerns all rows; whoever joins or leaves does so beside the others.
-    rows = np.array(
-        [point.rows + (point.others if name == "grow" else 0) for point in points], dtype=float
-    )
-    columns = np.stack(
-        [np.ones(len(points)), rows, rows * [point.length for point in points]], axis=1
-    )
-
-    def held_out(terms: tuple[int, ...]) -> Floats:
-        chosen = columns[:, terms]
-        return predict_held_out(
-            len(points),
-            lambda seen, at: chosen[at] @ _solve_rounds(chosen[seen], seconds[seen]),
-            seed,
-        )
-
-    predicted = [held_out(terms) for terms in TERMS]
-    kept = choose([np.abs(one / seconds - 1.0) for one in predicted])
+    if seconds.min() <= PART_SECONDS_MIN:
+        return PartFit(flat_s=0.0, row_s=0.0, token_s=0.0, error=NO_ERROR)
+    # A move of the cache affects all rows. A join or a leave affects only its own rows.
+    rows = np.array([float(p.rows + (p.others if name == "grow" else 0)) for p in points])
+    lengths = np.array([point.length for point in points])
+    columns = np.stack([np.ones(len(points)), rows, rows * lengths], axis=1)
+    predicted = [_held_out(columns[:, terms], seconds, None, seed) for terms in TERMS]
+    kept = choose([relative_error(prediction, seconds) for prediction in predicted])
     coefficients = np.zeros(3)
-    coefficients[list(TERMS[kept])] = _solve_rounds(columns[:, TERMS[kept]], seconds)
+    coefficients[list(TERMS[kept])] = solve_relative(columns[:, TERMS[kept]], seconds)
     flat_s, row_s, token_s = coefficients.tolist()
-    return PartFit(
-        flat_s=flat_s, row_s=row_s, token_s=token_s, error=percent_error(predicted[kept], seconds)
-    )
+    error = percent_error(predicted[kept], seconds)
+    return PartFit(flat_s=flat_s, row_s=row_s, token_s=token_s, error=error)
 
 
-def _solve_rounds(columns: Floats, seconds: Floats) -> Floats:
-    """Coefficients >= 0 with the least sum of squared relative residuals."""
-    relative = columns / seconds[:, None]
-    scale = np.linalg.norm(relative, axis=0)
-    found, _ = nnls(relative / scale, np.ones(len(seconds)))
-    return np.asarray(found / scale, dtype=np.float64)
-
-
-def _usable_tokens(measured: RoundsProfile) -> int:
-    """Rows x the longest that ran at every probed length, with the last one's prefill beside the
-    others.
+def _usable_tokens(probes: Sequence[MemoryPoint]) -> int:
+    """Rows times the longest row's tokens that ran at every probed length, with the last row
+    prefilled while the others held their caches.
     """
-    if not measured.memory:
+    if not probes:
         raise InputError(
             "rounds: memory was not probed",
-            "set profile.memory_lengths in the recipe, and " + REMEDY,
+            "set profile.memory_lengths in the recipe, and " + MEASURE_AGAIN,
         )
-    usable = min(probe.largest_ok * (probe.input_length + probe.steps) for probe in measured.memory)
+    usable = min(probe.largest_ok * (probe.input_length + probe.steps) for probe in probes)
     if not usable:
         raise InputError(
             "rounds: not even one row ran at some length", "give the engine more KV cache"
@@ -384,69 +369,88 @@ def _usable_tokens(measured: RoundsProfile) -> int:
 def fit_swap(
     measured: RoundsProfile, bytes_per_token: int, seed: int, *, overlaps: bool = True
 ) -> SwapFit | None:
-    """One latency for both ways, and a rate for each; `overlaps` as in `SwapFit`."""
+    """The link to host memory: one latency for both directions, and a rate for each.
+
+    `overlaps` as in `SwapFit`. None if swaps were not measured, took no time, or had no host
+    memory.
+    """
     points = [point for point in measured.parts if point.part in ("swap_out", "swap_in")]
-    if len(points) < ROUND_POINTS_MIN or not measured.host_bytes:
+    if len(points) < HELD_OUT_PARTS or not measured.host_bytes:
         return None
     seconds = np.array([typical(point.seconds) for point in points])
     if seconds.min() <= 0.0:
         return None
-    rows = np.array([float(point.rows) for point in points])
-    sizes = np.array([float(point.rows * point.length * bytes_per_token) for point in points])
-    out = np.array([point.part == "swap_out" for point in points])
-    columns = np.stack([rows, sizes * out, sizes * ~out], axis=1)
-    error = percent_error(
-        predict_held_out(
-            len(points),
-            lambda seen, at: columns[at] @ _solve_rounds(columns[seen], seconds[seen]),
-            seed,
-        ),
-        seconds,
-    )
-    latency_s, out_s, in_s = _solve_rounds(columns, seconds).tolist()
+    columns = _swap_columns(points, bytes_per_token)
+    error = percent_error(_held_out(columns, seconds, None, seed), seconds)
+    latency_s, out_s, in_s = solve_relative(columns, seconds).tolist()
     return SwapFit(
         latency_s=latency_s,
-        out_bytes_per_s=1.0 / max(out_s, 1.0 / FASTEST),
-        in_bytes_per_s=1.0 / max(in_s, 1.0 / FASTEST),
+        out_bytes_per_s=1.0 / max(out_s, 1.0 / BYTES_PER_S_MAX),
+        in_bytes_per_s=1.0 / max(in_s, 1.0 / BYTES_PER_S_MAX),
         host_bytes=measured.host_bytes,
         overlaps=overlaps,
         error=error,
     )
 
 
-# From measured forward passes to the law of a paged engine's pass: coefficients >= 0, by least
-# relative squares.
-#
-# Where the cost of a new token changes (`StepLaw.knots`) competes on held-out error, the fewest
-# knots first. A pass is seen once: what disturbed it counts up to half of it, and the law is then
-# raised to the mean, which serving pays.
+def _swap_columns(points: Sequence[PartPoint], bytes_per_token: int) -> Floats:
+    """Caches moved, bytes moved out, and bytes moved in: [n, 3]."""
+    rows = np.array([float(point.rows) for point in points])
+    sizes = np.array([float(point.rows * point.length * bytes_per_token) for point in points])
+    out = np.array([point.part == "swap_out" for point in points])
+    return np.stack([rows, sizes * out, sizes * ~out], axis=1)
 
-PASS_POINTS_MIN = 40
-PLACES = (8, 32, 128, 512)  # tokens at which a knot may be
+
+def _held_out(columns: Floats, seconds: Floats, root_weight: Floats | None, seed: int) -> Floats:
+    """Held-out predictions [n] of `solve_relative`, or of `_solve_passes` with `root_weight`."""
+
+    def predict(seen: Rows, rows: Rows) -> Floats:
+        if root_weight is None:
+            found = solve_relative(columns[seen], seconds[seen])
+        else:
+            found = _solve_passes(columns[seen], seconds[seen], root_weight[seen])
+        return np.asarray(columns[rows] @ found, dtype=np.float64)
+
+    return predict_held_out(len(seconds), predict, seed)
+
+
+PASSES_MIN = 40
+KNOT_TOKENS = (8, 32, 128, 512)  # new tokens at which a knot may be
 KNOTS_MAX = 2
-ROUNDS = 4  # of fitting and clipping
+CLIP_ROUNDS = 4  # of fitting and clipping
+SAMPLES_COUNTED_MAX = 16  # a point with more samples weighs no more
+GAP_MAX = 3.0  # times the median: how much a longer gap between passes counts
 
 
 def fit_steps(measured: StepsProfile | None, seed: int) -> StepsFit | None:
-    """The law of a profile's passes; None where they were not seen.
+    """The law of a profile's passes; None if passes were not measured.
 
-    Raises `InputError` where there are too few of them, or of those without chunks, or one that took no time.
+    Coefficients are >= 0, by least relative squares. Where the cost of a new token changes
+    (`StepLaw.knots`) is chosen by held-out error, the fewest knots first. A pass is measured once,
+    so a disturbed pass counts at most 1.5 times its prediction, and the law is then raised to the
+    mean, which is what serving pays.
+
+    Raises `InputError` if there are too few passes, if passes with or without chunks are missing,
+    or if a pass took no time.
     """
     if measured is None:
         return None
     points = measured.points
     _check_passes(points)
     shapes = [shape_of(point) for point in points]
+    tokens_max = max(shape.tokens for shape in shapes)
     seconds = np.array([typical(point.seconds) for point in points])
-    weight = np.sqrt([min(len(point.seconds), 16) for point in points])
-    tried = _knots(max(shape.tokens for shape in shapes))
+    root_weight = np.sqrt([min(len(point.seconds), SAMPLES_COUNTED_MAX) for point in points])
+
+    places = [tokens for tokens in KNOT_TOKENS if tokens < tokens_max]
+    tried = [(0, *k) for count in range(KNOTS_MAX + 1) for k in combinations(places, count)]
     columns = [np.array([features(shape, knots) for shape in shapes]) for knots in tried]
-    predicted = [_held_out(each, seconds, weight, seed) for each in columns]
-    kept = choose([np.abs(one / seconds - 1.0) for one in predicted])
-    law = StepLaw.of(_solve_passes(columns[kept], seconds, weight).tolist(), tried[kept])
-    host_s, host_row_s = _host(points)
-    front_s, front_row_s = _front(measured.front)
-    errors = [percent_error(one, seconds) for one in predicted]
+    predicted = [_held_out(matrix, seconds, root_weight, seed) for matrix in columns]
+    kept = choose([relative_error(prediction, seconds) for prediction in predicted])
+    law = StepLaw.of(_solve_passes(columns[kept], seconds, root_weight).tolist(), tried[kept])
+    errors = [percent_error(prediction, seconds) for prediction in predicted]
+    host_s, host_row_s = _fit_host(points)
+    front_s, front_row_s = _fit_front(measured.front)
     return StepsFit(
         base_s=law.base_s,
         row_s=law.row_s,
@@ -464,7 +468,7 @@ def fit_steps(measured: StepsProfile | None, seed: int) -> StepsFit | None:
         ],
         valid=StepRange(
             rows_max=max(shape.rows for shape in shapes),
-            tokens_max=max(shape.tokens for shape in shapes),
+            tokens_max=tokens_max,
             cached_max=max(shape.decode_cached for shape in shapes),
         ),
         front_s=front_s,
@@ -473,6 +477,21 @@ def fit_steps(measured: StepsProfile | None, seed: int) -> StepsFit | None:
         blocks=measured.blocks,
         async_scheduling=measured.async_scheduling,
     )
+
+
+def _check_passes(points: Sequence[StepPoint]) -> None:
+    if len(points) < PASSES_MIN:
+        raise InputError(
+            f"steps: {len(points)} passes were measured, at least {PASSES_MIN} are needed",
+            MEASURE_AGAIN,
+        )
+    if not any(point.prefills for point in points) or all(point.prefills for point in points):
+        raise InputError(
+            "steps: passes with chunks of prompts and passes without are both needed",
+            MEASURE_AGAIN,
+        )
+    if any(not point.seconds or min(point.seconds) <= 0.0 for point in points):
+        raise InputError("steps: a pass took no time", MEASURE_AGAIN)
 
 
 def shape_of(point: StepPoint) -> StepShape:
@@ -486,86 +505,49 @@ def shape_of(point: StepPoint) -> StepShape:
     )
 
 
-def _knots(tokens_max: int) -> list[tuple[int, ...]]:
-    places = [place for place in PLACES if place < tokens_max]
-    return [
-        (0, *chosen) for count in range(KNOTS_MAX + 1) for chosen in combinations(places, count)
-    ]
-
-
-def _held_out(columns: Floats, seconds: Floats, weight: Floats, seed: int) -> Floats:
-    def predict(seen: Rows, rows: Rows) -> Floats:
-        return np.asarray(
-            columns[rows] @ _solve_passes(columns[seen], seconds[seen], weight[seen]),
-            dtype=np.float64,
-        )
-
-    return predict_held_out(len(seconds), predict, seed)
-
-
-def _solve_passes(columns: Floats, seconds: Floats, weight: Floats) -> Floats:
-    """Coefficients >= 0 of the usual pass, raised to the mean of passes none of which counts beyond
-    1.5 times that.
+def _solve_passes(columns: Floats, seconds: Floats, root_weight: Floats) -> Floats:
+    """Coefficients >= 0 of the typical pass, raised to the mean of passes that count at most 1.5
+    times the typical one.
     """
-    clipped, found = seconds, np.zeros(columns.shape[1])
-    for _ in range(ROUNDS):
-        found = _least_squares(columns, clipped, weight)
-        usual = columns @ found
-        clipped = np.minimum(seconds, CLIP * usual)
-    weights = np.square(weight)
-    return np.asarray(
-        found * float((weights * clipped).sum() / (weights * usual).sum()), dtype=np.float64
-    )
+    clipped = seconds
+    for _ in range(CLIP_ROUNDS):
+        found = solve_relative(columns, clipped, root_weight)
+        expected = columns @ found
+        clipped = np.minimum(seconds, TYPICAL_MAX * expected)
+    weights = np.square(root_weight)
+    raised = float((weights * clipped).sum() / (weights * expected).sum())
+    return np.asarray(found * raised, dtype=np.float64)
 
 
-def _least_squares(columns: Floats, seconds: Floats, weight: Floats) -> Floats:
-    relative = columns * (weight / seconds)[:, None]
-    scale = np.linalg.norm(relative, axis=0)
-    scale[scale == 0.0] = 1.0
-    found, _ = nnls(relative / scale, weight)
-    return np.asarray(found / scale, dtype=np.float64)
-
-
-def _host(points: Sequence[StepPoint]) -> tuple[float, float]:
-    """Flat and per row. A gap in which somebody else had the machine counts as three usual ones."""
-    rows = np.array(
-        [point.decodes + point.prefills for point in points if point.host_s], dtype=float
-    )
-    if not len(rows):
+def _fit_host(points: Sequence[StepPoint]) -> tuple[float, float]:
+    """Seconds between passes, constant and per row; a gap counts at most three times the median,
+    because another program may have used the machine.
+    """
+    points = [point for point in points if point.host_s]
+    if not points:
         return 0.0, 0.0
-    seconds = np.array([typical(point.host_s) for point in points if point.host_s])
-    seconds = np.minimum(seconds, 3.0 * np.median(seconds))
-    found, _ = nnls(np.stack([np.ones(len(rows)), rows], axis=1), seconds)
-    return float(found[0]), float(found[1])
+    return _line_in_rows(
+        [point.decodes + point.prefills for point in points],
+        [typical(point.host_s) for point in points],
+    )
 
 
-def _front(points: Sequence[FrontPoint]) -> tuple[float, float]:
-    """What a first token takes there and back for a request alone, and what other rows add to the
-    way back.
+def _fit_front(points: Sequence[FrontPoint]) -> tuple[float, float]:
+    """Seconds that the front adds to the first token of a single request, and the seconds that each
+    other row adds to the response.
     """
     alone = [point.seconds for point in points if point.rows == 1]
-    if not alone:
-        return 0.0, 0.0
     several = [point for point in points if point.rows > 1]
-    rows = np.array([point.rows for point in several], dtype=float)
-    seconds = np.array([point.seconds for point in several])
-    if not len(several):
-        return typical(alone), 0.0
-    found, _ = nnls(
-        np.stack([np.ones(len(rows)), rows], axis=1), np.minimum(seconds, 3.0 * np.median(seconds))
+    if not alone or not several:
+        return (typical(alone) if alone else 0.0), 0.0
+    _, row_s = _line_in_rows(
+        [point.rows for point in several], [point.seconds for point in several]
     )
-    return typical(alone), float(found[1])
+    return typical(alone), row_s
 
 
-def _check_passes(points: Sequence[StepPoint]) -> None:
-    if len(points) < PASS_POINTS_MIN:
-        raise InputError(
-            f"steps: {len(points)} passes were measured, at least {PASS_POINTS_MIN} are needed",
-            REMEDY,
-        )
-    if not any(point.prefills for point in points) or all(point.prefills for point in points):
-        raise InputError(
-            "steps: passes with chunks of prompts and passes without are both needed", REMEDY
-        )
-    if any(not point.seconds or min(point.seconds) <= 0.0 for point in points):
-        raise InputError("steps: a pass took no time", REMEDY)
+def _line_in_rows(rows: Sequence[int], seconds: Sequence[float]) -> tuple[float, float]:
+    """Constant and seconds per row, both >= 0, by least squares."""
+    columns = np.stack([np.ones(len(rows)), np.array(rows, dtype=float)], axis=1)
+    found, _ = nnls(columns, np.minimum(seconds, GAP_MAX * np.median(seconds)))
+    return float(found[0]), float(found[1])

@@ -1,11 +1,11 @@
-"""The roofline: how long a pass takes where arithmetic or memory traffic is all that limits it.
+"""The roofline: the time of a pass that only arithmetic or memory traffic limits.
 
     seconds = pass_s + max(FLOPs / (peak * compute), bytes / (bandwidth * traffic))
 
-FLOPs and bytes follow from the model's sizes; `compute` and `traffic` are the shares of the
-hardware's peaks that an engine reaches, and `pass_s` what every pass costs besides (launches,
-sampling). With nothing measured they are assumptions; `fit_efficiency` finds them from a measured
-profile of the same engine.
+FLOPs and bytes follow from the model's sizes. `compute` and `traffic` are the shares of the
+hardware's peaks that an engine reaches, and `pass_s` is the other cost of each pass (launches,
+sampling). Without measurements these three are assumptions; `fit_efficiency` finds them from a
+measured profile of the same engine.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from toolkit.files.profile import DecodePoint, PrefillPoint
 
 @dataclass(slots=True, frozen=True)
 class Peaks:
-    """The device's data sheet."""
+    """The device's peaks, from its data sheet."""
 
     flops_per_s: float
     bytes_per_s: float
@@ -30,7 +30,7 @@ class Peaks:
 
 @dataclass(slots=True, frozen=True)
 class ModelSizes:
-    """The model: `attention_width` is heads * head_dim."""
+    """Sizes of the model. `attention_width` is heads * head_dim."""
 
     weight_bytes: int
     weights: int
@@ -41,7 +41,7 @@ class ModelSizes:
 
 @dataclass(slots=True, frozen=True)
 class Efficiency:
-    """Shares of the peaks that are reached, in (0, 1], and seconds per pass."""
+    """The shares of the peaks that are reached, in (0, 1], and the constant seconds per pass."""
 
     compute: float
     traffic: float
@@ -57,20 +57,20 @@ class Roofline:
     efficiency: Efficiency
 
     def prefill_s(self, batch_size: int, input_length: int) -> float:
-        """A pass over [N, L] tokens: 2 FLOPs per weight and token, and causal attention's 2 L^2 per
-        width and layer.
+        """Seconds of a pass over [N, L] tokens: 2 FLOPs per weight and token, and 2 L^2 FLOPs per
+        unit of attention width and layer for causal attention.
         """
         n, length = batch_size, input_length
         return self.pass_s(n * length, n * length * length / 2, n * length)
 
     def decode_s(self, batch_size: int, cached_length: int) -> float:
-        """A step of N rows: every weight and every cached key and value is read once."""
+        """Seconds of a step of N rows: it reads every weight, key and value in the cache once."""
         n, length = batch_size, cached_length
         return self.pass_s(n, n * length, n * length)
 
     def pass_s(self, tokens: int, attended: float, moved: int) -> float:
-        """Any pass: its new tokens, the keys that they attend to, summed, and cached tokens read or
-        written.
+        """Seconds of any pass, from its new tokens, the sum of keys that each of them attends to,
+        and the number of cached tokens that are read or written.
         """
         sizes, reached = self.sizes, self.efficiency
         flops = 2.0 * sizes.weights * tokens + 4.0 * sizes.layers * sizes.attention_width * attended
@@ -83,31 +83,29 @@ class Roofline:
 def fit_efficiency(
     peaks: Peaks, sizes: ModelSizes, prefill: Sequence[PrefillPoint], decode: Sequence[DecodePoint]
 ) -> tuple[Efficiency, float]:
-    """The efficiency under which the roofline is nearest to what was measured, and its median error
+    """The efficiency for which the roofline is nearest to the measured times, and its median error
     in percent.
 
-    Least squares of the logarithms of the ratios, so that short and long passes count alike.
+    It minimises squared logarithms of the ratios, so that short and long passes weigh the same.
     """
     samples = [point.seconds for point in prefill] + [point.seconds for point in decode]
     measured = np.array([np.median(seconds) for seconds in samples])
 
-    def predicted(x: Floats) -> Floats:
-        line = Roofline(peaks, sizes, _efficiency(x))
+    def efficiency(logarithms: Floats) -> Efficiency:
+        compute, traffic, pass_s = np.exp(logarithms).tolist()
+        return Efficiency(compute, traffic, pass_s)
+
+    def predicted(logarithms: Floats) -> Floats:
+        line = Roofline(peaks, sizes, efficiency(logarithms))
         passes = [line.prefill_s(point.batch_size, point.input_length) for point in prefill]
-        return np.array(
-            passes + [line.decode_s(point.batch_size, point.cached_length) for point in decode]
-        )
+        passes += [line.decode_s(point.batch_size, point.cached_length) for point in decode]
+        return np.array(passes)
 
     found = least_squares(
-        lambda x: np.log(predicted(x) / measured),
+        lambda logarithms: np.log(predicted(logarithms) / measured),
         np.array([np.log(0.5), np.log(0.5), np.log(0.5 * measured.min())]),
         bounds=([np.log(1e-6), np.log(1e-6), np.log(1e-9)], [0.0, 0.0, np.log(measured.min())]),
         loss="soft_l1",
     )
     error = float(100.0 * np.median(np.abs(predicted(found.x) / measured - 1.0)))
-    return _efficiency(found.x), error
-
-
-def _efficiency(x: Floats) -> Efficiency:
-    compute, traffic, pass_s = np.exp(x).tolist()
-    return Efficiency(compute, traffic, pass_s)
+    return efficiency(found.x), error

@@ -1,17 +1,18 @@
-"""The law of a paged engine's forward pass, in which rows that decode and chunks of prompts are
-computed side by side.
+"""The law of a paged engine's forward pass, which computes decoding rows and prompt chunks
+together.
 
-    forward = base + row * rows + prefill * chunks + f(new tokens) + cached * (sum of decodes' cached tokens)
+    forward = base + row * rows + prefill * chunks + f(new tokens)
+              + cached * (sum of the decodes' cached tokens)
               + attended * (sum over chunks of new * (cached + new / 2))
     pass    = forward + host + host_row * rows
 
-`f` is continuous and linear between knots: few tokens are bound by the weights' way through memory,
-many by arithmetic. Rows pay the sampler; decodes read their cache, chunks attend to it and to
-themselves; the host schedules the pass and hands its tokens out before the next one begins. The
-batch's composition enters through sums alone, as in Vidur (arXiv:2405.05465), so a pass needs no
-list of its rows. What is read is counted in tokens, not in blocks.
+`f` is continuous and linear between knots: reading the weights limits a pass of few tokens, and
+arithmetic limits a pass of many. Each row pays for the sampler. Decodes read their cache; chunks
+attend to theirs and to themselves. The host schedules the pass and delivers its tokens before the
+next pass begins. Only sums over the batch matter, as in Vidur (arXiv:2405.05465), so a pass needs
+no list of its rows. Cache reads are counted in tokens, not in blocks.
 
-Where the coefficients come from is not said here, nor how good they are.
+The fit of the coefficients and its errors are in `part_fits`.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ class StepShape:
 
     Attributes:
         decodes: rows that compute one token, their last.
-        decode_cached: tokens in those rows' caches before the pass, summed.
-        prefills: rows that compute a chunk of their prompt, or of what was recomputed.
-        prefill_tokens: the chunks' tokens, summed.
+        decode_cached: sum of the tokens in those rows' caches before the pass.
+        prefills: rows that compute a chunk of their prompt or of a recomputed input.
+        prefill_tokens: sum of the chunks' tokens.
         prefill_attended: new * (cached + new / 2), summed over the chunks.
     """
 
@@ -50,7 +51,7 @@ class StepShape:
 
     @property
     def tokens(self) -> int:
-        """New tokens in the pass, which is what `max_num_batched_tokens` bounds."""
+        """New tokens in the pass; `max_num_batched_tokens` bounds them."""
         return self.decodes + self.prefill_tokens
 
 
@@ -59,8 +60,10 @@ class StepLaw:
     """Seconds of a forward pass by its shape. All coefficients are >= 0, in seconds per unit.
 
     Attributes:
-        knots: ascending from 0: `token_s[k]` holds between knots[k] and knots[k + 1] new tokens, the last one beyond.
-        host_s, host_row_s: from the end of a forward pass to the beginning of the next, flat and per row.
+        knots: numbers of new tokens, ascending from 0. `token_s[k]` applies between knots[k] and
+            knots[k + 1], and the last one beyond the last knot.
+        host_s, host_row_s: from the end of a forward pass to the start of the next, constant and
+            per row.
     """
 
     base_s: float
@@ -83,8 +86,8 @@ class StepLaw:
             or len(self.knots) != len(self.token_s)
         ):
             raise InputError(
-                f"steps: knots {list(self.knots)} with {len(self.token_s)} slopes; they must begin at 0 and ascend, "
-                "one slope for each"
+                f"steps: knots {list(self.knots)} with {len(self.token_s)} slopes; they must begin "
+                "at 0 and ascend, one slope for each"
             )
         bad = [
             value
@@ -106,29 +109,14 @@ class StepLaw:
     ) -> StepLaw:
         """The law with these `coefficients`, in the order of `features`."""
         base_s, row_s, prefill_s, cached_s, attended_s, *token_s = map(float, coefficients)
-        return cls(
-            base_s,
-            row_s,
-            prefill_s,
-            cached_s,
-            attended_s,
-            tuple(token_s),
-            knots,
-            host_s,
-            host_row_s,
-        )
+        fixed = base_s, row_s, prefill_s, cached_s, attended_s
+        return cls(*fixed, tuple(token_s), knots, host_s, host_row_s)
 
     @property
     def coefficients(self) -> tuple[float, ...]:
-        """Those of the forward pass, in the order of `features`."""
-        return (
-            self.base_s,
-            self.row_s,
-            self.prefill_s,
-            self.cached_s,
-            self.attended_s,
-            *self.token_s,
-        )
+        """The coefficients of the forward pass, in the order of `features`."""
+        fixed = self.base_s, self.row_s, self.prefill_s, self.cached_s, self.attended_s
+        return (*fixed, *self.token_s)
 
     def forward_s(self, shape: StepShape) -> float:
         """Seconds of the forward pass alone, from its schedule to its tokens."""
@@ -143,35 +131,33 @@ class StepLaw:
         return seconds
 
     def after_s(self, rows: int) -> float:
-        """Seconds from the end of a pass of so many rows to the beginning of the next, where there
-        is work.
-        """
+        """Seconds from the end of a pass of `rows` rows to the next, if there is work."""
         return self.host_s + self.host_row_s * rows
 
     def step_s(self, shape: StepShape) -> float:
-        """Seconds from the beginning of a pass to that of the next."""
+        """Seconds from the start of a pass to the start of the next."""
         return self.forward_s(shape) + self.after_s(shape.rows)
 
     def stretch_s(self, shape: StepShape, steps: int) -> float:
-        """Seconds of `steps` passes in a row, of which `shape` is the first and in which decodes'
-        caches grow.
+        """Seconds of `steps` consecutive passes: the first has `shape`, and the decodes' caches
+        grow.
 
-        The sum of step_s over decode_cached + i * decodes, i = 0..steps - 1. Chunks, if any, stay
-        what they are.
+        It is the sum of step_s over decode_cached + i * decodes, i = 0..steps - 1. Chunks, if any,
+        do not change.
         """
         return steps * (self.step_s(shape) + self.cached_s * shape.decodes * 0.5 * (steps - 1))
 
     def times(self, factor: float) -> StepLaw:
-        """The law of an engine that takes so many times as long."""
+        """The law of an engine that takes `factor` times as long."""
         scaled = [factor * value for value in self.coefficients]
         return StepLaw.of(scaled, self.knots, factor * self.host_s, factor * self.host_row_s)
 
     def steps_before(self, shape: StepShape, seconds: float, limit: int) -> int:
-        """How many passes of such a stretch begin before `seconds` have passed since it began;
-        `limit` at most.
+        """The number of passes of such a stretch that begin less than `seconds` after its start, at
+        most `limit`.
 
-        That is the least k with stretch_s(shape, k) >= seconds: what arrives then is seen after k
-        passes.
+        It is the least k with stretch_s(shape, k) >= seconds: the engine sees a request that
+        arrives at `seconds` after k passes.
         """
         if not 0.0 < seconds < math.inf:
             return limit if seconds > 0.0 else 0
@@ -186,36 +172,28 @@ class StepLaw:
 
 
 def law_of_steps(fit: StepsFit) -> StepLaw:
-    """The fitted law."""
-    return StepLaw(
-        fit.base_s,
-        fit.row_s,
-        fit.prefill_s,
-        fit.cached_s,
-        fit.attended_s,
-        tuple(fit.token_s),
-        tuple(fit.knots),
-        fit.host_s,
-        fit.host_row_s,
-    )
+    """The law with the coefficients of `fit`."""
+    coefficients = (fit.base_s, fit.row_s, fit.prefill_s, fit.cached_s, fit.attended_s)
+    return StepLaw(*coefficients, tuple(fit.token_s), tuple(fit.knots), fit.host_s, fit.host_row_s)
 
 
 def features(shape: StepShape, knots: Sequence[int] = (0,)) -> tuple[float, ...]:
-    """What each coefficient is multiplied with: 1, rows, chunks, cached, attended, and new tokens
-    from knot to knot.
+    """The factor of each coefficient: 1, rows, chunks, cached, attended, and the new tokens between
+    each knot and the next.
     """
+    ends = (*knots[1:], math.inf)
     return (
         1.0,
         float(shape.rows),
         float(shape.prefills),
         float(shape.decode_cached),
         float(shape.prefill_attended),
-        *_between(shape.tokens, knots),
+        *(max(0.0, min(shape.tokens, end) - start) for start, end in zip(knots, ends, strict=True)),
     )
 
 
 def shape_of_rows(rows: Sequence[LoggedRow]) -> StepShape:
-    """The composition of a pass that was logged."""
+    """The composition of a logged pass."""
     decodes = [row.computed for row in rows if row.decodes]
     chunks = [row for row in rows if not row.decodes]
     attended = sum(chunk_attended(row.computed, row.new) for row in chunks)
@@ -225,18 +203,14 @@ def shape_of_rows(rows: Sequence[LoggedRow]) -> StepShape:
 
 
 def chunk_attended(cached: int, new: int) -> float:
-    """What a chunk of `new` tokens attends to behind `cached` ones: new * (cached + new / 2)."""
+    """Sum of the keys that `new` tokens attend to after `cached` ones."""
     return new * (cached + new / 2)
 
 
-def _between(tokens: int, knots: Sequence[int]) -> tuple[float, ...]:
-    """How many of the tokens lie between each knot and the next."""
-    ends = (*knots[1:], math.inf)
-    return tuple(max(0.0, min(tokens, end) - start) for start, end in zip(knots, ends, strict=True))
-
-
 def _root(square: float, slope: float, value: float) -> float:
-    """The x >= 0 with square * x^2 + slope * x = value; infinity where there is none."""
+    """The x >= 0 with square * x^2 + slope * x = value; infinity if there is none."""
     if not square:
         return value / slope if slope else math.inf
-    return 2.0 * value / (slope + math.sqrt(slope * slope + 4.0 * square * value))
+    root = math.sqrt(slope * slope + 4.0 * square * value)
+    # Of the two forms of the solution, each adds two numbers of the same sign: neither cancels.
+    return 2.0 * value / (slope + root) if slope > 0.0 else (root - slope) / (2.0 * square)

@@ -1,6 +1,6 @@
-"""Engines in processes of their own: typed frames over socket pairs, a child that serves, a pool
-that keeps it alive.
+"""Engines in their own processes: typed frames over socket pairs, a child process that serves, and
+a pool that keeps it running.
 
-Both the server and the profiler run their slices through the same pool, so what is measured is what
+The server and the profiler run their slices through the same pool, so the profile measures what
 serves.
 """

@@ -1,5 +1,6 @@
-"""`python -m toolkit.workers FD`: a worker's process, tied to its front before it imports anything
-that takes time.
+"""`python -m toolkit.workers FD`: a worker's process.
+
+It ensures that it ends with its front before it imports anything that takes time.
 """
 
 import socket
@@ -9,7 +10,7 @@ from toolkit.workers.lifeline import ALIVE, FrontSocket, LifeSigns, end_with_fro
 
 
 def main() -> int:
-    """Serve the socket whose file descriptor is the only argument."""
+    """Serve the socket with the file descriptor in the only argument."""
     sock = socket.socket(fileno=int(sys.argv[1]))
     end_with_front(sock.fileno())
     line = FrontSocket(sock)

@@ -1,9 +1,9 @@
 """A worker's process: it loads an engine and serves slices and rounds over a channel to its front.
 
-One thread does the work: between two steps it looks whether the front wants something, so a
-cancelled batch stops. An unexpected error ends the process: after it, nothing is known of the
-engine's state, and the front knows how to start another. Beside it, threads give signs of life and
-end the process with its front (`toolkit.workers.lifeline`).
+One thread does the work. Between two steps it reads frames from the front, so that a cancelled
+batch stops. An unexpected error ends the process, because the engine's state is then unknown and
+the front can start another process. Other threads send signs of life and end the process with its
+front (`toolkit.workers.lifeline`).
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ WARM_UP_ROWS = (Row("warm-up-0", (0,) * 8, 0, 3), Row("warm-up-1", (0,) * 5, 0, 
 
 
 class Outbox:
-    """Tokens on their way to the front.
+    """Sends tokens to the front.
 
-    A slice's first ones, and in rounds each row's first one, go out at once; later ones wait up to
-    `flush_s` for company, a row's last one too, so that the front handles a few frames per second
-    and worker, and not one per token or per end of a row.
+    The first tokens of a slice, and in rounds the first token of each row, are sent at once. Later
+    tokens, also a row's last one, wait up to `flush_s` and are sent together. So the front handles
+    a few frames per second and worker, instead of one per token or per end of a row.
     """
 
     def __init__(self, channel: Channel, flush_s: float, clock: Callable[[], float]) -> None:
@@ -65,43 +65,43 @@ class Outbox:
         self._batch_id = -1
         self._unsent: list[StepOutput] = []
         self._sent_s = -1.0
-        self._awaited: set[int] = set()  # rows of rounds that have no token yet
+        self._without_token: set[int] = set()  # rows of rounds that have no token yet
 
     def begin(self, batch_id: int) -> None:
-        """A slice starts."""
+        """Start a slice."""
         self._batch_id = batch_id
         self._sent_s = -1.0
 
     def begin_round(self, batch_id: int, plan: Round) -> None:
-        """A round starts. Its newcomers may get their first tokens in later ones."""
+        """Start a round. Its newcomers may get their first tokens in later rounds."""
         self._batch_id = batch_id
         self.forget(plan.evict)
-        self._awaited.update(plan.numbers)
+        self._without_token.update(plan.numbers)
 
     def forget(self, numbers: Iterable[int]) -> None:
-        """These rows are gone."""
-        self._awaited.difference_update(numbers)
+        """Forget rows that are gone."""
+        self._without_token.difference_update(numbers)
 
     def put(self, step: StepOutput) -> None:
-        """A step's tokens."""
+        """Send a step's tokens now, or keep them for the next frame."""
         self._unsent.append(step)
-        is_first = not self._awaited.isdisjoint(step.rows)
+        is_first = not self._without_token.isdisjoint(step.rows)
         if is_first:
-            self._awaited.difference_update(step.rows)
+            self._without_token.difference_update(step.rows)
         now_s = self._clock()
         if is_first or self._sent_s < 0 or now_s - self._sent_s >= self._flush_s:
             self._channel.send(Progress(self._batch_id, self.take()))
             self._sent_s = now_s
 
     def take(self) -> tuple[StepOutput, ...]:
-        """What has not gone out."""
+        """Remove and return the steps that were not sent."""
         steps = tuple(self._unsent)
         self._unsent.clear()
         return steps
 
 
 class RunningSlice:
-    """What happens between two steps of a slice: tokens go out, cancellations come in."""
+    """Between two steps of a slice: sends tokens and reads cancellations."""
 
     def __init__(self, run: RunSlice, channel: Channel, outbox: Outbox) -> None:
         self._run = run
@@ -110,25 +110,21 @@ class RunningSlice:
         self._wanted = {row.request_id for row in run.rows}
 
     def on_step(self, step: StepOutput) -> bool:
-        """False where nobody wants the batch any more."""
+        """Whether the slice goes on: False if no row is wanted or the worker stops."""
         self._outbox.put(step)
         for index, _ in step.ended:
             self._wanted.discard(self._run.rows[index].request_id)
-        return self._look() and bool(self._wanted)
-
-    def _look(self) -> bool:
-        """Take what the front sent. False: end the slice."""
         for frame in self._channel.poll():
             if isinstance(frame, Cancel) and frame.batch_id == self._run.batch_id:
                 self._wanted.difference_update(frame.request_ids)
             elif isinstance(frame, Stop):
                 self._channel.put_back(frame)
                 return False
-        return True
+        return bool(self._wanted)
 
 
 class RunningRound:
-    """The same of a round, which the front may interrupt."""
+    """Between two steps of a round: sends tokens and reads interruptions."""
 
     def __init__(self, run: RunRound, channel: Channel, outbox: Outbox) -> None:
         self._run = run
@@ -136,7 +132,7 @@ class RunningRound:
         self._outbox = outbox
 
     def on_step(self, step: StepOutput) -> bool:
-        """False where the round should end."""
+        """Whether the round goes on: False if it is interrupted or the worker stops."""
         self._outbox.put(step)
         for frame in self._channel.poll():
             if isinstance(frame, Interrupt) and frame.batch_id == self._run.batch_id:
@@ -148,7 +144,7 @@ class RunningRound:
 
 
 class Stopwatch:
-    """What a batch's time goes into, on the worker's clock."""
+    """Measures the `Times` of batches on the worker's clock."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -156,12 +152,12 @@ class Stopwatch:
         self._end_s: float | None = None  # of the last batch
 
     def start(self) -> None:
-        """A batch starts."""
+        """Start a batch."""
         self._start_s, self._reporting_s = self._clock(), 0.0
         self._gap_s = 0.0 if self._end_s is None else self._start_s - self._end_s
 
     def reporting(self, on_step: OnStep) -> OnStep:
-        """`on_step`, and its time is taken."""
+        """`on_step` with its time measured."""
 
         def timed(step: StepOutput) -> bool:
             begin_s = self._clock()
@@ -172,7 +168,7 @@ class Stopwatch:
         return timed
 
     def stop(self) -> Times:
-        """The batch has ended."""
+        """End the batch and return its times."""
         self._end_s = self._clock()
         return Times(self._end_s - self._start_s, self._reporting_s, self._gap_s)
 
@@ -180,10 +176,9 @@ class Stopwatch:
 def serve(
     channel: Channel, signs: LifeSigns, clock: Callable[[], float] = time.perf_counter
 ) -> int:
-    """Load what the first frame says and serve until the front stops or goes. Returns the exit
-    code.
+    """Load the engine that the first frame names, and serve until `Stop`. Returns the exit code.
 
-    `signs` are told what the worker does.
+    `signs` gets the worker's state, which decides whether it sends signs of life.
     """
     start = channel.receive()
     if not isinstance(start, Start):
@@ -214,24 +209,23 @@ def _load(start: Start) -> Engine:
         EngineSpec.model_validate_json(start.engine),
         HardwareSpec.model_validate_json(start.hardware),
     )
-    engine.run_slice(
-        WARM_UP_ROWS, 3, lambda _: True
-    )  # kernels are chosen and caches filled at the first pass
+    # The first passes choose kernels and fill caches.
+    engine.run_slice(WARM_UP_ROWS, 3, lambda _: True)
     gc.collect()
-    gc.freeze()  # the model's objects stay: no collection needs to walk over them again
+    gc.freeze()  # the model's objects stay, so later collections can skip them
     return engine
 
 
 def _run(engine: Engine, run: RunSlice, channel: Channel, outbox: Outbox, watch: Stopwatch) -> Done:
     watch.start()
     outbox.begin(run.batch_id)
-    fitted = False
+    out_of_memory = True
     with contextlib.suppress(OutOfMemory):
         engine.run_slice(
             run.rows, run.steps, watch.reporting(RunningSlice(run, channel, outbox).on_step)
         )
-        fitted = True
-    return Done(run.batch_id, outbox.take(), watch.stop(), out_of_memory=not fitted)
+        out_of_memory = False
+    return Done(run.batch_id, outbox.take(), watch.stop(), out_of_memory)
 
 
 def _run_round(
@@ -246,13 +240,12 @@ def _run_round(
 
 def run(line: FrontSocket, signs: LifeSigns) -> int:
     """Serve a front over a socket. Returns the exit code."""
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # a Ctrl-C reaches the whole group; when to end is the front's to say
+    # The front decides when to end, also if the worker's own process group gets SIGINT.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         return serve(SocketChannel(line), signs)
     except FrontGoneError:
         return 0
-    except Exception:  # noqa: BLE001  (one of the two edges: what happened goes to stderr, which the front keeps)
+    except Exception:  # noqa: BLE001  (the process ends here; the front keeps the end of stderr)
         traceback.print_exc()
         return 1

@@ -1,7 +1,9 @@
-"""What goes over the socket between the front and a worker's process: typed frames, msgpack, each
-after its length.
+"""The frames between the front and a worker: typed msgpack structs, each preceded by its length.
 
-Nothing is unpickled, and a frame that is not one of these is an error.
+Nothing is unpickled, and any other frame is an error.
+
+In this order: the frames to a worker and from it, the reader that cuts a stream into frames, and a
+worker's end of the connection (`Channel`).
 """
 
 from __future__ import annotations
@@ -23,18 +25,21 @@ _HEAD_BYTES = 4
 
 
 class Start(msgspec.Struct, frozen=True, tag="start"):
-    """The first frame to a worker: what to load. The specs are JSON of the recipe's models."""
+    """The first frame to a worker: what to load. The specs are JSON of the recipe's sections.
+
+    Progress is sent at most every `flush_s` seconds, except for a slice's first tokens.
+    """
 
     model: str
     engine: str
     hardware: str
-    flush_s: float  # progress is sent at most this often, but for a slice's first tokens
+    flush_s: float
 
     @classmethod
     def of(
         cls, model: ModelSpec, engine: EngineSpec, hardware: HardwareSpec, flush_s: float
     ) -> Start:
-        """Of the recipe's models."""
+        """From the sections of a recipe."""
         return cls(
             model.model_dump_json(), engine.model_dump_json(), hardware.model_dump_json(), flush_s
         )
@@ -56,20 +61,20 @@ class RunRound(msgspec.Struct, frozen=True, tag="run-round"):
 
 
 class Interrupt(msgspec.Struct, frozen=True, tag="interrupt"):
-    """The running round should end at the next step where it may."""
+    """End the running round at the next step where it may end."""
 
     batch_id: int
 
 
 class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
-    """These rows of a batch are not wanted any more."""
+    """Cancel these rows of a slice."""
 
     batch_id: int
     request_ids: tuple[str, ...]
 
 
 class Stop(msgspec.Struct, frozen=True, tag="stop"):
-    """End, at the next step boundary."""
+    """End the process at the next step boundary."""
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
@@ -79,25 +84,25 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused"):
-    """The engine cannot be loaded, and for a reason that the user can mend."""
+    """The engine cannot be loaded, for a reason that the user can correct."""
 
     message: str
     hint: str
 
 
 class Alive(msgspec.Struct, frozen=True, tag="alive"):
-    """Nothing but a sign of life. `toolkit.workers.lifeline` has its bytes."""
+    """A sign of life. `toolkit.workers.lifeline` has its bytes."""
 
 
 class Progress(msgspec.Struct, frozen=True, tag="progress"):
-    """Steps of the running batch that were not sent yet."""
+    """Steps of the running batch since the last frame."""
 
     batch_id: int
     steps: tuple[StepOutput, ...]
 
 
 class Done(msgspec.Struct, frozen=True, tag="done"):
-    """The batch is over. `steps` are those that were not sent yet."""
+    """The slice has ended. `steps` are those since the last frame."""
 
     batch_id: int
     steps: tuple[StepOutput, ...]
@@ -106,7 +111,7 @@ class Done(msgspec.Struct, frozen=True, tag="done"):
 
 
 class DoneRound(msgspec.Struct, frozen=True, tag="done-round"):
-    """The round is over; `output` also names the rows that memory had no room for."""
+    """The round has ended. `steps` are those since the last frame."""
 
     batch_id: int
     steps: tuple[StepOutput, ...]
@@ -122,21 +127,21 @@ _ENCODER = msgspec.msgpack.Encoder()
 
 
 def pack(frame: ToWorker | FromWorker) -> bytes:
-    """The frame's bytes, its length before it."""
+    """The frame's bytes, preceded by its length."""
     body = _ENCODER.encode(frame)
     return len(body).to_bytes(_HEAD_BYTES, "big") + body
 
 
 class FrameReader(Generic[Frame]):
-    """Cuts a stream of bytes into frames; sans-IO, so both ends use it."""
+    """Cuts a stream of bytes into frames. It does no I/O, so both ends use it."""
 
     def __init__(self, decoder: msgspec.msgpack.Decoder[Frame]) -> None:
         self._decoder = decoder
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> Iterator[Frame]:
-        """The frames that are complete now. `ValueError` (msgspec's among them) for what is no
-        frame.
+        """The frames that are complete now. Raises `ValueError` (or msgspec's subclasses) for an
+        invalid frame.
         """
         self._buffer += data
         while len(self._buffer) >= _HEAD_BYTES:
@@ -152,42 +157,41 @@ class FrameReader(Generic[Frame]):
 
 
 def worker_side() -> FrameReader[ToWorker]:
-    """Reads what a worker gets."""
+    """A reader of frames to a worker."""
     return FrameReader(msgspec.msgpack.Decoder(ToWorker))
 
 
 def front_side() -> FrameReader[FromWorker]:
-    """Reads what the front gets."""
+    """A reader of frames to the front."""
     return FrameReader(msgspec.msgpack.Decoder(FromWorker))
 
 
-# How a worker hears the front and answers it: frames, in order, over a socket or whatever else
-# carries bytes.
-
-_CHUNK = 1 << 16
+_RECEIVE_BYTES = 1 << 16
 
 
 class FrontGoneError(Exception):
-    """The other end of the socket is closed: there is nothing to work for."""
+    """The front has closed the connection, so the worker has no more work."""
 
 
 class Channel(Protocol):
-    """A worker's end. All methods raise `FrontGoneError` when the other end has closed."""
+    """A worker's end of the connection: frames in order. All methods raise `FrontGoneError` when
+    the front has closed it.
+    """
 
     def send(self, frame: FromWorker) -> None:
-        """Send a frame; may wait."""
+        """Send a frame; this may block."""
         ...
 
     def receive(self) -> ToWorker:
-        """The next frame, waiting for it."""
+        """Wait for the next frame."""
         ...
 
     def poll(self) -> list[ToWorker]:
-        """The frames that are here now."""
+        """The frames that have arrived, without waiting."""
         ...
 
     def put_back(self, frame: ToWorker) -> None:
-        """`receive` gives this frame next."""
+        """Let `receive` return this frame next."""
         ...
 
 
@@ -207,13 +211,13 @@ class SocketChannel:
             raise FrontGoneError from None
 
     def receive(self) -> ToWorker:
-        """The next frame, waiting for it."""
+        """Wait for the next frame."""
         while not self._waiting:
             self._receive(0)
         return self._waiting.popleft()
 
     def poll(self) -> list[ToWorker]:
-        """The frames that are here now."""
+        """The frames that have arrived, without waiting."""
         try:
             while True:
                 self._receive(socket.MSG_DONTWAIT)
@@ -224,12 +228,12 @@ class SocketChannel:
         return frames
 
     def put_back(self, frame: ToWorker) -> None:
-        """`receive` gives this frame next."""
+        """Let `receive` return this frame next."""
         self._waiting.appendleft(frame)
 
     def _receive(self, flags: int) -> None:
         try:
-            data = self._socket.recv(_CHUNK, flags)
+            data = self._socket.recv(_RECEIVE_BYTES, flags)
         except ConnectionResetError:
             data = b""
         if not data:

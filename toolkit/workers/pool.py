@@ -1,8 +1,10 @@
-"""N workers that are kept alive: started together, each with its engine, and started again when one
-dies.
+"""A pool that starts N workers together, each with its engine, and restarts a worker that ends.
 
-What a worker lives in, a process of this machine or an actor of a cluster, is its `Body`; the pool
-knows no more of it.
+The body of a worker (`Body`) is a process of this machine or an actor of a cluster; the pool does
+not know which.
+
+In this order: `BatchRecord`, the front's copy of a running slice; the interface of bodies;
+`WorkerPool`; and `ProcessWorkers`, the pool of processes on this machine.
 """
 
 from __future__ import annotations
@@ -49,11 +51,21 @@ from toolkit.workers.protocol import (
 )
 from toolkit.workers.supervisor import START_S, Patience, SilentWorkerError, Supervisor
 
-# What a batch has given so far, put together from the steps that were reported.
+MAX_BACKOFF_S = 30.0
+PATIENCE = Patience()
+SPAWN_S = 60.0  # for a process to start
+# A reload may take this many times the longest load so far, plus the grace. The grace is long: the
+# first load may have read the weights from the page cache, and a reload from a cold disk.
+LOAD_TIMES, LOAD_GRACE_S = 3.0, 300.0
+# When every worker has failed to load this many times in a row, the pool gives up: a process
+# manager then restarts the server, perhaps on another machine, and reports it to operators.
+MAX_FAILED_LOADS = 5
 
 
 class BatchRecord:
-    """The front's copy of a batch that runs on a worker: what is left when the worker dies."""
+    """The front's copy of a slice that runs on a worker, from the reported steps: what is left if
+    the worker ends.
+    """
 
     def __init__(self, batch_id: int, size: int) -> None:
         self.batch_id = batch_id
@@ -61,6 +73,7 @@ class BatchRecord:
         self._finish: list[FinishReason] = [""] * size
 
     def add(self, steps: Sequence[StepOutput]) -> None:
+        """Add reported steps."""
         for step in steps:
             for row, token in zip(step.rows, step.tokens, strict=True):
                 self._tokens[row].append(token)
@@ -68,42 +81,33 @@ class BatchRecord:
                 self._finish[row] = reason
 
     def output(self) -> SliceOutput:
+        """The tokens of all steps, and why rows ended."""
         return SliceOutput(tuple(map(tuple, self._tokens)), tuple(self._finish))
 
-
-MAX_BACKOFF_S = 30.0
-PATIENCE = Patience()
-SPAWN_S = 60.0  # for a process to exist
-# Loading again is given up, for this try, after so many times the longest load so far and a grace.
-# The grace is long: the first load may have read the weights from the page cache, this one from a
-# cold disk.
-LOAD_TIMES, LOAD_GRACE_S = 3.0, 300.0
-# So many failed loads in a row of every worker end the pool: a process manager starts it anew,
-# perhaps elsewhere, and says so where operators look.
-MAX_FAILED_LOADS = 5
 
 OnFrame = Callable[[FromWorker], None]
 
 
 class Body(Protocol):
-    """What one worker lives in, until it is gone. It has been sent its `Start` frame."""
+    """The process or actor of a worker. Its `Start` frame has been sent."""
 
     def send(self, frame: ToWorker) -> None:
-        """Send a frame, in order; one that is sent to a body that is gone, is lost."""
+        """Send a frame, in order. A frame to a body that has ended is lost."""
         ...
 
     def kill(self) -> None:
-        """End it at once, if it still lives."""
+        """End it at once, if it has not ended."""
         ...
 
     async def gone(self) -> str:
-        """Wait until it has ended and nothing of it is left; one line that says why it has."""
+        """Wait until it has ended and nothing of it is left. Returns one line that says why it
+        ended.
+        """
         ...
 
 
-Spawn = Callable[
-    [int, OnFrame], Awaitable[Body]
-]  # of a worker's number; what it says arrives on the running loop
+# Starts the body of a worker, given its number; its frames arrive on the running loop.
+Spawn = Callable[[int, OnFrame], Awaitable[Body]]
 
 
 def _future() -> asyncio.Future[None]:
@@ -112,33 +116,45 @@ def _future() -> asyncio.Future[None]:
 
 @dataclass(slots=True, eq=False)
 class _Slot:
-    """One worker: the body that it has now, and what it runs."""
+    """One worker: its body and its batch.
+
+    Attributes:
+        facts: of its engine; None: the worker is not ready.
+        batch: the running batch; only the number of a round, because no tokens are kept for it.
+        load_began_s: of its current body, on the loop's clock.
+        started: it has been ready at least once.
+        exits: in a row, without a batch that was served.
+        failed_loads: in a row.
+        kill_reason: why the supervisor killed its current body.
+        keeper: the task that starts its bodies.
+    """
 
     index: int
     body: Body | None = None
-    facts: EngineFacts | None = None  # None: not ready
+    facts: EngineFacts | None = None
     refusal: Refused | None = None
-    batch: BatchRecord | int | None = None  # of a round its number alone: it keeps no tokens here
-    load_began_s: float = 0.0  # of the body that it has now, on the loop's clock
-    started: bool = False  # it was ready once
-    deaths: int = 0  # in a row, without a batch served between them
-    failed_loads: int = 0  # in a row
-    overdue: str = ""  # why it was killed
+    batch: BatchRecord | int | None = None
+    load_began_s: float = 0.0
+    started: bool = False
+    exits: int = 0
+    failed_loads: int = 0
+    kill_reason: str = ""
     first_ready: asyncio.Future[None] = field(default_factory=_future)
     keeper: asyncio.Task[None] | None = None
 
 
 class WorkerPool:
-    """`toolkit.workers.protocol.Workers`, whatever they live in.
+    """`toolkit.workers.protocol.Workers` for any kind of body.
 
     Args:
-        size: how many.
-        spawn: starts a worker's body. `OSError` where there can be none now.
-        backoff_s: the wait before a worker that died twice in a row is started again; it doubles each time.
+        size: number of workers.
+        spawn: starts a worker's body; raises `OSError` if that is not possible now.
+        backoff_s: the wait before a worker that ended twice in a row is restarted; it doubles each
+            time.
         stop_timeout_s: how long `stop` waits for a step to end before it kills.
-        load_grace_s: seconds that loading again may take beyond `LOAD_TIMES` the longest load so far.
-        patience: how long a worker may say nothing, and its first load take.
-        start_s: how long until its first sign of life; of bodies that wait for a place, `math.inf`.
+        load_grace_s: seconds that a reload may take beyond `LOAD_TIMES` the longest load so far.
+        patience: how long a worker may be silent, and how long its first load may take.
+        start_s: how long until its first sign of life; `math.inf` for bodies that wait for a place.
     """
 
     def __init__(
@@ -153,7 +169,7 @@ class WorkerPool:
         start_s: float = START_S,
     ) -> None:
         self.size = size
-        self.supervisor = Supervisor(size, self._kill_hung)
+        self.supervisor = Supervisor(size, self._kill_silent)
         self._patience = patience
         self._start_s = max(start_s, patience.waiting_s)
         self._load_grace_s = load_grace_s
@@ -166,8 +182,8 @@ class WorkerPool:
         self._stopping = asyncio.Event()
 
     async def start(self, on_event: OnEvent) -> None:
-        """Start all workers at once. `EngineError`, with what the first to fail said, if one cannot
-        load its engine.
+        """Start all workers at once. Raises `EngineError`, with the first worker's reason, if one
+        cannot load its engine.
         """
         self._on_event = on_event
         self._slots = [_Slot(index) for index in range(self.size)]
@@ -176,7 +192,7 @@ class WorkerPool:
         self.supervisor.start()
         try:
             await asyncio.gather(*[slot.first_ready for slot in self._slots])
-        except BaseException:  # cancelled while they load, too: no process may be left behind
+        except BaseException:  # also when cancelled: no process may be left behind
             await self.stop()
             raise
 
@@ -188,18 +204,18 @@ class WorkerPool:
         steps: int,
         estimated_s: float = math.inf,
     ) -> None:
-        """Send a slice. A worker that is gone answers, too: the batch has crashed."""
+        """Send a slice. If the worker is gone, the slice ends as crashed."""
         record = BatchRecord(batch_id, len(rows))
         self._send(worker, record, RunSlice(batch_id, tuple(rows), steps), estimated_s)
 
     def run_round(
         self, worker: int, batch_id: int, plan: Round, estimated_s: float = math.inf
     ) -> None:
-        """Send a round; the same holds."""
+        """Send a round. If the worker is gone, the round ends as crashed."""
         self._send(worker, batch_id, RunRound(batch_id, plan), estimated_s)
 
     def silent(self) -> list[SilentWorkerError]:
-        """The workers that take too long now, for what they do."""
+        """The workers that take too long now."""
         return self.supervisor.silent()
 
     def _send(
@@ -216,20 +232,20 @@ class WorkerPool:
             asyncio.get_running_loop().call_soon(self._end_batch, slot, Times(), "crashed")
 
     def interrupt(self, worker: int, batch_id: int) -> None:
-        """Tell the worker; for a round that is over, nothing happens."""
+        """Ask a round to end; nothing happens if it has ended."""
         body = self._slots[worker].body
         if body is not None:
             body.send(Interrupt(batch_id))
 
     def cancel(self, worker: int, batch_id: int, request_ids: Sequence[str]) -> None:
-        """Tell the worker; for a batch that is over, nothing happens."""
+        """Cancel rows of a slice; nothing happens if it has ended."""
         body = self._slots[worker].body
         if body is not None:
             body.send(Cancel(batch_id, tuple(request_ids)))
 
     async def stop(self) -> None:
-        """End all workers: at their next step, or killed after `stop_timeout_s`. No events come any
-        more.
+        """End all workers at their next step, or kill them after `stop_timeout_s`. No more events
+        follow.
         """
         self._stopping.set()
         self.supervisor.stop()
@@ -239,7 +255,7 @@ class WorkerPool:
             if slot.body is not None and slot.facts is not None:
                 slot.body.send(Stop())
             elif slot.body is not None:
-                slot.body.kill()  # it is loading, and has nothing to finish
+                slot.body.kill()  # it is loading, so there is no step to end
         if keepers:
             await asyncio.wait(keepers, timeout=self._stop_timeout_s)
         for slot in self._slots:
@@ -248,30 +264,33 @@ class WorkerPool:
         await asyncio.gather(*keepers)
 
     def kill(self, worker: int) -> None:
-        """End a worker at once; it is started again."""
+        """End a worker at once; it is restarted."""
         body = self._slots[worker].body
         if body is not None:
             body.kill()
 
     async def _keep(self, slot: _Slot) -> None:
-        """Keep one worker alive until the end, or until its first engine, or none, can be loaded."""
+        """Restart one worker until the pool stops, its first load fails, or no worker can be
+        loaded.
+        """
         while not self._stopping.is_set():
-            slot.refusal, slot.overdue = None, ""
-            reason = await self._live(slot)
+            slot.refusal, slot.kill_reason = None, ""
+            reason = await self._run_body(slot)
+            reason = slot.kill_reason or reason
             slot.body = None
-            self._lost(slot, slot.overdue or reason)
+            self._lost(slot, reason)
             if not slot.started:
                 return
-            if all(one.failed_loads >= MAX_FAILED_LOADS for one in self._slots):
-                self._tell(WorkersFailed(_cannot_load(slot, slot.overdue or reason)))
+            if all(other.failed_loads >= MAX_FAILED_LOADS for other in self._slots):
+                self._emit(WorkersFailed(_cannot_load(slot, reason)))
                 return
             await self._back_off(slot)
 
-    async def _live(self, slot: _Slot) -> str:
-        """One body of a worker, from its start to its end; why it ended."""
+    async def _run_body(self, slot: _Slot) -> str:
+        """Run one body of a worker from its start to its end. Returns why it ended."""
         loop = asyncio.get_running_loop()
         slot.load_began_s = loop.time()
-        spawning = self._spawn(slot.index, lambda frame: self._hear(slot, frame))
+        spawning = self._spawn(slot.index, lambda frame: self._receive(slot, frame))
         try:
             slot.body = await asyncio.wait_for(spawning, SPAWN_S)
         except TimeoutError:
@@ -288,22 +307,22 @@ class WorkerPool:
             self.supervisor.enter(slot.index, "away")
 
     def _load_s(self, slot: _Slot) -> float:
-        """What a load may take in all: the first may download the model, a later one is like those
-        before it.
+        """Seconds that a load may take in all: the first may download the model, and a later one is
+        like those before it.
         """
         if not slot.started:
             return self._patience.load_s
         return LOAD_TIMES * self._longest_load_s + self._load_grace_s
 
-    def _kill_hung(self, hung: SilentWorkerError) -> None:
-        """One that hangs looks like any other from outside: only time tells."""
-        slot = self._slots[hung.worker]
+    def _kill_silent(self, silent: SilentWorkerError) -> None:
+        """Kill a worker that takes too long: nothing else shows that it hangs."""
+        slot = self._slots[silent.worker]
         if slot.body is not None:
-            slot.overdue = hung.reason
+            slot.kill_reason = silent.reason
             slot.body.kill()
 
-    def _hear(self, slot: _Slot, frame: FromWorker) -> None:
-        self._notice(slot, frame)
+    def _receive(self, slot: _Slot, frame: FromWorker) -> None:
+        self._update_supervisor(slot, frame)
         if isinstance(frame, Alive):
             return
         if isinstance(frame, Ready):
@@ -313,15 +332,15 @@ class WorkerPool:
             self._longest_load_s = max(self._longest_load_s, load_s)
             if not slot.first_ready.done():
                 slot.first_ready.set_result(None)
-            self._tell(WorkerReady(slot.index, slot.facts))
+            self._emit(WorkerReady(slot.index, slot.facts))
         elif isinstance(frame, Refused):
             slot.refusal = frame
         elif slot.batch is not None and frame.batch_id == _batch_id(slot.batch):
-            self._hear_of_batch(slot, slot.batch, frame)
+            self._receive_of_batch(slot, slot.batch, frame)
 
-    def _notice(self, slot: _Slot, frame: FromWorker) -> None:
-        """What the frame says of the worker's state. An idle one is held to signs once it has given
-        one.
+    def _update_supervisor(self, slot: _Slot, frame: FromWorker) -> None:
+        """Tell the supervisor the worker's state. An idle worker must give signs of life after its
+        first one.
         """
         supervisor, waiting_s = self.supervisor, self._patience.waiting_s
         state = supervisor.watched[slot.index].state
@@ -336,18 +355,18 @@ class WorkerPool:
         elif isinstance(frame, Progress):
             supervisor.sign(slot.index)
 
-    def _hear_of_batch(
+    def _receive_of_batch(
         self, slot: _Slot, batch: BatchRecord | int, frame: Progress | Done | DoneRound
     ) -> None:
         if isinstance(batch, BatchRecord):
             batch.add(frame.steps)
         if frame.steps:
-            self._tell(BatchProgress(slot.index, frame.batch_id, frame.steps))
+            self._emit(BatchProgress(slot.index, frame.batch_id, frame.steps))
         if isinstance(frame, Done):
-            slot.deaths = 0
+            slot.exits = 0
             self._end_batch(slot, frame.times, "oom" if frame.out_of_memory else "")
         elif isinstance(frame, DoneRound):
-            slot.deaths = 0
+            slot.exits = 0
             failure: Failure = "oom" if frame.output.is_short else ""
             self._end(
                 slot, RoundDone(slot.index, frame.batch_id, frame.output, frame.times, failure)
@@ -364,27 +383,32 @@ class WorkerPool:
         slot.batch = None
         if slot.facts is not None:
             self.supervisor.enter(slot.index, "idle")
-        self._tell(event)
+        self._emit(event)
 
     def _lost(self, slot: _Slot, reason: str) -> None:
         was_ready, slot.facts = slot.facts is not None, None
-        slot.deaths += 1
+        slot.exits += 1
         slot.failed_loads += not was_ready
         self._end_batch(slot, Times(), "crashed")
         if was_ready:
-            self._tell(WorkerLost(slot.index, reason))
+            self._emit(WorkerLost(slot.index, reason))
         if not slot.first_ready.done():
-            slot.first_ready.set_exception(_cannot_start(slot, reason))
+            refusal, index = slot.refusal, slot.index
+            slot.first_ready.set_exception(
+                EngineError(f"worker {index} ended while it loaded its engine: {reason}")
+                if refusal is None
+                else EngineError(refusal.message, refusal.hint)
+            )
 
     async def _back_off(self, slot: _Slot) -> None:
-        """The first death may be bad luck; from the second in a row on, wait longer each time."""
-        if slot.deaths < 2:
+        """Wait before a restart: not after a single end, and longer after each further one."""
+        if slot.exits < 2:
             return
-        wait_s = min(self._backoff_s * 2.0 ** (slot.deaths - 2), MAX_BACKOFF_S)
+        wait_s = min(self._backoff_s * 2.0 ** (slot.exits - 2), MAX_BACKOFF_S)
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._stopping.wait(), wait_s)
 
-    def _tell(self, event: WorkerEvent) -> None:
+    def _emit(self, event: WorkerEvent) -> None:
         if self._on_event is not None:
             self._on_event(event)
 
@@ -393,28 +417,21 @@ def _batch_id(batch: BatchRecord | int) -> int:
     return batch if isinstance(batch, int) else batch.batch_id
 
 
-def _cannot_start(slot: _Slot, reason: str) -> EngineError:
-    if slot.refusal is not None:
-        return EngineError(slot.refusal.message, slot.refusal.hint)
-    return EngineError(f"worker {slot.index} ended while it loaded its engine: {reason}")
-
-
 def _cannot_load(slot: _Slot, reason: str) -> EngineError:
-    said = slot.refusal.message if slot.refusal is not None else reason
+    refusal = slot.refusal
+    hint = refusal.hint if refusal is not None else ""
     return EngineError(
-        f"no worker is left, and none could be loaded again in {MAX_FAILED_LOADS} tries; worker {slot.index}: {said}",
-        slot.refusal.hint
-        if slot.refusal is not None and slot.refusal.hint
-        else "see whether the device, its memory and the model's files are still there, and start the server again",
+        f"no worker is left, and none could be loaded again in {MAX_FAILED_LOADS} tries; "
+        f"worker {slot.index}: {refusal.message if refusal is not None else reason}",
+        hint
+        or "check that the device, its memory and the model's files are still there, and start the "
+        "server again",
     )
-
-
-# Workers in processes of this machine.
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerSpec:
-    """What one worker loads, and how often it reports; `flush_s` as `ProcessWorkers` has it."""
+    """What one worker loads, and how often it reports (`flush_s`, as in `ProcessWorkers`)."""
 
     model: ModelSpec
     engine: EngineSpec
@@ -423,24 +440,24 @@ class WorkerSpec:
 
     @classmethod
     def of(cls, recipe: Recipe) -> WorkerSpec:
-        """Of a worker of this recipe."""
+        """From a recipe."""
         return cls(recipe.model, recipe.engine, recipe.hardware, recipe.engine.flush_s)
 
     @property
     def gpus(self) -> int:
-        """How many it takes."""
+        """The number of GPUs that it takes."""
         return self.engine.tensor_parallel_size if self.hardware.device == "cuda" else 0
 
 
 class ProcessWorkers(WorkerPool):
-    """The pool whose bodies are processes.
+    """The pool of processes on this machine.
 
     Args:
-        model, engine, hardware: what each loads.
-        size: how many.
-        flush_s: progress of a batch is reported at most this often, but for first tokens.
-        others: further workers, numbered after these, each with what it loads: of a fleet of several kinds.
-        backoff_s, stop_timeout_s, patience: as the pool's.
+        model, engine, hardware: what each worker loads.
+        size: number of workers.
+        flush_s: progress of a batch is reported at most this often, except for first tokens.
+        others: further workers of other kinds, for a fleet; their numbers follow.
+        backoff_s, stop_timeout_s, patience: as in `WorkerPool`.
     """
 
     def __init__(
@@ -456,17 +473,17 @@ class ProcessWorkers(WorkerPool):
         stop_timeout_s: float = 10.0,
         patience: Patience = PATIENCE,
     ) -> None:
-        outfits = [WorkerSpec(model, engine, hardware, flush_s)] * size + list(others)
-        visible = visible_gpus() if any(outfit.gpus for outfit in outfits) else []
-        gpus = share_gpus([outfit.gpus for outfit in outfits], visible)
+        specs = [WorkerSpec(model, engine, hardware, flush_s)] * size + list(others)
+        visible = visible_gpus() if any(spec.gpus for spec in specs) else []
+        gpus = share_gpus([spec.gpus for spec in specs], visible)
 
         async def spawn(worker: int, on_frame: OnFrame) -> Body:
-            outfit = outfits[worker]
-            start = Start.of(outfit.model, outfit.engine, outfit.hardware, outfit.flush_s)
-            return await WorkerProcess.spawn(start, outfit.engine.threads, on_frame, gpus[worker])
+            spec = specs[worker]
+            start = Start.of(spec.model, spec.engine, spec.hardware, spec.flush_s)
+            return await WorkerProcess.spawn(start, spec.engine.threads, on_frame, gpus[worker])
 
         super().__init__(
-            len(outfits),
+            len(specs),
             spawn,
             backoff_s=backoff_s,
             stop_timeout_s=stop_timeout_s,
@@ -474,6 +491,6 @@ class ProcessWorkers(WorkerPool):
         )
 
     def pid(self, worker: int) -> int | None:
-        """The process of a worker; None between two."""
+        """The process id of a worker; None between two processes."""
         body = self._slots[worker].body
         return body.pid if isinstance(body, WorkerProcess) else None

@@ -1,5 +1,7 @@
-"""One worker's process as the front sees it: started, spoken to, and gone once, with a line that
-says why.
+"""One worker's process as the front sees it, and the GPUs that it may use.
+
+In this order: which GPUs this machine has and each worker gets; `WorkerProcess`, a child that is
+started once, receives frames, and ends once, with a reason; and the environment of engines.
 """
 
 from __future__ import annotations
@@ -23,24 +25,20 @@ from toolkit.errors import EngineError
 from toolkit.files.recipe import Recipe
 from toolkit.workers.frames import FromWorker, Start, ToWorker, front_side, pack
 
-# Which GPUs this machine has, and which of them a worker's process may see: its own, so that
-# workers of one machine do not all take the first.
-#
-# Asked before torch is loaded, and without it: the front never loads it.
-
 VARIABLE = "CUDA_VISIBLE_DEVICES"
 NVIDIA_GPUS = Path("/proc/driver/nvidia/gpus")
 DEVICES = Path("/dev")
-# What a GPU's driver makes in /dev: NVIDIA's, that of WSL, AMD's (whose torch has `cuda` devices
-# too), two of Jetson's.
+# The device files of GPU drivers: NVIDIA's, WSL's, AMD's (torch for AMD has `cuda` devices too),
+# and two of Jetson's.
 DEVICE_FILES = ("nvidia[0-9]*", "dxg", "kfd", "nvhost-gpu", "nvgpu")
 
 
 def visible_gpus(
     environment: Mapping[str, str] = os.environ, driver: Path = NVIDIA_GPUS
 ) -> list[str]:
-    """The GPUs that this process may use, as CUDA names them; none where nobody says how many there
-    are.
+    """The GPUs that this process may use, as CUDA names them; none if their number is unknown.
+
+    This does not load torch, because the front never does.
     """
     named = environment.get(VARIABLE)
     if named is not None:
@@ -55,21 +53,21 @@ def require_gpu(
     driver: Path = NVIDIA_GPUS,
     devices: Path = DEVICES,
 ) -> None:
-    """`EngineError` where one of `recipes` needs a GPU and this machine has none that a process
-    could use.
+    """Raise `EngineError` if one of `recipes` needs a GPU and this machine has none that a process
+    can use.
 
-    A look at files, which takes no time: asked before anything slow, such as fetching a model, is
-    done in vain. Where a GPU is there and cannot be used, the worker that loads says so.
+    It only looks at files, which takes no time, so it comes before slow work such as fetching a
+    model. If there is a GPU that cannot be used, the worker that loads reports it.
     """
-    wanted = next(
-        (
-            one
-            for one in recipes
-            if one.hardware.device == "cuda" and traits_of(one.engine.name).loads_model
-        ),
-        None,
+    if sys.platform != "linux":
+        return
+    needing = (
+        recipe
+        for recipe in recipes
+        if recipe.hardware.device == "cuda" and traits_of(recipe.engine.name).loads_model
     )
-    if wanted is None or sys.platform != "linux":
+    recipe = next(needing, None)
+    if recipe is None:
         return
     hidden = environment.get(VARIABLE) in ("", "-1")
     if hidden or not (
@@ -77,26 +75,26 @@ def require_gpu(
     ):
         why = f"{VARIABLE} hides all GPUs" if hidden else "this machine has none"
         raise EngineError(
-            f"recipe '{wanted.name}' needs a GPU, {wanted.hardware.name}: {why}",
+            f"recipe '{recipe.name}' needs a GPU, {recipe.hardware.name}: {why}",
             "profile and serve it where the GPU is; fit, tune, simulate and render run anywhere",
         )
 
 
 def share_gpus(sizes: Sequence[int], visible: Sequence[str]) -> list[str | None]:
-    """The GPUs of each worker, for its environment, one worker after the other; `sizes` are how
-    many each takes.
+    """The GPUs of each worker, for its environment; `sizes` are the numbers of GPUs that they take.
 
-    From the first again where there are no more. None: leave the environment as it is, since the
-    worker takes none, or too few are known even for it alone.
+    Workers get different GPUs as far as there are any, and then the first ones again. None: leave
+    the environment unchanged, because the worker takes no GPU or fewer GPUs are known than it
+    takes.
     """
     found: list[str | None] = []
     first = 0
     for size in sizes:
         if first + size > len(visible):
             first = 0
-        mine = visible[first : first + size]
-        found.append(",".join(mine) if size and len(mine) == size else None)
-        first += len(mine)
+        chosen = visible[first : first + size]
+        found.append(",".join(chosen) if size and len(chosen) == size else None)
+        first += len(chosen)
     return found
 
 
@@ -112,12 +110,12 @@ THREAD_VARIABLES = (
     "NUMEXPR_NUM_THREADS",
 )
 STDERR_TAIL_BYTES = 1 << 13
-# between closing the socket and exiting: what an interpreter with torch loaded needs to end
+# From closing the socket to exiting: an interpreter that has loaded torch needs this to end.
 EXIT_GRACE_S = 5.0
-STDERR_DRAIN_S = 1.0  # a grandchild may hold stderr open for ever
+STDERR_DRAIN_S = 1.0  # a grandchild may hold stderr open without end
 
-# Threads that stay: Linux takes the end of the thread that started a child for the end of its
-# parent.
+# These threads never end: when the thread that started a child ends, Linux regards the child's
+# parent as ended.
 _SPAWNERS = ThreadPoolExecutor(4, "spawner")
 
 OnFrame = Callable[[FromWorker], None]
@@ -125,16 +123,14 @@ OnFrame = Callable[[FromWorker], None]
 
 @dataclass(slots=True, frozen=True)
 class Exit:
-    """How a process ended: Python's return code (negative: a signal), and the last line of its
-    stderr.
-    """
+    """How a process ended: its return code (negative: a signal) and the last line of stderr."""
 
     code: int
     last_line: str
 
     @property
     def reason(self) -> str:
-        """One line for people."""
+        """The reason in one line."""
         if self.code < 0:
             return f"killed by {_signal_name(-self.code)}"
         return f"exit code {self.code}" + (f": {self.last_line}" if self.last_line else "")
@@ -143,8 +139,8 @@ class Exit:
 class WorkerProcess:
     """A child that runs `toolkit.workers`. Use `spawn`.
 
-    The child ends when the socket closes, and Linux and `toolkit.guard` kill it with all that it
-    started when the front dies.
+    The child ends when the socket closes. When the front ends, Linux and `toolkit.guard` kill the
+    child and all processes that it started.
     """
 
     def __init__(self, process: subprocess.Popen[bytes], link: _Link, errors: _Tail) -> None:
@@ -156,8 +152,8 @@ class WorkerProcess:
     async def spawn(
         cls, start: Start, threads: int | None, on_frame: OnFrame, gpus: str | None = None
     ) -> WorkerProcess:
-        """Start a child, which sees these `gpus` alone, and send it `start`; `on_frame` gets what
-        it says.
+        """Start a child that sees only these `gpus` (None: all), and send it `start`. `on_frame`
+        receives its frames.
         """
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
@@ -168,7 +164,7 @@ class WorkerProcess:
             process = await loop.run_in_executor(_SPAWNERS, _start, theirs, environment)
             _, errors = await loop.connect_read_pipe(_Tail, process.stderr)
         except BaseException:
-            transport.close()  # one that is started all the same ends by it
+            transport.close()  # ends the child, if it was started
             raise
         worker = cls(process, link, errors)
         worker.send(start)
@@ -179,19 +175,19 @@ class WorkerProcess:
         return self._process.pid
 
     def send(self, frame: ToWorker) -> None:
-        """Queue a frame; one that is sent to a process that is gone, is lost."""
+        """Queue a frame. A frame to a process that has ended is lost."""
         self._link.send(frame)
 
     def kill(self) -> None:
-        """SIGKILL to it and to all that it started, if it still runs."""
+        """Send SIGKILL to the child and all processes that it started, if the child still runs."""
         if self._process.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)
 
     async def gone(self) -> str:
-        """Wait until it has ended and was reaped, and say why.
+        """Wait until it has ended and was reaped. Returns why it ended.
 
-        A child that closed its socket has nothing left to do but exit.
+        A child that has closed its socket only has to exit.
         """
         await self._link.closed
         try:
@@ -206,11 +202,12 @@ class WorkerProcess:
 
 
 def _start(theirs: socket.socket, environment: dict[str, str]) -> subprocess.Popen[bytes]:
-    """Start a child that has the socket, which is closed here.
+    """Start a child that gets the socket `theirs`, which is closed here.
 
-    Not by the loop: it would copy the page tables of this process, and stand still for that and
-    until the child's interpreter is found. That took 27 to 45 ms where this process had 400 MB, 105
-    ms where it had 2 GB; on a thread, whose process the child shares until then, the loop runs on.
+    This runs on a thread. On the event loop, starting a child copies the page tables of this
+    process, and the loop stands still until the child's interpreter is found: 27 to 45 ms for a
+    process of 400 MB, and 105 ms for 2 GB. On a thread the child shares this process's memory until
+    then, and the loop runs on.
     """
     with theirs:
         process = subprocess.Popen(
@@ -220,7 +217,7 @@ def _start(theirs: socket.socket, environment: dict[str, str]) -> subprocess.Pop
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             env=environment,
-            # so that what it starts can be killed with it; Ctrl-C is for the front alone
+            # `kill` ends this group, with all that the child starts. Ctrl-C reaches only the front.
             process_group=0,
         )
     try:
@@ -256,7 +253,7 @@ class _Tail(asyncio.Protocol):
 
 
 class _Link(asyncio.Protocol):
-    """The front's end of the socket."""
+    """The front's end of the socket: cuts frames, and sends them."""
 
     def __init__(self, on_frame: OnFrame) -> None:
         self.closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -265,9 +262,8 @@ class _Link(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(
-            asyncio.Transport, transport
-        )  # uvloop's is one without being a subclass
+        # uvloop's transport has the same methods but is not a subclass.
+        self._transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
         for frame in self._reader.feed(data):
@@ -283,16 +279,16 @@ class _Link(asyncio.Protocol):
 
 
 def engine_environment(threads: int | None) -> dict[str, str]:
-    """Ours, with what libraries under torch read when they are loaded."""
+    """This process's environment, with `engine_variables`."""
     return os.environ | engine_variables(threads)
 
 
 def engine_variables(threads: int | None) -> dict[str, str]:
-    """The number of threads, and glibc's thresholds.
+    """Variables that torch's libraries read when they are loaded: the number of threads, and
+    glibc's thresholds.
 
-    By default glibc maps every large tensor anew and gives it back at once: on a CPU each prefill
-    then faults its pages in again (60 times as many faults, 6 to 18 % of a prefill of 1,024
-    tokens).
+    By default glibc maps and unmaps memory for every large tensor, so that on a CPU each prefill
+    faults its pages in again (60 times as many faults, 6 to 18 % of a prefill of 1,024 tokens).
     """
     variables = {"TOKENIZERS_PARALLELISM": "false"} | KEEP_MEMORY
     if threads is not None:

@@ -1,5 +1,5 @@
-"""The seam between whoever schedules and the workers: send a slice or a round, hear what became of
-it.
+"""The interface between the scheduler's driver and the workers: calls that send slices and rounds,
+and the events that report their results.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from toolkit.workers.supervisor import SilentWorkerError
 
 @dataclass(slots=True, frozen=True)
 class WorkerReady:
-    """A worker has loaded its engine (again, after it was lost)."""
+    """A worker has loaded its engine, at the start or after it was lost."""
 
     worker: int
     facts: EngineFacts
@@ -28,8 +28,8 @@ class WorkerReady:
 
 @dataclass(slots=True, frozen=True)
 class WorkerLost:
-    """A worker's process is gone; a new one is being started. Comes after the `BatchDone` of what
-    it ran.
+    """A worker's process has ended, and a new one is being started. It follows the `BatchDone` or
+    `RoundDone` of the batch that ran.
     """
 
     worker: int
@@ -38,24 +38,28 @@ class WorkerLost:
 
 @dataclass(slots=True, frozen=True)
 class WorkersFailed:
-    """No worker runs, and none can be loaded again; what `error` says ends the server. Nothing
-    follows.
-    """
+    """The last event: no worker runs and none can be loaded again; `error` ends the server."""
 
     error: EngineError
 
 
 class Times(msgspec.Struct, frozen=True):
-    """What a worker's clock says of a batch, in wall seconds."""
+    """Wall seconds of a batch on the worker's clock.
 
-    engine_s: float = 0.0  # inside the engine
-    reporting_s: float = 0.0  # of these: between two steps, where tokens go out and news come in
-    gap_s: float = 0.0  # since the end of the worker's last batch; 0 for its first
+    Attributes:
+        engine_s: inside the engine.
+        reporting_s: the part of `engine_s` between steps, to send tokens and to read frames.
+        gap_s: since the end of the worker's last batch; 0 for its first.
+    """
+
+    engine_s: float = 0.0
+    reporting_s: float = 0.0
+    gap_s: float = 0.0
 
 
 @dataclass(slots=True, frozen=True)
 class BatchProgress:
-    """Tokens of a running batch, one or more steps at once; in a round, rows go by their numbers."""
+    """Tokens of one or more steps of a running batch; in a round, rows are numbers."""
 
     worker: int
     batch_id: int
@@ -64,7 +68,7 @@ class BatchProgress:
 
 @dataclass(slots=True, frozen=True)
 class BatchDone:
-    """A batch is over. With a `failure`, `output` holds what had been reported as progress."""
+    """A slice has ended. With a `failure`, `output` holds the tokens reported before it."""
 
     worker: int
     batch_id: int
@@ -74,17 +78,16 @@ class BatchDone:
 
     @property
     def steps(self) -> int:
-        """Tokens of the row that got most."""
+        """The largest number of tokens of a row."""
         return max(map(len, self.output.tokens), default=0)
 
 
 @dataclass(slots=True, frozen=True)
 class RoundDone:
-    """A round is over; all its tokens came as progress. Of one that "crashed" there is no `output`,
-    and no cache.
+    """A round has ended; `BatchProgress` has reported all its tokens.
 
-    One that ran out of memory ("oom") has lost the rows that `output` says were dropped, if any
-    were.
+    A round that "crashed" has no `output`, and its rows no caches. A round that ran out of memory
+    ("oom") has lost the rows in `output.dropped`, if any.
     """
 
     worker: int
@@ -104,15 +107,15 @@ OnEvent = Callable[[WorkerEvent], None]
 
 
 class Workers(Protocol):
-    """N workers, one slice or round at a time each, on one asyncio loop; events arrive through
+    """N workers on one asyncio loop, each with one slice or round at a time. Events arrive through
     `on_event`.
     """
 
     size: int
 
     async def start(self, on_event: OnEvent) -> None:
-        """Start all workers and return when each has reported `WorkerReady`; `EngineError` if one
-        cannot.
+        """Start all workers and return when each has reported `WorkerReady`. Raises `EngineError`
+        if one cannot load its engine.
         """
         ...
 
@@ -126,30 +129,30 @@ class Workers(Protocol):
     ) -> None:
         """Send a slice. Exactly one `BatchDone` follows, whatever happens to the process.
 
-        A worker that is silent for much longer than `estimated_s` is killed, and started again.
+        A worker that is silent for much longer than `estimated_s` is killed and restarted.
         """
         ...
 
     def run_round(
         self, worker: int, batch_id: int, plan: Round, estimated_s: float = math.inf
     ) -> None:
-        """The same of a round, for engines that re-batch: exactly one `RoundDone` follows."""
+        """Send a round, for engines that keep their rows. Exactly one `RoundDone` follows."""
         ...
 
     def interrupt(self, worker: int, batch_id: int) -> None:
-        """A running round should end at the next step where it may (`Round.stop_every`)."""
+        """Ask a running round to end at the next step where it may (`Round.stop_every`)."""
         ...
 
     def cancel(self, worker: int, batch_id: int, request_ids: Sequence[str]) -> None:
-        """These rows of a slice are not wanted any more; it may stop early when none is."""
+        """Cancel rows of a slice; it stops early when no row is wanted."""
         ...
 
     def kill(self, worker: int) -> None:
-        """End one at once; `WorkerLost` follows, and it is started again."""
+        """End a worker at once; `WorkerLost` follows, and it is restarted."""
         ...
 
     def silent(self) -> list[SilentWorkerError]:
-        """The workers that take too long now, for what they do: they are about to be killed."""
+        """The workers that take too long now; they are about to be killed."""
         ...
 
     async def stop(self) -> None:

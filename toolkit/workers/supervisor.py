@@ -1,8 +1,7 @@
-"""What every worker may take for what it does, and the end of one that takes longer, whatever it
-does.
+"""Time limits for every state of a worker, and the end of a worker that exceeds one.
 
-Alive means progress, not that a process exists. A worker is in one state at a time; a state allows
-so much silence, and so much time in all.
+A worker counts as alive if it makes progress, not if its process exists. It is in one state at a
+time; a state limits how long the worker may be silent, and how long the state may take.
 """
 
 from __future__ import annotations
@@ -15,25 +14,26 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 CHECK_EVERY_S = 1.0
-START_S = 20.0  # from a process to its first sign: an interpreter, on a machine that is busy
+START_S = 20.0  # until a process's first sign of life: its interpreter starts on a busy machine
 State = Literal["away", "starting", "loading", "idle", "running"]
-DOING: dict[State, str] = {
+WHILE: dict[State, str] = {
     "away": "",
     "starting": "while it started",
     "loading": "while it loaded",
-    "idle": "while it had nothing to do",
+    "idle": "while it was idle",
     "running": "in a batch",
 }
 
 
 @dataclass(slots=True, frozen=True)
 class Patience:
-    """How long a worker may say nothing, in seconds.
+    """How long a worker may be silent, and how long its first load may take, in seconds.
 
-    In a batch `times` its estimate and `grace_s`. While it loads, and while it is idle, where it
-    says so every half second, `waits` times `grace_s`: nobody waits for its tokens then, and disks
-    stall. The first load takes at most `load_s`; a later one at most three times the longest so
-    far, and five minutes.
+    - In a batch: `times` its estimate plus `grace_s`.
+    - While it loads or is idle, where it gives a sign of life every half second: `waits` times
+      `grace_s`. No client waits for its tokens then, and disks may stall.
+    - The first load may take `load_s` in all. A later one may take three times the longest load so
+      far plus five minutes.
     """
 
     times: float = 10.0
@@ -43,36 +43,42 @@ class Patience:
 
     @property
     def waiting_s(self) -> float:
+        """Silence allowed while a worker loads or is idle."""
         return self.waits * self.grace_s
 
     def batch_s(self, estimated_s: float) -> float:
+        """Silence allowed in a batch."""
         return self.times * estimated_s + self.grace_s
 
 
 class SilentWorkerError(NamedTuple):
-    """A worker that has taken too long: it said nothing for `seconds`, or has not loaded in them."""
+    """A worker that has taken too long: it was silent for `seconds`, or, with `loading`, gave signs
+    of life but did not finish loading in `seconds`.
+    """
 
     worker: int
     state: State
     seconds: float
-    loading: bool = False  # it spoke, and did not come to an end
+    loading: bool = False
 
     def __str__(self) -> str:
         if self.loading:
             return f"worker {self.worker} has not loaded after {self.seconds:.0f} s"
-        return f"worker {self.worker} has been silent for {self.seconds:.0f} s {DOING[self.state]}"
+        return f"worker {self.worker} has been silent for {self.seconds:.0f} s {WHILE[self.state]}"
 
     @property
     def reason(self) -> str:
         """Why it was killed."""
         if self.loading:
             return f"killed: it had not loaded after {self.seconds:.0f} s"
-        return f"killed: it was silent for {self.seconds:.0f} s {DOING[self.state]}"
+        return f"killed: it was silent for {self.seconds:.0f} s {WHILE[self.state]}"
 
 
 @dataclass(slots=True)
 class SupervisedWorker:
-    """One worker: what it does, since when, its last sign of life, and what it may take."""
+    """One worker's state, its start, its last sign of life (on the supervisor's clock), and the
+    limits of silence and total time, in seconds.
+    """
 
     state: State = "away"
     since_s: float = 0.0
@@ -82,11 +88,11 @@ class SupervisedWorker:
 
 
 class Supervisor:
-    """Looks at all workers once a second, and ends those that take too long.
+    """Checks all workers once a second, and kills those that take too long.
 
     Args:
-        size: how many workers.
-        kill: ends one, at once.
+        size: number of workers.
+        kill: ends a worker at once.
         clock: seconds.
     """
 
@@ -105,47 +111,49 @@ class Supervisor:
     def enter(
         self, worker: int, state: State, silence_s: float = math.inf, total_s: float = math.inf
     ) -> None:
-        """The worker begins something; that is a sign of life, too."""
+        """The worker enters a state, which is also a sign of life."""
         now_s = self._clock()
         self.watched[worker] = SupervisedWorker(state, now_s, now_s, silence_s, total_s)
 
     def sign(self, worker: int) -> None:
-        """The worker said something."""
+        """The worker gave a sign of life."""
         self.watched[worker].sign_s = self._clock()
 
     def start(self) -> None:
-        """Look now, and every so often until `stop`."""
+        """Check now, and every `CHECK_EVERY_S` until `stop`."""
         self._checked_s = self._clock()
         self.check()
 
     def stop(self) -> None:
+        """End the checks."""
         if self._timer:
             self._timer.cancel()
 
     def check(self) -> None:
-        """Time in which this process stood still itself is not the workers': on a suspended machine
-        nothing hangs.
+        """Kill the workers that take too long, and schedule the next check.
+
+        Time in which this process itself stood still does not count: on a suspended machine no
+        worker hangs.
         """
         now_s = self._clock()
         late_s, self._checked_s = now_s - self._checked_s - CHECK_EVERY_S, now_s
         if late_s > CHECK_EVERY_S:
-            for one in self.watched:
-                one.sign_s += late_s
-                one.since_s += late_s
-        for hung in self.silent():
-            self._kill(hung)
+            for watched in self.watched:
+                watched.sign_s += late_s
+                watched.since_s += late_s
+        for silent in self.silent():
+            self._kill(silent)
         self._timer = asyncio.get_running_loop().call_later(CHECK_EVERY_S, self.check)
 
     def silent(self) -> list[SilentWorkerError]:
-        """Those that take too long now."""
+        """The workers that take too long now."""
         now_s, found = self._clock(), []
-        for worker, one in enumerate(self.watched):
-            if one.state == "away":
+        for worker, watched in enumerate(self.watched):
+            silence_s, total_s = now_s - watched.sign_s, now_s - watched.since_s
+            if watched.state == "away":
                 continue
-            if now_s - one.sign_s > one.silence_s:
-                found.append(SilentWorkerError(worker, one.state, now_s - one.sign_s))
-            elif now_s - one.since_s > one.total_s:
-                found.append(
-                    SilentWorkerError(worker, one.state, now_s - one.since_s, loading=True)
-                )
+            if silence_s > watched.silence_s:
+                found.append(SilentWorkerError(worker, watched.state, silence_s))
+            elif total_s > watched.total_s:
+                found.append(SilentWorkerError(worker, watched.state, total_s, loading=True))
         return found

@@ -1,9 +1,10 @@
-"""Rows that do not decode but keep their caches: paused ones on the device, swapped ones in host
+"""Rows that do not decode but keep their caches: paused rows on the device, swapped rows in host
 memory.
 
-A row's cache is one block, so that a swap is one transfer. On CUDA blocks in host memory are pinned
-and transfers run on a stream of their own, beside compute. On a CPU device and host memory are the
-same: a swap only changes what is charged, and the copy is the one out of the batch.
+A row's cache is one contiguous block, so that a swap is one transfer. On CUDA, blocks in host
+memory are pinned, and transfers run on their own stream in parallel with computation. On a CPU,
+device and host memory are the same: a swap only changes which ledger is charged, and the only copy
+is the one out of the batch.
 """
 
 from __future__ import annotations
@@ -20,27 +21,35 @@ from toolkit.engines.slab import KVShape
 
 
 @dataclass(slots=True, eq=False)
-class Parked:
-    """A row and its cache, `block` [values], None where it was never prefilled."""
+class SuspendedRow:
+    """A row and its cache.
+
+    Attributes:
+        length: tokens in the cache.
+        block: the cache, [values]; None if the row was never prefilled.
+        on_host: whether the block is in host memory.
+        arrival: the end of the block's transfer to the device, if there is one.
+    """
 
     live: LiveRow
-    length: int = 0  # tokens in the cache
+    length: int = 0
     block: torch.Tensor | None = None
     on_host: bool = False
-    arrival: torch.cuda.Event | None = None  # of the block, where it is on its way
+    arrival: torch.cuda.Event | None = None
 
     @property
     def size_bytes(self) -> int:
         return 0 if self.block is None else self.block.nbytes
 
 
-class ParkedRows:
-    """Parked rows by number.
+class SuspendedRows:
+    """SuspendedRow rows by number.
 
     Args:
         shapes: what each layer caches.
         like: a tensor of the cache's dtype, on its device.
-        device_ledger, host_ledger: are charged for blocks here and there. `torch.OutOfMemoryError` past their budgets.
+        device_ledger, host_ledger: are charged for blocks on the device and in host memory; they
+            raise `torch.OutOfMemoryError` beyond their budgets.
     """
 
     def __init__(
@@ -54,11 +63,9 @@ class ParkedRows:
         self._like = like
         self._values_per_token = sum(k[1] * k[3] + v[1] * v[3] for k, v in shapes)
         self._ledgers = (device_ledger, host_ledger)
-        self._rows: dict[int, Parked] = {}
-        self._leaving: list[torch.cuda.Event] = []  # transfers to the host
-        self._came: list[
-            torch.Tensor
-        ] = []  # blocks in host memory whose transfers to the device may still go on
+        self._rows: dict[int, SuspendedRow] = {}
+        self._to_host: list[torch.cuda.Event] = []  # transfers that may not have ended
+        self._in_transfer: list[torch.Tensor] = []  # host blocks that the device may still read
         self._stream: torch.cuda.Stream | None = None
         if like.is_cuda:
             self._stream = torch.cuda.Stream(like.device)  # type: ignore[no-untyped-call]
@@ -67,12 +74,12 @@ class ParkedRows:
         return number in self._rows
 
     def size_bytes(self, number: int) -> int:
-        """What a row's cache takes, here or there."""
+        """Bytes of a row's cache, wherever it is."""
         return self._rows[number].size_bytes
 
     @property
     def on_device(self) -> tuple[int, ...]:
-        """The rows that are paused."""
+        """The numbers of the paused rows."""
         return tuple(number for number, row in self._rows.items() if not row.on_host)
 
     @property
@@ -83,14 +90,14 @@ class ParkedRows:
     def host_tokens(self) -> int:
         return sum(row.length for row in self._rows.values() if row.on_host)
 
-    def copy_of(self, live: LiveRow, cached: RowKV | None) -> Parked:
-        """A row that leaves the batch, or the queue before its prefill (`cached` None), and its
-        cache in a block.
+    def copy_of(self, live: LiveRow, cached: RowKV | None) -> SuspendedRow:
+        """A row that leaves the batch, with a copy of its cache in a block. `cached` is None for a
+        row that was not prefilled.
 
-        Nothing is charged yet, so that a row can leave when memory is full: first it is copied,
+        Nothing is charged yet, so that a row can leave when memory is full: it is copied first, and
         then its place is free.
         """
-        row = Parked(live)
+        row = SuspendedRow(live)
         if cached is not None:
             row.length = cached[0][0].shape[1]
             row.block = self._like.new_empty(row.length * self._values_per_token)
@@ -99,23 +106,23 @@ class ParkedRows:
                 to_values.copy_(values)
         return row
 
-    def pause(self, number: int, row: Parked) -> None:
-        """The row stays on the device."""
+    def pause(self, number: int, row: SuspendedRow) -> None:
+        """Keep the row on the device."""
         self._ledgers[0].take(row.size_bytes)
         self._rows[number] = row
 
-    def swap_out(self, number: int, row: Parked) -> None:
-        """The row goes to host memory; on CUDA the transfer is begun, and `wait` ends it."""
+    def swap_out(self, number: int, row: SuspendedRow) -> None:
+        """Move the row to host memory. On CUDA this starts a transfer, which `wait` ends."""
         self._ledgers[1].take(row.size_bytes)
         self._rows[number] = row
         row.on_host = True
         if row.block is not None and self._stream is not None:
             host = torch.empty(row.block.shape, dtype=row.block.dtype, pin_memory=True)
-            self._leaving.append(self._transfer(row.block, host))
+            self._to_host.append(self._transfer(row.block, host))
             row.block = host
 
     def take(self, number: int) -> tuple[LiveRow, RowKV | None]:
-        """A paused row goes back to the batch. Its cache is valid until the next call."""
+        """Return a paused row to the batch. Its cache is valid until the next call."""
         row = self.unpause(number)
         if row.block is None:
             return row.live, None
@@ -131,36 +138,38 @@ class ParkedRows:
         self._ledgers[row.on_host].take(-row.size_bytes)
 
     def settle(self) -> None:
-        """A round has ended: transfers are done, and host memory forgets what came back from it."""
+        """End a round: wait for transfers, and free host blocks that returned to the device."""
         self.wait()
-        self._came.clear()
+        self._in_transfer.clear()
 
-    def unpause(self, number: int) -> Parked:
-        """A paused row, which is here no more."""
+    def unpause(self, number: int) -> SuspendedRow:
+        """Remove a paused row and return it."""
         row = self._rows[number]
         if row.on_host:
-            raise ValueError(f"row {number} is in host memory, and not paused on the device")
+            raise ValueError(f"row {number} is in host memory, not paused on the device")
         self.drop(number)
         return row
 
     def swap_in(self, number: int) -> None:
-        """From host memory to the device, where the row is paused; on CUDA the transfer is begun."""
+        """Move the row from host memory to the device, where it is paused. On CUDA this starts the
+        transfer.
+        """
         row = self._rows[number]
         self._ledgers[0].take(row.size_bytes)
         self._ledgers[1].take(-row.size_bytes)
         row.on_host = False
         if row.block is not None and self._stream is not None:
-            self.wait()  # it may still be on its way out
-            self._came.append(row.block)
+            self.wait()  # its transfer to the host may not have ended
+            self._in_transfer.append(row.block)
             block = self._like.new_empty(row.block.shape)
             row.arrival = self._transfer(row.block, block)
             row.block = block
 
     def wait(self) -> None:
-        """Until all transfers to the host are done."""
-        for event in self._leaving:
+        """Wait until all transfers to the host have ended."""
+        for event in self._to_host:
             event.synchronize()
-        self._leaving.clear()
+        self._to_host.clear()
 
     def _transfer(self, source: torch.Tensor, target: torch.Tensor) -> torch.cuda.Event:
         stream = self._stream
@@ -174,7 +183,7 @@ class ParkedRows:
         event: torch.cuda.Event = stream.record_event()
         return event
 
-    def _views(self, row: Parked) -> RowKV:
+    def _views(self, row: SuspendedRow) -> RowKV:
         """The block as each layer's keys and values."""
         assert row.block is not None
         cached, at = [], 0
