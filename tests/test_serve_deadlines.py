@@ -27,7 +27,7 @@ def ask(scenario, workers=None, **settings) -> None:
 
 async def expire(http: httpx.AsyncClient) -> None:
     """The deadlines of all that are on their way come now."""
-    for live in list(http.driver._lives):
+    for live in list(http.driver._active):
         assert live.deadline is not None
         http.driver._expire(live)
     await turns()
@@ -84,7 +84,7 @@ def test_the_servers_deadline_is_the_default_and_the_longest() -> None:
             for more in ({}, {"timeout": 500}, {"timeout": 2})
         ]
         await turns(60)
-        assert sorted(live.ask.timeout_s for live in http.driver._lives) == [2, 60, 60]
+        assert sorted(active.request.timeout_s for active in http.driver._active) == [2, 60, 60]
         await expire(http)
         assert [(await one).status_code for one in asking] == [504] * 3
 

@@ -32,14 +32,14 @@ def load(jobs: int, policy: str, workers: int = 1) -> PredictedLatency:
         loaded.submit(Request(str(index), 0.0, 64, 64), 0.0)
     for batch in loaded.tick(0.0):
         forecast.started(batch)
-    return forecast.raw(0.0)
+    return forecast.predict_by_laws(0.0)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_on_an_idle_server_nobody_is_in_the_way(policy: str):
     told = load(0, policy)
     assert told.ttft_s == pytest.approx(LAW.prefill_s(1, 96 if policy == "slice" else 64))
-    assert told.others_s == pytest.approx(0.0, abs=0.05)
+    assert told.contention_s == pytest.approx(0.0, abs=0.05)
     assert LatencyLimits(0.0, 0.0).excess_s(told) == pytest.approx(0.0, abs=0.05)
 
 
@@ -71,15 +71,17 @@ def test_what_the_laws_do_not_know_is_learnt():
 
 def test_a_machine_that_is_slower_than_its_laws_is_noticed_by_its_batches():
     forecast = Forecast(scheduler("conservative"), typical_tokens=64)
-    lawful = forecast.raw(0.0)
+    lawful = forecast.predict_by_laws(0.0)
     forecast.pace.ran(0.0, 0.0)
-    assert forecast.raw(0.0) == lawful
+    assert forecast.predict_by_laws(0.0) == lawful
     for batches in range(1, 201):
         forecast.pace.ran(2.0 * 0.1 * batches, 0.1 * batches)
-    assert forecast.raw(0.0) == pytest.approx([2.0 * seconds for seconds in lawful], rel=0.01)
+    assert forecast.predict_by_laws(0.0) == pytest.approx(
+        [2.0 * seconds for seconds in lawful], rel=0.01
+    )
     for batches in range(1, 201):
         forecast.pace.ran(40.0 + 0.1 * batches, 20.0 + 0.1 * batches)
-    assert forecast.raw(0.0) == pytest.approx(list(lawful), rel=0.01)
+    assert forecast.predict_by_laws(0.0) == pytest.approx(list(lawful), rel=0.01)
 
 
 def test_the_strictest_targets_count():

@@ -359,7 +359,7 @@ class Generation:
         settings, driver = self._settings, self._driver
         if driver.waiting + choices > settings.max_waiting:
             text = f"{driver.waiting} requests wait; with {choices} more it would exceed {settings.max_waiting}"
-            raise self._overloaded(text, driver.forecast.now(driver.now_s).ttft_s)
+            raise self._overloaded(text, driver.forecast.predict(driver.now_s).ttft_s)
 
     def _admit(
         self, form: GenerationForm, prompts: int, max_tokens: int | None, visit: KeyedRequest
@@ -381,7 +381,7 @@ class Generation:
         visit.check_priority(form.priority or 0)
         visit.admit(choices, choices * (max_tokens or 1))
         self.check_room(choices)
-        told = driver.forecast.now(driver.now_s)
+        told = driver.forecast.predict(driver.now_s)
         excess_s = driver.forecast.limits.excess_s(told)
         if excess_s:
             text = f"too many wait: the first token would come in {told.ttft_s:.1f} s, the last in {told.e2e_s:.1f} s"

@@ -162,10 +162,10 @@ def trace_line(live: ActiveRequest, timestamp: float) -> TraceLine:
     """What a trace says of a request that has ended."""
     return TraceLine(
         timestamp=timestamp,
-        input_length=len(live.ask.prompt),
+        input_length=len(live.request.prompt),
         output_length=live.output.tokens,
-        max_tokens=live.ask.max_new_tokens,
-        priority=live.ask.priority,
+        max_tokens=live.request.max_new_tokens,
+        priority=live.request.priority,
         ttft_ms=_ms_or_none(live.first_token_s - live.arrival_s),
         e2e_ms=_ms_or_none(live.last_token_s - live.arrival_s),
         status="ok" if live.status in ("stop", "length") else live.status,

@@ -269,7 +269,7 @@ def gauges(driver: Driver) -> Gauges:
         min(used / capacity, 1.0) if capacity else 0.0,
         capacity,
         workers,
-        driver.forecast.now(driver.now_s).ttft_s,
+        driver.forecast.predict(driver.now_s).ttft_s,
         identity(next(iter(driver.facts.values()))) if driver.facts else {},
     )
 
@@ -294,7 +294,7 @@ def worker_gauges(driver: Driver) -> list[WorkerGauges]:
 def _rows(worker: Worker, flight: InFlightBatch | None) -> int:
     if flight is None or flight.batch.keep_cache:
         return len(worker.residents)
-    return sum(not live.status for live in flight.lives)
+    return sum(not active.status for active in flight.requests)
 
 
 def _padded_tokens(flight: InFlightBatch | None) -> int:
