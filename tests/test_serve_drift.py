@@ -1,6 +1,4 @@
-"""Whether the fit still holds when a server starts: which points are measured, held against what,
-and who is told.
-"""
+"""The check of the fit at the server's start: which points it measures and what it reports."""
 
 import asyncio
 import subprocess
@@ -178,7 +176,8 @@ def test_what_holds_is_said_and_what_does_not_is_named():
 def test_one_point_of_several_may_be_off_and_is_told():
     said = []
     judge([HOLDS, OFF], strict=True, say=said.append)
-    told = "within its stated error of 12 %; but for 4 x 64 tokens for 16 steps +50 %, as one of 2 may by chance"
+    told = "within its stated error of 12 %, except 4 x 64 tokens for 16 steps +50 % "
+    told += "(one of 2 points may exceed it by chance)"
     assert said == [f"fit: measured again at 2 points, {told}"]
 
 
