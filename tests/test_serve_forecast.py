@@ -108,7 +108,7 @@ def test_a_refusal_comes_before_any_tokenizing_and_says_when_to_come_again(
             refused = await http.post("/v1/completions", json={"prompt": "hello"})
             assert (refused.status_code, refused.json()["error"]["code"]) == (503, "overloaded")
             assert refused.json()["error"]["message"].startswith(
-                "too many wait: the first token would come in"
+                "too many requests wait: the first token would come in"
             )
             assert int(refused.headers["retry-after"]) >= 1
             assert 'llmctl_refused_total{model_name="toy"} 1.0' in (await http.get("/metrics")).text
