@@ -1,7 +1,6 @@
-"""How Prometheus reads what the server counts: metric families, made when they are scraped.
+"""Show the server's counters to Prometheus, as metric families that are made at each scrape.
 
-They go under our names and, on request, under vLLM's too, for dashboards and autoscalers that
-exist.
+They have our names and, on request, also vLLM's, for dashboards and autoscalers made for vLLM.
 """
 
 from __future__ import annotations
@@ -22,15 +21,16 @@ from toolkit.serve.stats import Histogram, Stats
 
 
 class WorkerGauges(NamedTuple):
-    """One worker at the moment of a scrape. `kv_tokens` are what its batches may fill at most,
-    padding included.
+    """One worker at the moment of a scrape.
+
+    `kv_tokens` is how many tokens of KV cache its batches may fill at most, including padding.
     """
 
     alive: bool
     load_s: float
-    rows: int  # requests in it
+    rows: int  # requests in its batch
     kv_tokens: int
-    kv_capacity: int | None  # None while it has never been loaded
+    kv_capacity: int | None  # tokens; None before it was first loaded
 
     @property
     def kv_usage(self) -> float:
@@ -39,7 +39,7 @@ class WorkerGauges(NamedTuple):
 
 
 class Gauges(NamedTuple):
-    """What is read at the moment of a scrape."""
+    """The values that are read at the moment of a scrape."""
 
     running: int
     waiting: int
@@ -47,11 +47,11 @@ class Gauges(NamedTuple):
     kv_tokens: int
     workers: Sequence[WorkerGauges]
     predicted_ttft_s: float
-    engine: Mapping[str, str]  # `toolkit.files.profile` of the workers' engine
+    engine: Mapping[str, str]  # the identity of the workers' engine (`toolkit.files.profile`)
 
 
 class Exposition:
-    """A collector for a prometheus-client registry."""
+    """A collector for a registry of prometheus-client."""
 
     def __init__(
         self,
@@ -96,13 +96,13 @@ class Exposition:
             labels,
             now.kv_tokens,
         )
-        alive = sum(one.alive for one in now.workers)
+        alive = sum(worker.alive for worker in now.workers)
         yield _gauge("llmctl_workers_alive", "Workers that can take batches.", labels, alive)
         yield _gauge("llmctl_engine_info", "What runs, in labels.", labels | dict(now.engine), 1)
         yield from self._workers(now.workers, labels)
         yield _gauge(
             "llmctl_predicted_ttft_seconds",
-            "First token of a request that came now.",
+            "Predicted TTFT of a request that arrives now.",
             labels,
             now.predicted_ttft_s,
         )
@@ -128,19 +128,19 @@ class Exposition:
         )
         yield _counter(
             "llmctl_predicted_batch_seconds",
-            "What the laws say of the same.",
+            "Time that the laws predict for the same batches.",
             labels,
             stats.predicted_batch_s,
         )
         yield _sums(
             "llmctl_slice_sums",
-            "Sums over slices of time, the laws' time, arrivals meanwhile, and their products.",
+            "Sums over slices: measured time, predicted time, arrivals, and their products.",
             labels,
             asdict(stats.slice_sums),
         )
         yield _counter(
             "llmctl_extrapolated_batches",
-            "Batches outside what was measured.",
+            "Batches outside the measured range of the laws.",
             labels,
             stats.extrapolated_batches,
         )
@@ -154,7 +154,7 @@ class Exposition:
             stats.preemptions,
         )
         yield _counter(
-            "llmctl_refused", "Requests that got 503 for overload.", labels, stats.refused
+            "llmctl_refused", "Requests that got 503 because of overload.", labels, stats.refused
         )
         yield _counter(
             "llmctl_worker_restarts",
@@ -173,21 +173,27 @@ class Exposition:
         )
         yield _counter(
             "llmctl_reporting_seconds",
-            "Between steps, to report; part of engine seconds.",
+            "Time between steps for reports; part of llmctl_engine_seconds_total.",
             labels,
             stats.reporting_s,
         )
 
     def _workers(self, workers: Sequence[WorkerGauges], labels: dict[str, str]) -> Iterator[Metric]:
-        """What each worker does; as many series as there are workers. Actual over predicted is the
-        last two's.
+        """The metrics of each worker, with one series per worker.
+
+        The quotient of the last two is actual over predicted batch time.
         """
         for name, text, attribute in _OF_WORKERS:
             yield _by_worker(
-                GaugeMetricFamily, name, text, labels, [getattr(one, attribute) for one in workers]
+                GaugeMetricFamily,
+                name,
+                text,
+                labels,
+                [getattr(worker, attribute) for worker in workers],
             )
         compared = [self._stats.compared[index] for index in range(len(workers))]
-        took, predicted = [one.took_s for one in compared], [one.predicted_s for one in compared]
+        took = [worker.took_s for worker in compared]
+        predicted = [worker.predicted_s for worker in compared]
         name = "llmctl_worker_{}batch_seconds"
         yield _by_worker(
             CounterMetricFamily, name.format(""), "As llmctl_batch_seconds_total.", labels, took
@@ -196,15 +202,15 @@ class Exposition:
         yield _by_worker(CounterMetricFamily, name.format("predicted_"), text, labels, predicted)
 
     def _keys(self, labels: dict[str, str]) -> Iterator[Metric]:
-        """What each key of a keys file took; as many series as there are names in it."""
+        """The usage of each key of a keys file, with one series per name."""
         requests = CounterMetricFamily(
-            "llmctl_key_requests", "Requests of a key that were let in.", labels=[*labels, "key"]
+            "llmctl_key_requests", "Accepted requests of a key.", labels=[*labels, "key"]
         )
         tokens = CounterMetricFamily(
-            "llmctl_key_tokens", "Prompt and output of a key.", labels=[*labels, "key"]
+            "llmctl_key_tokens", "Prompt and output tokens of a key.", labels=[*labels, "key"]
         )
         running = GaugeMetricFamily(
-            "llmctl_key_running", "Choices of a key, waiting ones too.", labels=[*labels, "key"]
+            "llmctl_key_running", "Choices of a key that run or wait.", labels=[*labels, "key"]
         )
         limited = CounterMetricFamily(
             "llmctl_key_limited",
@@ -268,18 +274,21 @@ class Exposition:
 
 _OWN_HISTOGRAMS = {
     "llmctl_ttft_seconds": ("ttft", "Arrival to first token."),
-    "llmctl_itl_seconds": ("itl", "Between tokens; tokens that come together share their gap."),
+    "llmctl_itl_seconds": (
+        "itl",
+        "Time between tokens; tokens that arrive together share their gap.",
+    ),
     "llmctl_tpot_seconds": ("tpot", "First to last token, per token after the first."),
     "llmctl_mtpot_seconds": ("mtpot", "The longest time between two tokens of a request."),
     "llmctl_e2e_seconds": ("e2e", "Arrival to last token."),
     "llmctl_queue_seconds": ("queue", "Arrival to the start of the first batch."),
     "llmctl_deciding_seconds": (
         "deciding",
-        "One call of the scheduler: what to start, or what has ended.",
+        "Time of one call of the scheduler.",
     ),
     "llmctl_hop_seconds": (
         "hop",
-        "From the end of a worker's batch to the start of the next, where one was there.",
+        "From the end of a worker's batch to the start of the next, if one was ready.",
     ),
     "llmctl_batch_time_ratio": (
         "batch_ratio",
@@ -295,7 +304,7 @@ _OF_WORKERS = (
     ("llmctl_worker_requests_running", "Requests in a worker.", "rows"),
     (
         "llmctl_worker_kv_cache_usage_ratio",
-        "Share of its KV cache that its batches may fill.",
+        "Share of a worker's KV cache that its batches may fill.",
         "kv_usage",
     ),
 )
