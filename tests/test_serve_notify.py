@@ -36,14 +36,14 @@ def in_turn(*answers: bool) -> Callable[[], bool]:
 def test_it_is_told_only_while_all_is_well(heard: socket.socket, tmp_path: Path) -> None:
     manager = Manager(str(tmp_path / "notify"), 1e-3)
     with pytest.raises(asyncio.CancelledError):
-        asyncio.run(manager.keep_told(in_turn(True, False, True)))
+        asyncio.run(manager.report_health(in_turn(True, False, True)))
     manager.tell("that is all")
     assert [heard.recv(64) for _ in range(3)] == [b"WATCHDOG=1", b"WATCHDOG=1", b"that is all"]
 
 
 def test_a_manager_that_is_away_for_once_does_not_end_it(tmp_path: Path) -> None:
     with pytest.raises(asyncio.CancelledError):
-        asyncio.run(Manager(str(tmp_path / "nobody"), 1e-3).keep_told(in_turn(True, True)))
+        asyncio.run(Manager(str(tmp_path / "nobody"), 1e-3).report_health(in_turn(True, True)))
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_what_it_wants_is_in_the_environment_and_leaves_it(
 
 def test_nobody_is_told_nothing() -> None:
     Manager().tell("READY=1")
-    asyncio.run(Manager().keep_told(lambda: True))
+    asyncio.run(Manager().report_health(lambda: True))
 
 
 def test_a_server_tells_until_it_ends(heard: socket.socket, tmp_path: Path) -> None:

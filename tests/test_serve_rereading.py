@@ -72,10 +72,10 @@ def test_a_change_is_seen_once_however_it_is_made(
     file = tmp_path / "keys"
     file.symlink_to("..data/keys")
     source = WatchedFiles([file], file.read_text)
-    assert (source.value, source.news()) == ("one", None)
+    assert (source.value, source.changed()) == ("one", None)
     write(file, "two")
-    assert (source.news(), source.news()) == ("two", None)
-    assert source.news(always=True) == "two"
+    assert (source.changed(), source.changed()) == ("two", None)
+    assert source.changed(always=True) == "two"
 
 
 @pytest.mark.parametrize(
@@ -98,12 +98,12 @@ def test_a_bad_version_is_told_once_and_the_next_good_one_counts(
     source = WatchedFiles([file], lambda: read_keys(file))
     spoil(file)
     with pytest.raises(InputError, match=said):
-        source.news()
-    assert source.news() is None
+        source.changed()
+    assert source.changed() is None
     assert [one.name for one in source.value] == ["ana"]
     file.unlink(missing_ok=True)
     file.write_text(keys_text(ben=BEN))
-    assert [one.name for one in source.news() or ()] == ["ben"]
+    assert [one.name for one in source.changed() or ()] == ["ben"]
 
 
 async def post(http: httpx.AsyncClient, secret: str, **body: object) -> httpx.Response:
@@ -165,7 +165,7 @@ def test_who_was_let_in_is_answered_to_the_end():
 def test_what_is_followed_is_taken_and_what_is_wrong_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(rereading, "LOOK_EVERY_S", 0.001)
+    monkeypatch.setattr(rereading, "CHECK_EVERY_S", 0.001)
     file, said, taken = tmp_path / "number", asyncio.Queue[str](), []
 
     def number() -> int:
@@ -189,7 +189,7 @@ def test_what_is_followed_is_taken_and_what_is_wrong_is_said(
         os.kill(os.getpid(), signal.SIGHUP)
         lines.append(await said.get())
         following.cancel()
-        kept = "warning: number: not a number; what was read before stays in force"
+        kept = "warning: number: not a number; the version read before stays in force"
         assert lines == ["now 2", kept, "now 3", "now 3"]
         assert taken == [2, 3, 3]
 

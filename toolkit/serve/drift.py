@@ -137,7 +137,8 @@ def checks_of(plan: Plan, budget_s: float = BUDGET_S) -> list[DriftCheck]:
 
 def _check_of(kind: Kind, policy: Policy, budget_s: float, workers: tuple[int, ...]) -> DriftCheck:
     laws, fit, spec = laws_from_fit(kind.fit), kind.fit, kind.recipe.profile
-    law, memory, overhead = laws.latency, laws.memory, fit.overhead
+    law: LatencyLaw = laws.latency
+    memory, overhead = laws.memory, fit.overhead
     if policy.continuous:
         law, memory = laws.rounds, laws.round_memory
         overhead = fit.rounds.overhead if fit.rounds else fit.overhead
