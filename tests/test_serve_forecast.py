@@ -36,7 +36,7 @@ def load(jobs: int, policy: str, workers: int = 1) -> PredictedLatency:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_on_an_idle_server_nobody_is_in_the_way(policy: str):
+def test_on_an_idle_server_there_is_no_contention(policy: str):
     told = load(0, policy)
     assert told.ttft_s == pytest.approx(LAW.prefill_s(1, 96 if policy == "slice" else 64))
     assert told.contention_s == pytest.approx(0.0, abs=0.05)
@@ -44,19 +44,19 @@ def test_on_an_idle_server_nobody_is_in_the_way(policy: str):
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_whoever_comes_behind_more_waits_longer_and_less_where_more_work(policy: str):
+def test_the_predicted_ttft_grows_with_the_backlog_and_falls_with_workers(policy: str):
     waits_s = [load(jobs, policy).ttft_s for jobs in (0, 100, 200, 400)]
     assert waits_s == sorted(waits_s)
     assert waits_s[-1] > 2 * waits_s[1]
     assert load(400, policy, workers=4).ttft_s < waits_s[-1] / 2
 
 
-def test_who_finds_a_free_place_in_a_running_batch_waits_for_no_other():
+def test_a_request_with_a_free_place_in_a_running_batch_does_not_wait():
     assert load(8, "conservative").ttft_s < 0.1
     assert load(100, "conservative").ttft_s > 1.0
 
 
-def test_what_the_laws_do_not_know_is_learnt():
+def test_delays_outside_the_laws_are_learnt():
     delay = Delay(8.0)
     for _ in range(64):
         delay.add(1.0, 1.5)
@@ -69,7 +69,7 @@ def test_what_the_laws_do_not_know_is_learnt():
     assert delay.value_s == 4.0
 
 
-def test_a_machine_that_is_slower_than_its_laws_is_noticed_by_its_batches():
+def test_recent_batches_reveal_a_slow_machine():
     forecast = Forecast(scheduler("conservative"), typical_tokens=64)
     lawful = forecast.predict_by_laws(0.0)
     forecast.pace.ran(0.0, 0.0)
@@ -95,7 +95,7 @@ def test_the_strictest_targets_count():
     assert limits.excess_s(PredictedLatency(0.1, 9.2, 5.0)) == pytest.approx(2.0)
 
 
-def test_a_refusal_comes_before_any_tokenizing_and_says_when_to_come_again(
+def test_an_overloaded_server_refuses_before_tokenizing_with_retry_after(
     monkeypatch: pytest.MonkeyPatch,
 ):
     async def run() -> None:

@@ -192,7 +192,7 @@ def error(received: bytes) -> dict:
 # Requests behind each other
 
 
-def test_upgrades_behind_each_other_are_all_answered_in_this_protocol():
+def test_pipelined_upgrade_requests_are_answered_in_http_1_1():
     upgrade = b"POST /echo HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nUpgrade: h2c\r\nContent-Length: 3\r\n\r\nabc"
 
     async def test(wire: Wire) -> None:
@@ -220,7 +220,7 @@ def test_answers_leave_in_the_order_of_their_requests():
 
 
 @pytest.mark.parametrize("first", [WAIT, STREAM])
-def test_a_client_that_leaves_is_noticed_also_behind_a_pipelined_request(first: bytes):
+def test_a_disconnect_is_noticed_behind_a_pipelined_request(first: bytes):
     async def test(wire: Wire) -> None:
         peer = await wire.open(first + KEPT)
         await until(lambda: bool(wire.desk.asked))
@@ -243,7 +243,7 @@ def test_a_client_that_resets_the_connection_is_noticed(first: bytes):
     serve(test)
 
 
-def test_garbage_behind_a_stream_is_answered_after_the_stream():
+def test_garbage_after_a_request_is_answered_after_its_stream():
     async def test(wire: Wire) -> None:
         peer = await wire.open(STREAM + b"\x00\x01 garbage\r\n\r\n")
         await peer.has(b"first ")
@@ -264,7 +264,7 @@ def test_a_whole_request_followed_by_garbage_is_answered():
     serve(test)
 
 
-def test_a_torn_body_of_a_request_that_waits_its_turn_is_refused_in_its_turn():
+def test_a_truncated_pipelined_body_is_refused_in_order():
     async def test(wire: Wire) -> None:
         torn = b"POST /echo HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n"
         peer = await wire.open(WAIT + torn)
@@ -275,7 +275,7 @@ def test_a_torn_body_of_a_request_that_waits_its_turn_is_refused_in_its_turn():
     serve(test)
 
 
-def test_too_many_requests_behind_each_other_are_not_kept():
+def test_too_many_pipelined_requests_are_dropped():
     async def test(wire: Wire) -> None:
         peer = await wire.open(WAIT + KEPT * (MAX_PIPELINED_REQUESTS + 50))
         await until(lambda: wire.desk.asked == ["/wait"])
@@ -285,7 +285,7 @@ def test_too_many_requests_behind_each_other_are_not_kept():
     serve(test)
 
 
-def test_a_large_body_behind_a_running_request_is_not_kept():
+def test_a_large_pipelined_body_is_dropped():
     async def test(wire: Wire) -> None:
         peer = await wire.open(WAIT + post("/echo", b"x" * (4 * SMALL_BODY_BYTES)))
         await until(lambda: wire.desk.asked == ["/wait"])
@@ -307,9 +307,7 @@ def test_a_large_body_behind_a_running_request_is_not_kept():
         ("/stream", b"first \r\n0", b"4\r\nlast\r\n0\r\n\r\n"),  # the next chunk's size is 04
     ],
 )
-def test_a_client_that_only_ends_its_side_gets_its_whole_answer(
-    path: str, probe: bytes, last: bytes
-):
+def test_a_half_closed_connection_gets_its_whole_response(path: str, probe: bytes, last: bytes):
     async def test(wire: Wire) -> None:
         peer = await wire.open(post(path, b""))
         peer.half_close()
@@ -321,7 +319,7 @@ def test_a_client_that_only_ends_its_side_gets_its_whole_answer(
     serve(test)
 
 
-def test_a_quick_answer_to_a_half_closed_connection_has_nothing_before_it():
+def test_a_quick_response_to_a_half_closed_connection_has_no_100_continue():
     async def test(wire: Wire) -> None:
         peer = await wire.open(post("/echo", b"abc"))
         peer.half_close()
@@ -337,7 +335,7 @@ def test_a_quick_answer_to_a_half_closed_connection_has_nothing_before_it():
         (KEPT[:-2], "the head ended early"),
     ],
 )
-def test_a_request_whose_rest_will_never_come_is_told_so(sent: bytes, message: str):
+def test_a_truncated_request_is_refused(sent: bytes, message: str):
     async def test(wire: Wire) -> None:
         peer = await wire.open(sent)
         peer.half_close()
@@ -348,7 +346,7 @@ def test_a_request_whose_rest_will_never_come_is_told_so(sent: bytes, message: s
     serve(test)
 
 
-def test_a_client_that_ends_its_side_after_a_refusal_is_let_go():
+def test_a_refused_client_that_half_closes_is_disconnected():
     async def test(wire: Wire) -> None:
         peer = await wire.open(
             b"POST /wait HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n"
@@ -366,7 +364,7 @@ def test_a_client_that_ends_its_side_after_a_refusal_is_let_go():
 
 
 @pytest.mark.parametrize("behind", [b"", KEPT])
-def test_fields_of_a_trailer_are_no_headers(behind: bytes):
+def test_trailer_fields_are_not_headers(behind: bytes):
     async def test(wire: Wire) -> None:
         trailer = b"Authorization: Bearer stolen\r\nContent-Type: text/x\r\n"
         head = b"POST /echo HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -390,14 +388,14 @@ def test_fields_of_a_trailer_are_no_headers(behind: bytes):
         (b"GET /echo HTTP/1.1\r\nHost: a\r\n", 200),
     ],
 )
-def test_there_is_one_host(head: bytes, status: int):
+def test_a_request_needs_exactly_one_host(head: bytes, status: int):
     async def test(wire: Wire) -> None:
         assert statuses(await wire.say(head + b"Connection: close\r\n\r\n")) == [status]
 
     serve(test)
 
 
-def test_a_client_of_http_1_0_gets_no_chunks():
+def test_an_http_1_0_client_gets_no_chunks():
     async def test(wire: Wire) -> None:
         peer = await wire.open(b"GET /stream HTTP/1.0\r\n\r\n")
         head = await peer.has(b"\r\n\r\n")
@@ -458,7 +456,7 @@ def test_each_phase_ends_with_its_timer(sent: bytes, seconds: float, status: lis
     serve(test)
 
 
-def test_an_unread_answer_is_given_up_after_the_write_timeout():
+def test_an_unread_response_is_aborted_after_the_write_timeout():
     async def test(wire: Wire) -> None:
         await wire.open(LARGE, receive_buffer=1 << 12)
         await until(lambda: bool(wire.desk.seen))
@@ -474,7 +472,7 @@ def test_an_unread_answer_is_given_up_after_the_write_timeout():
     serve(test)
 
 
-def test_a_slow_reader_gets_its_whole_answer():
+def test_a_slow_reader_gets_its_whole_response():
     async def test(wire: Wire) -> None:
         peer = await wire.open(LARGE, receive_buffer=1 << 14)
         await peer.has(b"\r\n\r\n")
@@ -487,7 +485,7 @@ def test_a_slow_reader_gets_its_whole_answer():
     serve(test, idle_timeout_s=1e6)
 
 
-def test_more_bodies_than_the_server_holds_are_refused_and_small_ones_are_not():
+def test_large_bodies_are_refused_while_the_server_holds_too_much():
     async def test(wire: Wire) -> None:
         first = await wire.open(post("/echo", b"x" * (1 << 20))[:-1])
         await until(lambda: wire.server.body_bytes == (1 << 20) - 1)
@@ -506,7 +504,7 @@ def test_more_bodies_than_the_server_holds_are_refused_and_small_ones_are_not():
 
 
 @pytest.mark.parametrize("framed", [True, False])
-def test_a_body_that_is_too_large_is_refused_as_soon_as_it_is(framed: bool):
+def test_a_body_is_refused_as_soon_as_it_is_too_large(framed: bool):
     async def test(wire: Wire) -> None:
         if framed:
             sent = (
@@ -540,7 +538,7 @@ def test_too_many_connections_close_the_one_that_is_idle_longest():
     serve(test, connections=3)
 
 
-def test_a_connection_more_than_can_be_is_told_so_when_none_is_idle():
+def test_a_connection_too_many_gets_503_if_none_is_idle():
     async def test(wire: Wire) -> None:
         streams = [await wire.open(STREAM) for _ in range(2)]
         for stream in streams:
@@ -558,7 +556,7 @@ def test_a_connection_more_than_can_be_is_told_so_when_none_is_idle():
     serve(test, connections=2)
 
 
-def test_a_bug_in_the_application_is_an_error_without_words(caplog: pytest.LogCaptureFixture):
+def test_an_exception_of_the_application_is_a_bare_500(caplog: pytest.LogCaptureFixture):
     async def test(wire: Wire) -> None:
         received = await wire.say(b"GET /raises HTTP/1.1\r\nHost: x\r\n\r\n")
         assert statuses(received) == [500]

@@ -181,7 +181,7 @@ def test_every_policy_that_can_be_served_has_a_case() -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_live_run_replays_exactly_and_costs_nobody_a_token(case: str) -> None:
+def test_a_live_run_replays_exactly_and_loses_no_token(case: str) -> None:
     kind, name, parameters = CASES[case]
     policy = make_policy(name, parameters)
     joining = None if kind == "transformers" else kind
@@ -212,7 +212,7 @@ def test_a_live_run_replays_exactly_and_costs_nobody_a_token(case: str) -> None:
     assert list(replay(events, Scheduler(policy, planned(joining)))) == []
 
 
-def test_a_replay_with_another_parameter_is_told_apart() -> None:
+def test_a_replay_with_another_parameter_differs() -> None:
     lines: list[bytes] = []
     make = functools.partial(make_engine, tiny.model_spec(), tiny.engine_spec(), tiny.CPU)
     asyncio.run(serve(ThreadWorkers(make), make_policy("slice", SLICE), lines))

@@ -90,7 +90,7 @@ def test_a_change_is_seen_once_however_it_is_made(
         ),
     ],
 )
-def test_a_bad_version_is_told_once_and_the_next_good_one_counts(
+def test_a_bad_version_is_reported_once_and_the_next_good_one_applies(
     tmp_path: Path, spoil: Callable, said: str
 ):
     file = tmp_path / "keys.yaml"
@@ -125,7 +125,7 @@ async def counted(http: httpx.AsyncClient, secret: str, sample: str) -> dict[str
     }
 
 
-def test_a_revoked_key_ends_a_new_one_begins_and_counts_go_on():
+def test_keys_can_be_revoked_and_added_while_counts_continue():
     async def test() -> None:
         async with client(keys=(key("ana", ANA, requests_per_minute=2), key("ben", BEN))) as http:
             assert [(await post(http, secret)).status_code for secret in (ANA, BEN)] == [200, 200]
@@ -149,7 +149,7 @@ def test_a_revoked_key_ends_a_new_one_begins_and_counts_go_on():
     asyncio.run(test())
 
 
-def test_who_was_let_in_is_answered_to_the_end():
+def test_a_request_of_a_revoked_key_still_gets_its_answer():
     async def test() -> None:
         async with client(keys=(key("ana", ANA, max_concurrent=1), key("ben", BEN))) as http:
             running = asyncio.create_task(post(http, ANA, max_tokens=64))
@@ -162,9 +162,7 @@ def test_who_was_let_in_is_answered_to_the_end():
     asyncio.run(test())
 
 
-def test_what_is_followed_is_taken_and_what_is_wrong_is_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_changes_are_applied_and_errors_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(rereading, "CHECK_EVERY_S", 0.001)
     file, said, taken = tmp_path / "number", asyncio.Queue[str](), []
 
@@ -197,7 +195,7 @@ def test_what_is_followed_is_taken_and_what_is_wrong_is_said(
 
 
 @pytest.mark.parametrize("several", [True, False])
-def test_a_running_server_takes_the_new_file(tmp_path: Path, several: bool):
+def test_a_running_server_applies_the_new_file(tmp_path: Path, several: bool):
     fake_plan(tmp_path)
     file, option = tmp_path / "keys", "--api-keys" if several else "--api-key-file"
     file.write_text(keys_text(ana=ANA) if several else ANA)

@@ -90,7 +90,7 @@ def test_the_page_needs_no_key_and_other_routes_still_do():
     in_a_loop(test)
 
 
-def test_where_it_is_off_there_is_no_such_route():
+def test_without_the_page_there_is_no_such_route():
     async def test():
         async with client(page=False) as http:
             assert [(await http.get(path)).status_code for path in ("/", "/status.json")] == [
@@ -121,7 +121,7 @@ def test_where_it_is_off_there_is_no_such_route():
         ("", 403),
     ],
 )
-def test_a_page_of_another_name_that_points_here_reads_nothing(host, status):
+def test_a_foreign_host_name_cannot_read_the_page(host, status):
     async def test():
         async with client() as http:
             for path in ("/", "/status.json"):
@@ -132,7 +132,7 @@ def test_a_page_of_another_name_that_points_here_reads_nothing(host, status):
     in_a_loop(test)
 
 
-def test_it_says_what_was_served_and_nothing_of_any_request():
+def test_the_page_shows_totals_and_nothing_of_any_request():
     async def test():
         async with client() as http:
             asked = {
@@ -165,7 +165,7 @@ def test_it_says_what_was_served_and_nothing_of_any_request():
     in_a_loop(test)
 
 
-def test_workers_are_told_apart():
+def test_workers_are_shown_separately():
     async def test():
         workers = HandWorkers(2)
         async with client(workers) as http:
@@ -210,7 +210,7 @@ def test_the_ratio_of_each_worker_is_of_the_last_minute():
     assert last() == [None, None]
 
 
-def test_a_page_gets_only_the_points_that_it_does_not_have():
+def test_a_page_gets_only_new_points():
     async def test():
         async with client() as http:
             for _ in range(5):
@@ -242,7 +242,7 @@ def test_history_and_answer_are_bounded():
     assert len(b"".join(map(bytes, history.points))) < 200 * KEPT
 
 
-def test_percentiles_forget_what_is_older_than_the_window():
+def test_percentiles_cover_only_the_window():
     stats, clock = Stats(), iter(range(10**6))
     history = MetricHistory(stats, lambda: IDLE, lambda: 2.0 * next(clock))
     stats.count_tokens(1, 0.0, float("nan"), 9.0)
@@ -261,7 +261,7 @@ def test_percentiles_forget_what_is_older_than_the_window():
     values=st.lists(st.floats(0.001, 79.0), min_size=1),
     share=st.sampled_from([0.5, 0.95, 0.99, 1.0]),
 )
-def test_a_percentile_is_right_to_a_tenth(values, share):
+def test_a_percentile_is_accurate_to_a_tenth(values, share):
     histogram = Histogram(TOKEN_BUCKETS, finer(TOKEN_BUCKETS))
     for value in values:
         histogram.observe(value)
@@ -284,7 +284,7 @@ REQUEST = st.tuples(
 
 
 @given(request=REQUEST, limits=st.lists(st.floats(0.01, 10), min_size=5, max_size=5))
-def test_within_targets_is_what_the_summaries_call_it(request, limits):
+def test_within_targets_agrees_with_the_summaries(request, limits):
     import numpy as np
 
     arrival, ttft, rest, tokens, gap = request
@@ -306,7 +306,7 @@ def test_within_targets_is_what_the_summaries_call_it(request, limits):
         assert stats.within_targets == meets_sla(Served(*one), sla).sum()
 
 
-def test_a_model_in_a_folder_is_called_by_its_last_part(tmp_path: Path):
+def test_a_model_folder_is_shown_by_its_last_part(tmp_path: Path):
     plan = fake_plan(tmp_path)
     assert facts_of(plan, "/home/somebody/models/my-llama").model == "my-llama"
     assert facts_of(plan, "meta/llama").model == "meta/llama"
@@ -321,7 +321,7 @@ def test_a_model_in_a_folder_is_called_by_its_last_part(tmp_path: Path):
         (["--host", "0.0.0.0", "--api-key", KEY, "--status-page"], True),
     ],
 )
-def test_it_is_on_where_only_this_machine_connects(
+def test_the_page_is_on_by_default_only_on_loopback(
     tmp_path: Path, monkeypatch, capsys, options, shown
 ):
     orders = []
@@ -473,7 +473,7 @@ def test_each_kind_of_a_fleet_is_named(browser):
             assert seen.complaints == []
 
 
-def test_a_plans_kinds_are_told_in_the_order_of_their_workers(tmp_path: Path):
+def test_kinds_are_listed_in_the_order_of_their_workers(tmp_path: Path):
     kinds = facts_of(orders.fleet(tmp_path), "toy").kinds
     assert [(one.name, one.device, one.workers) for one in kinds] == [
         ("test", "NVIDIA H200", 1),
@@ -494,7 +494,7 @@ def with_restart(server: LiveServer, page) -> None:
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [360, 1600])
-def test_it_fits_and_can_be_read(browser, scheme, width):
+def test_the_page_fits_and_is_readable(browser, scheme, width):
     server = LiveServer()
     with server.running():
         server.load(2)
@@ -511,7 +511,7 @@ def test_it_fits_and_can_be_read(browser, scheme, width):
             assert seen.complaints == []
 
 
-def test_charts_can_be_walked_with_the_keyboard(browser):
+def test_charts_work_with_the_keyboard(browser):
     server = LiveServer()
     with server.running():
         for count in (1, 2):
@@ -623,7 +623,7 @@ def test_a_tile_without_data_says_what_is_missing(browser):
         assert page.locator("#policy").text_content() == "policyslicemin_interval_s2.86 seagertrue"
 
 
-def test_targets_are_kept_or_broken_in_words(browser):
+def test_targets_say_kept_or_broken_in_words(browser):
     server = LiveServer(
         replace(FACTS, sla={"ttft_p99_s": 1e-9, "e2e_mean_s": 500.0, "mtpot_p99_s": 1.0})
     )
@@ -660,7 +660,7 @@ def test_values_have_three_digits_and_units(browser):
             ), texts
 
 
-def test_the_columns_that_the_page_reads_are_there():
+def test_the_data_has_the_columns_that_the_page_reads():
     page = (
         Path(__file__)
         .parent.parent.joinpath("templates", "status.html")
@@ -675,7 +675,7 @@ def test_the_columns_that_the_page_reads_are_there():
     assert names <= set(COLUMNS)
 
 
-def test_a_real_server_has_it(tmp_path: Path):
+def test_a_real_server_serves_the_page(tmp_path: Path):
     fake_plan(tmp_path)
     with Server(tmp_path / "plan.json", LLMCTL_API_KEY=KEY) as server:
         assert server.ready["status_page"] == f"{server.url}/"
