@@ -48,7 +48,7 @@ RAW = {
     "not an object": (b'["prompt"]', "must be a JSON object"),
     "NaN": (b'{"prompt": "a", "temperature": NaN}', "NaN is not a JSON number"),
     "Infinity": (b'{"prompt": "a", "top_p": -Infinity}', "-Infinity is not a JSON number"),
-    "a key twice": (b'{"prompt": "a", "prompt": "b"}', "the key 'prompt' comes twice"),
+    "a key twice": (b'{"prompt": "a", "prompt": "b"}', "the key 'prompt' occurs twice"),
     "a byte order mark": (b'\xef\xbb\xbf{"prompt": "a"}', "BOM"),
     "not UTF-8": (b'{"prompt": "\xff"}', "not UTF-8: byte 12"),
     "UTF-16": ('{"prompt": "a"}'.encode("utf-16"), "not UTF-8"),

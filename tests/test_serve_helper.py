@@ -24,7 +24,7 @@ MODEL = ModelSpec(
 )
 KEYS = b"{%s}" % b",".join(b'"k%d":0' % number for number in (*range(100_000), 99_999))
 WORST = {
-    "many keys, the last one twice": ("completion", KEYS, "the key 'k99999' comes twice"),
+    "many keys, the last one twice": ("completion", KEYS, "the key 'k99999' occurs twice"),
     "many tokens that are none": (
         "detokenize",
         b'{"tokens":[%s]}' % b",".join([b"-1"] * 500_000),

@@ -29,9 +29,9 @@ from toolkit.serve.server import Ending
 from toolkit.serve.stats import TOKEN_BUCKETS, Histogram, Stats, finer, quantile
 from toolkit.serve.status import (
     COLUMNS,
-    KEPT,
+    POINTS_MAX,
     SAMPLE_S,
-    TRAILING,
+    WINDOW_POINTS,
     Facts,
     KindFacts,
     MetricHistory,
@@ -205,7 +205,7 @@ def test_the_ratio_of_each_worker_is_of_the_last_minute():
     assert last() == [None, None]
     stats.compared[1].took_s, stats.compared[1].predicted_s = 3.0, 2.0
     assert last() == [None, 1.5]
-    for _ in range(TRAILING):
+    for _ in range(WINDOW_POINTS):
         history.sample()
     assert last() == [None, None]
 
@@ -234,12 +234,16 @@ def test_a_page_gets_only_new_points():
 def test_history_and_answer_are_bounded():
     stats, clock = Stats(), iter(range(10**6))
     history = MetricHistory(stats, lambda: IDLE, lambda: 2.0 * next(clock))
-    for _ in range(3 * KEPT):
+    for _ in range(3 * POINTS_MAX):
         stats.count_tokens(1, 0.0, float("nan"), 0.5)
         stats.oom_events += 1
         history.sample()
-    assert (len(history.points), history.taken, len(history.happenings)) == (KEPT, 3 * KEPT, 20)
-    assert len(b"".join(map(bytes, history.points))) < 200 * KEPT
+    assert (len(history.points), history.taken, len(history.incidents)) == (
+        POINTS_MAX,
+        3 * POINTS_MAX,
+        20,
+    )
+    assert len(b"".join(map(bytes, history.points))) < 200 * POINTS_MAX
 
 
 def test_percentiles_cover_only_the_window():
@@ -248,7 +252,7 @@ def test_percentiles_cover_only_the_window():
     stats.count_tokens(1, 0.0, float("nan"), 9.0)
     history.sample()
     assert history.recent("ttft_p99_s") == pytest.approx(9.0, rel=0.1)
-    for _ in range(TRAILING):
+    for _ in range(WINDOW_POINTS):
         history.sample()
     assert history.recent("ttft_p99_s") is None
     stats.count_tokens(1, 0.0, float("nan"), 0.02)
@@ -534,10 +538,10 @@ def test_charts_work_with_the_keyboard(browser):
 
 
 def test_an_hour_is_kept_and_the_memory_for_it_is_small():
-    assert KEPT * SAMPLE_S == 3600
+    assert POINTS_MAX * SAMPLE_S == 3600
     stats, clock = Stats(), iter(range(10**6))
     history = MetricHistory(stats, lambda: IDLE, lambda: 2.0 * next(clock))
-    for _ in range(KEPT):
+    for _ in range(POINTS_MAX):
         history.sample()
     assert sum(len(bytes(point)) for point in history.points) < 400_000
 

@@ -34,7 +34,7 @@ from toolkit.serve.forms import (
     DetokenizeForm,
     GenerationForm,
     Message,
-    asking_for_nothing,
+    harmless_values,
     read_json_bytes,
 )
 from toolkit.serve.generation import (
@@ -189,7 +189,8 @@ class Routes:
     async def ready(self) -> Response:
         """200 while the server should get requests.
 
-        That is from when all workers are loaded until the end is announced, while a worker is alive.
+        That is from when all workers are loaded until the end is announced, as long as a worker
+        is alive.
         """
         word = state(self._driver)
         return _json({"status": word}, 200 if word == "ready" else 503)
@@ -310,7 +311,7 @@ def _schemas(settings: FrontSettings) -> Json:
 
 def _limit(properties: Json, settings: FrontSettings, *, chat: bool) -> None:
     """Set this server's model and bounds, and the harmless values of unsupported parameters."""
-    for name, values in asking_for_nothing(chat=chat).items():
+    for name, values in harmless_values(chat=chat).items():
         properties[name] = {"enum": list(values)}
     properties["model"] = {"enum": [settings.model, None]}
     for name in ("max_tokens", "max_completion_tokens", "min_tokens"):

@@ -1,4 +1,4 @@
-"""Check that the fit still holds: measure a few of its points again before the server takes requests.
+"""Check that the fit still holds: measure a few of its points before the server takes requests.
 
 `checks_of` chooses the points: a slice each, or for a continuous policy a round from an empty
 batch, as the fit's own overhead was measured. `CheckedWorkers` runs every point several times, on
@@ -113,7 +113,7 @@ class DriftCheck:
         )
 
     def rows(self, point: DriftPoint, first: int) -> list[Row]:
-        """The rows of a point, with ids that count from `first`. In a round all end at its last step."""
+        """The rows of a point, with ids from `first`. In a round all end at its last step."""
         tokens = tuple(position % self.vocab_size for position in range(point.length))
         limit = point.steps + (self.in_rounds and self.law.prefill_emits_token)
         sampling = SamplingParams(ignore_eos=True)
@@ -284,7 +284,7 @@ class CheckedWorkers:
             else:
                 self.workers.run(worker, self._batches, rows, point.steps, expected_s)
         ended = await asyncio.gather(*ends)
-        # A round that ran out of memory leaves rows on its worker, which later rounds must not meet.
+        # A round that ran out of memory leaves rows on its worker: remove them.
         evictions = []
         for worker, (failure, _) in zip(check.workers, ended, strict=True):
             if check.in_rounds and failure == "oom":

@@ -59,7 +59,8 @@ Prompts = Sequence[Sequence[int]]
 class Generation:
     """Submits the requests of forms. A server has one.
 
-    No method awaits anything, so the counts that admitted a request still hold when it is submitted.
+    No method awaits anything, so the counts that admitted a request still hold when it is
+    submitted.
     """
 
     def __init__(
@@ -73,7 +74,7 @@ class Generation:
     def completion(
         self, form: CompletionForm, keyed: KeyedRequest, prompts: Prompts | None = None
     ) -> Exchange:
-        """Submit a completion. `prompts` are its prompts in tokens; None: the form has them as text.
+        """Submit a completion. `prompts` are in tokens; None: the form has them as text.
 
         Raises `ApiError` for a request that cannot be served, and then submits nothing.
         """

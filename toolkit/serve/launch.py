@@ -1,4 +1,4 @@
-"""From a plan to a running server: `launch` builds everything, and tears it down when the server ends.
+"""From a plan to a running server: `launch` builds everything, and tears it down at the end.
 
 `Launch` is what to start. `Manager` reports readiness and liveness to systemd or another service
 manager. `EventLog` writes the scheduler's calls, which can be replayed; `RequestLog` writes lengths
@@ -201,7 +201,7 @@ def launch(
 
 @contextmanager
 def _workers(plan: Plan, ray: str, room_timeout_s: float) -> Iterator[Workers]:
-    """The plan's workers, not started yet. With Ray, this process stays in the cluster meanwhile."""
+    """The plan's workers, not started. With Ray, this process is in the cluster meanwhile."""
     serve_spec = plan.recipe.serve
     patience = Patience(grace_s=serve_spec.hang_s, load_s=serve_spec.load_timeout_s)
     if not ray:
@@ -261,7 +261,7 @@ def warm_up(plan: Plan) -> None:
 
 
 async def _flush(events: EventLog) -> None:
-    """Write the log once a second: a killed server loses little, and no event costs a system call."""
+    """Write the log once a second: a killed server loses little; an event costs no system call."""
     while True:
         await asyncio.sleep(FLUSH_EVERY_S)
         events.flush()

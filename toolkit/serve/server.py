@@ -170,7 +170,7 @@ async def leave(driver: Driver, server: HttpServer, ending: Ending, signals: Sig
 
 
 async def first_of(*waits: Awaitable[object]) -> None:
-    """Return when one of `waits` is done. Then cancel the coroutines; tasks and futures continue."""
+    """Return when one of `waits` is done. It cancels coroutines; tasks and futures continue."""
     tasks = [asyncio.ensure_future(wait) for wait in waits]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

@@ -214,7 +214,7 @@ class Stats:
     def count_tokens(
         self, tokens: int, arrival_s: float, last_token_s: float, now_s: float
     ) -> None:
-        """`tokens` arrived together; the last before them at `last_token_s`, NaN if there was none."""
+        """`tokens` arrived together. The last before them came at `last_token_s`, or NaN."""
         self.generation_tokens += tokens
         if math.isnan(last_token_s):
             self.ttft.observe(now_s - arrival_s)

@@ -71,7 +71,7 @@ def launch_vllm(order: VllmLaunch, on_ready: Callable[[str], None]) -> dict[str,
     """
     require_gpu([order.plan.recipe])
     check_exposure(order.host, asks_key=bool(order.api_key), insecure=order.insecure)
-    # What will serve, as far as it is known before loading. vLLM leaves out a build's local version.
+    # What will serve, as far as it is known before loading. vLLM omits a build's local version.
     version, _, _ = vllm_version(order.plan.recipe).partition("+")
     identity = {"engine": f"vllm {version}"}
     if order.plan.recipe.hardware.device == "cpu":
