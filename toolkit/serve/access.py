@@ -1,11 +1,15 @@
-"""Whose request it is, and what his key may still take: requests and tokens a minute, choices at
-once.
+"""Who may call the server, and how much: API keys, each with limits of its own.
 
-A request passes three gates, each as early as it can be asked: its key may send another request
-(before its body is read), may have so many choices at once (before tokenizing), may take so many
-tokens (once its prompt is counted). The last takes what the answer may become, prompt and
-`max_tokens` for each choice; what was not used goes back when the request has ended. So no key gets
-beyond its limit by asking for much at once. A refusal costs the key nothing.
+`AccessGate` is the ASGI layer before all routes. It checks the key and the Host header, and gives
+every response a request id. `Keyring` has one `Account` per key; an account has token buckets for
+requests and tokens per minute and a bound on concurrent choices.
+
+`KeyedRequest` checks a request against these limits in three steps, each as early as possible:
+whether the key may send another request (before its body is read), whether it may have so many
+choices at once (before tokenizing), and whether it may use so many tokens (once the prompt is
+counted). The last step reserves what the answer may become, which is the prompt plus `max_tokens`
+for each choice, and returns the rest when the request has ended. So no key exceeds its limit by
+asking for much at once. A refusal costs the key nothing.
 """
 
 from __future__ import annotations
@@ -27,16 +31,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from toolkit.files.keys import ApiKey
 from toolkit.serve.errors import ApiError, error_response
 
-# A token bucket, on whatever clock it is told.
-
 MINUTE_S = 60.0
 
 
 class Bucket:
-    """Holds what may be taken in a minute, and fills at that rate. Full at first.
+    """A token bucket that holds `per_minute` units and fills at that rate. It is full at first.
 
-    So nobody gets more than twice `per_minute` within any minute, nor more than `per_minute` in the
-    long run.
+    So a key gets at most twice `per_minute` within any minute, and `per_minute` in the long run.
     """
 
     def __init__(self, per_minute: int) -> None:
@@ -45,33 +46,33 @@ class Bucket:
         self._at_s = 0.0
 
     def level(self, now_s: float) -> float:
-        """What may be taken now. A clock that goes back fills nothing."""
+        """The units in the bucket now. A clock that goes backwards adds nothing."""
         gained = max(now_s - self._at_s, 0.0) * self.size / MINUTE_S
         self._level, self._at_s = min(self._level + gained, self.size), now_s
         return self._level
 
     def wait_s(self, amount: float, now_s: float) -> float:
-        """Seconds until so much is in it; infinity: never."""
+        """Seconds until the bucket has `amount` units, or infinity if it never has."""
         missing = amount - self.level(now_s)
         return math.inf if amount > self.size else max(missing, 0.0) * MINUTE_S / self.size
 
     def take(self, amount: float, now_s: float) -> None:
-        """Take what is there: whoever calls has asked `wait_s`."""
+        """Remove units. The caller has checked `wait_s`."""
         self._level = self.level(now_s) - amount
 
     def give_back(self, amount: float, now_s: float) -> None:
-        """Of what was taken, what was not used."""
+        """Return units that were taken and not used."""
         self._level = min(self.level(now_s) + amount, self.size)
 
 
-Callers = tuple[str, tuple[ApiKey, ...]]  # the one key that everybody has, or several
+Callers = tuple[str, tuple[ApiKey, ...]]  # the one shared key, or several keys
 Limit = Literal["requests", "tokens", "concurrent"]
 LIMITS: tuple[Limit, ...] = ("requests", "tokens", "concurrent")
-_SCOPE_KEY = "toolkit.visit"
+_SCOPE_KEY = "toolkit.keyed_request"
 
 
 class Account:
-    """What a key has taken. Without a name it is anybody's, and has no limits."""
+    """The usage and the limits of a key. The account without a name is shared and has no limits."""
 
     def __init__(self, name: str = "") -> None:
         self.name = name
@@ -79,15 +80,13 @@ class Account:
         self.urgent = True
         self.requests: Bucket | None = None
         self.tokens: Bucket | None = None
-        self.running = 0  # choices, waiting ones too
+        self.running = 0  # choices that run or wait
         self.accepted = 0  # requests
         self.taken_tokens = 0
         self.refused: Counter[str] = Counter()  # by limit
 
     def limit(self, key: ApiKey) -> None:
-        """The key's limits from now on. What was taken of one stays taken, unless it has another
-        size.
-        """
+        """Set the key's limits. Usage of a limit continues to count, unless its size changes."""
         self.max_concurrent = key.max_concurrent or math.inf
         self.urgent = key.urgent
         self.requests = _bucket(key.requests_per_minute, self.requests)
@@ -95,49 +94,44 @@ class Account:
 
 
 class Keyring:
-    """Everybody's accounts. With neither key nor keys, everybody has the same."""
+    """The accounts of all keys. Without any key, all clients share one account."""
 
     def __init__(self, api_key: str = "", keys: Sequence[ApiKey] = ()) -> None:
-        self._accounts: dict[str, Account] = {}  # of every name that ever was
+        self._accounts: dict[str, Account] = {}  # by name, of removed keys too
         self.replace(api_key, keys)
 
     def replace(self, api_key: str = "", keys: Sequence[ApiKey] = ()) -> None:
-        """These keys from now on, and no others. A name that stays, or comes back, keeps what its
-        key has taken.
+        """Accept these keys from now on, and no others.
 
-        A request that was let in is answered to its end.
+        A name that stays, or returns, keeps its usage. Accepted requests are answered to their end.
         """
         accounts = [self._accounts.setdefault(key.name, Account(key.name)) for key in keys]
         for account, key in zip(accounts, keys, strict=True):
             account.limit(key)
         entries = list(zip([key.digest for key in keys], accounts, strict=True))
         if api_key:
-            entries.append(
-                (
-                    hashlib.sha256(api_key.encode()).digest(),
-                    self._accounts.setdefault("", Account()),
-                )
-            )
+            digest = hashlib.sha256(api_key.encode()).digest()
+            entries.append((digest, self._accounts.setdefault("", Account())))
         self.named, self._entries = accounts, entries
-        self._anybody = None if entries else self._accounts.setdefault("", Account())
+        self._keyless = None if entries else self._accounts.setdefault("", Account())
 
     def renew(self, callers: Callers) -> str:
-        """As `replace`; what a person may want to know of it, in which there is no key."""
+        """As `replace`. Returns a message about the change, which contains no key."""
         before = {account.name for account in self.named}
         self.replace(*callers)
         now = {account.name for account in self.named}
         if not now:
             return "the API key was read again"
         changes = {"new": now - before, "gone": before - now}
-        told = "".join(
+        listed = "".join(
             f"; {word}: {', '.join(sorted(names))}" for word, names in changes.items() if names
         )
-        return f"the keys were read again: {len(now)}{told}"
+        return f"the keys were read again: {len(now)}{listed}"
 
     def find(self, headers: Headers) -> Account | None:
-        """Whose key it is; None: nobody's. All digests are compared, each in constant time."""
-        if self._anybody:
-            return self._anybody
+        """The account of the request's key, or None. Compares all digests, each in constant time."""
+        if self._keyless:
+            return self._keyless
         scheme, _, given = headers.get("authorization", "").partition(" ")
         digest = hashlib.sha256(given.strip().encode("latin-1")).digest()
         found = None
@@ -148,8 +142,9 @@ class Keyring:
 
 
 class KeyedRequest:
-    """One request of a key, from its headers until its answer has ended. `now_s` is the serving
-    clock.
+    """One request of a key, from its headers until its response has ended.
+
+    `now_s` is the serving clock.
     """
 
     def __init__(self, account: Account, now_s: Callable[[], float]) -> None:
@@ -162,12 +157,12 @@ class KeyedRequest:
 
     @classmethod
     def of(cls, scope: Scope) -> KeyedRequest:
-        """The visit that `scope` belongs to."""
-        visit: KeyedRequest = scope[_SCOPE_KEY]
-        return visit
+        """The keyed request of an ASGI scope."""
+        keyed: KeyedRequest = scope[_SCOPE_KEY]
+        return keyed
 
     def enter(self, scope: Scope) -> None:
-        """A request more. `ApiError` where the key may send none now."""
+        """Count the request. Raises `ApiError` if the key may not send one now."""
         account, bucket, now_s = self._account, self._account.requests, self._now_s()
         wait_s = bucket.wait_s(1, now_s) if bucket else 0.0
         if bucket and wait_s:
@@ -175,7 +170,7 @@ class KeyedRequest:
                 "requests", f"sends at most {bucket.size} requests a minute", wait_s
             )
         if account.running >= account.max_concurrent:
-            raise self._crowded(1)
+            raise self._too_many_choices(1)
         if bucket:
             bucket.take(1, now_s)
         account.accepted += 1
@@ -183,23 +178,24 @@ class KeyedRequest:
         scope[_SCOPE_KEY] = self
 
     def admit(self, choices: int, tokens: int) -> None:
-        """So many choices, of `tokens` in all at least. `ApiError` where they are too many now."""
+        """Count the choices, with at least `tokens` in total. Raises `ApiError` if it is too much."""
         account = self._account
         if account.running + choices > account.max_concurrent:
-            raise self._crowded(choices)
+            raise self._too_many_choices(choices)
         self._check_tokens(tokens)
         account.running += choices
         self._choices = choices
 
     def check_priority(self, priority: int) -> None:
-        """`ApiError` for one that goes before everybody else's default, where the key may not."""
+        """Raise `ApiError` for a priority above the default, if the key may not ask for it."""
         if priority < 0 and not self._account.urgent:
             text = f"priority is {priority}; the key '{self._account.name}' may ask for 0 and above"
             raise ApiError(text, status=403, param="priority", code="priority_not_allowed")
 
     def reserve(self, tokens: int, used: Callable[[], int]) -> None:
-        """Take what the answer may become; in the end `used` says what it was. `ApiError` where it
-        is too much now.
+        """Reserve tokens for the answer; at the end `used` returns how many it took.
+
+        Raises `ApiError` if it is too much now.
         """
         self._check_tokens(tokens)
         if self._account.tokens:
@@ -207,8 +203,9 @@ class KeyedRequest:
         self._reserved, self._used = tokens, used
 
     def leave(self, status: int) -> None:
-        """The answer has ended. What the server refused for reasons of its own was no request of
-        the key's.
+        """The response has ended: return what was not used.
+
+        A request that got 429 or 503 does not count.
         """
         account, now_s, used = self._account, self._now_s(), self._used()
         account.running -= self._choices
@@ -219,7 +216,7 @@ class KeyedRequest:
             account.requests.give_back(1, now_s)
 
     def headers(self) -> dict[str, str]:
-        """What is left, under OpenAI's names."""
+        """Response headers with the remaining limits, under OpenAI's names."""
         found, now_s = {}, self._now_s()
         for name, bucket in (
             ("requests", self._account.requests),
@@ -237,10 +234,13 @@ class KeyedRequest:
         bucket = self._account.tokens
         wait_s = bucket.wait_s(tokens, self._now_s()) if bucket else 0.0
         if bucket and wait_s:
-            text = f"takes at most {bucket.size} tokens a minute, prompt and max_tokens of all choices together"
-            raise self._refusal("tokens", f"{text}; this request may take {tokens}", wait_s)
+            text = (
+                f"takes at most {bucket.size} tokens a minute, prompt and max_tokens of all choices "
+                f"together; this request may take {tokens}"
+            )
+            raise self._refusal("tokens", text, wait_s)
 
-    def _crowded(self, choices: int) -> ApiError:
+    def _too_many_choices(self, choices: int) -> ApiError:
         account = self._account
         text = f"has at most {account.max_concurrent} choices at once; {account.running} are there"
         never = choices > account.max_concurrent
@@ -249,20 +249,19 @@ class KeyedRequest:
         )
 
     def _refusal(self, limit: Limit, text: str, wait_s: float) -> ApiError:
-        """As OpenAI's; its clients wait as long as they are told, and do not try again what can
-        never be.
+        """An error in OpenAI's format.
+
+        OpenAI's client waits as long as it says, and does not retry what can never succeed.
         """
         self._account.refused[limit] += 1
         kind = "tokens" if limit == "tokens" else "requests"
         if math.isinf(wait_s):
-            said, headers = "ask for less", {"x-should-retry": "false"}
+            remedy, headers = "ask for less", {"x-should-retry": "false"}
         else:
-            said, headers = (
-                f"try again in {_duration(wait_s)}",
-                {"Retry-After": str(math.ceil(wait_s))},
-            )
+            remedy = f"try again in {_duration(wait_s)}"
+            headers = {"Retry-After": str(math.ceil(wait_s))}
         return ApiError(
-            f"rate limit reached: the key '{self._account.name}' {text}; {said}",
+            f"rate limit reached: the key '{self._account.name}' {text}; {remedy}",
             status=429,
             kind=kind,
             code="rate_limit_exceeded",
@@ -277,19 +276,12 @@ def _bucket(per_minute: int | None, before: Bucket | None) -> Bucket | None:
 
 
 def _duration(seconds: float) -> str:
-    """As OpenAI writes it: 250ms, 12s, 6m0s."""
+    """A duration in OpenAI's format: 250ms, 12s, 6m0s."""
     if (ms := math.ceil(1000 * seconds)) < 1000:
         return f"{ms}ms"
     whole = math.ceil(seconds)
     return f"{whole}s" if whole < MINUTE_S else f"{whole // 60}m{whole % 60}s"
 
-
-# The ASGI layer before all routes: who may call, and how often; and a request id on every
-# response.
-#
-# A server of this machine alone, without a key, also looks at the Host. A web page may point a
-# name of its own to this machine ("DNS rebinding"), and the browser then sends that name and lets
-# the page read the answers.
 
 REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
