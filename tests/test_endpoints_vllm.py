@@ -9,7 +9,7 @@ import psutil
 import pytest
 import samples
 
-from toolkit.endpoints.vllm import VllmCommand, vllm_server, vllm_version
+from toolkit.backends.vllm.command import VllmCommand, vllm_server, vllm_version
 from toolkit.errors import EngineError, InputError
 
 
@@ -49,7 +49,7 @@ def test_threads_are_bound_and_what_else_lies_beside_llmctl_is_not_shown(
 def test_one_that_does_not_end_is_killed_with_its_engine(
     python: str, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("toolkit.endpoints.vllm.END_S", 0.1)
+    monkeypatch.setattr("toolkit.backends.vllm.command.END_S", 0.1)
     command = VllmCommand(recipe_for(python), "engine-stubborn", "toy")
     others = set(
         psutil.Process().children(recursive=True)

@@ -14,14 +14,14 @@ from fake_vllm import FullAttentionSpec, Request, UniformTypeKVCacheSpecs, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from toolkit.backends.vllm.setup import make_worker, read_setup
 from toolkit.errors import InputError
 from toolkit.files.io import write_file
-from toolkit.inside.setup import make_worker, read_setup
 from toolkit.sched.eventlog import CompleteRound, EventLogHeader, Tick, from_lines, replay
 from toolkit.sched.policies import make_policy
 from toolkit.sched.scheduler import Scheduler
 
-NAME = "toolkit.inside.vllm_scheduler"
+NAME = "toolkit.backends.vllm.scheduler"
 POLICIES = [
     "past-future",
     "aggressive",

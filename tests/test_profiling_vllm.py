@@ -8,11 +8,11 @@ import fake_vllm_server
 import pytest
 import samples
 
+from toolkit.backends.vllm.profile import points, timed
 from toolkit.errors import EngineError
 from toolkit.estimators.fitting import fit_profile
 from toolkit.estimators.steps import StepShape, law_of_steps, shape_of_rows
 from toolkit.profiling.run import profile
-from toolkit.profiling.vllm import points, timed
 from toolkit.sched.iterations import LoggedPass, LoggedRow
 
 

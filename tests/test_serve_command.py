@@ -45,6 +45,21 @@ def test_a_public_address_needs_a_key(capsys: pytest.CaptureFixture[str], plan: 
         )
 
 
+@pytest.mark.parametrize(("words", "share"), [((), 0.5), (("--client-share", "1"), 1.0)])
+def test_a_client_has_half_unless_it_is_said(
+    monkeypatch: pytest.MonkeyPatch, plan: str, words: tuple, share: float
+):
+    started = []
+    monkeypatch.setattr("toolkit.cli.serve_start.start", lambda order, **_: started.append(order))
+    assert llmctl("serve", plan, *words) == 0
+    assert [order.client_share for order in started] == [share]
+
+
+def test_a_share_of_nothing_is_refused(capsys: pytest.CaptureFixture[str], plan: str):
+    assert llmctl("serve", plan, "--client-share", "0") == 2
+    assert "--client-share" in capsys.readouterr().err
+
+
 def test_a_taken_port_is_refused(capsys: pytest.CaptureFixture[str], plan: str):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

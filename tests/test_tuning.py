@@ -9,7 +9,8 @@ import pytest
 import samples
 
 from toolkit.errors import InputError
-from toolkit.files.tuning import Outcome, Tuning
+from toolkit.files.tuning import Outcome, Tuning, breaks
+from toolkit.report.verdict import verdict
 from toolkit.sched.policies.parameters import defaults
 from toolkit.sched.policies.past_future import PastFuturePolicy
 from toolkit.sched.policies.slice import SlicePolicy
@@ -278,3 +279,26 @@ def test_load_is_relative_to_what_the_untuned_policy_can_serve():
     workload = make_workload(recipe, fit, trace())
     capacity = capacity_rps(recipe, make_world(recipe, fit), prepare(trace(), recipe))
     assert workload.rate_rps == pytest.approx(capacity, abs=1e-3)
+
+
+def test_where_no_request_is_served_the_targets_are_broken_and_it_says_so() -> None:
+    recipe = samples.recipe(
+        engine={"name": "transformers"}, tune=TUNE | {"load": None, "request_rate_rps": 5.0}
+    )
+    fit, count = samples.fit(capacity_tokens=64), 2000
+    long = Trace(
+        np.arange(count) / 5,
+        np.full(count, 300),
+        np.full(count, 9),
+        np.zeros(count, np.int64),
+        source="long",
+    )
+    inputs = Inputs(recipe, fit, make_workload(recipe, fit, long))
+    result = tune(inputs, InProcessRunner(), HEAD, lambda best: None)
+    assert not any(trial.feasible for trial in result.trials)
+    assert not result.keeps_limits
+    kept = {limit.name: limit.kept for limit in result.limits}
+    assert {key: kept[key] for key in recipe.sla} == dict.fromkeys(recipe.sla, False)
+    assert "ttft_p99_s is unknown: no request is served (at most 2 s)" in breaks(result.limits)
+    assert "broken, since no request is served" in " ".join(verdict(result))
+    assert Tuning.model_validate_json(result.model_dump_json()) == result

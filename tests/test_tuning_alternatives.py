@@ -16,7 +16,7 @@ from toolkit.files.plan import Kind
 from toolkit.files.tuning import Alternatives, SizingRow, Tuning
 from toolkit.report.verdict import verdict
 from toolkit.sched.policies import KNOWN
-from toolkit.sched.policies.servable import OURS, engines_for, footnote, marked, refusal
+from toolkit.sched.policies.servable import STARTED, engines_for, footnote, marked, refusal
 from toolkit.tuning.alternatives import (
     BISECTIONS,
     HALVINGS,
@@ -190,7 +190,7 @@ def test_half_of_the_trials_are_for_what_the_engine_runs_and_the_others_go_round
 def test_what_marks_a_policy_is_what_refuses_to_serve_it() -> None:
     for policy in KNOWN:
         able = engines_for(policy)
-        for engine in OURS:
+        for engine in STARTED:
             assert (refusal(policy, [engine]) is None) == (engine in able)
             assert (marked(policy, [engine]) == policy) == (engine in able)
             assert (footnote([policy], [engine]) == "") == (engine in able)

@@ -283,15 +283,20 @@ def _duration(seconds: float) -> str:
     return f"{whole}s" if whole < MINUTE_S else f"{whole // 60}m{whole % 60}s"
 
 
+UNKEYED = "without a key this server"
 REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
 
 class AccessGate:
-    """Denies by default: without a key only `open_paths` answer, and nobody learns which other
-    routes exist.
+    """The ASGI layer before all routes. It denies by default.
 
-    What a key POSTs counts against its limits, on the clock `now_s`. With `local_hosts_only` a Host
-    that is a name other than `localhost` gets 403 from all routes but `open_paths`.
+    Without a key only `open_paths` and `local_paths` answer, and a client cannot learn which other
+    routes exist. Requests with POST count against the limits of their key, on the clock `now_s`.
+
+    A Host that is a name other than `localhost` gets 403 from `local_paths`, and with
+    `local_hosts_only` from all routes but `open_paths`. This protects a server of this machine
+    without a key: a web page may point a name of its own to this machine ("DNS rebinding"), and the
+    browser then sends that name and lets the page read the answers.
     """
 
     def __init__(
@@ -301,12 +306,14 @@ class AccessGate:
         now_s: Callable[[], float],
         *,
         open_paths: Collection[str],
+        local_paths: Collection[str] = (),
         local_hosts_only: bool = False,
     ) -> None:
         self._app = app
         self._keyring = keyring
         self._now_s = now_s
-        self._open_paths = frozenset(open_paths)
+        self._local_paths = frozenset(local_paths)
+        self._open_paths = frozenset(open_paths) | self._local_paths
         self._local_hosts_only = local_hosts_only
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -316,7 +323,7 @@ class AccessGate:
         headers = Headers(scope=scope)
         request_id = _request_id(headers)
 
-        account, visit, status = self._keyring.find(headers), None, 0
+        account, keyed, status = self._keyring.find(headers), None, 0
 
         async def send_with_id(message: Message) -> None:
             nonlocal status
@@ -324,12 +331,15 @@ class AccessGate:
                 status = message["status"]
                 added = MutableHeaders(scope=message)
                 added["X-Request-Id"] = request_id
-                added.update(visit.headers() if visit else {})
+                added.update(keyed.headers() if keyed else {})
             await send(message)
 
-        if self._local_hosts_only and scope["path"] not in self._open_paths:
+        is_local = scope["path"] in self._local_paths
+        if is_local or (self._local_hosts_only and scope["path"] not in self._open_paths):
             try:
-                check_local_host(headers.get("host", ""))
+                check_local_host(
+                    headers.get("host", ""), "the status page" if is_local else UNKEYED
+                )
             except ApiError as refusal:
                 await error_response(refusal)(scope, receive, send_with_id)
                 return
@@ -339,21 +349,22 @@ class AccessGate:
         if account is None or scope["method"] != "POST":
             await self._app(scope, receive, send_with_id)
             return
-        visit = KeyedRequest(account, self._now_s)
+        keyed = KeyedRequest(account, self._now_s)
         try:
-            visit.enter(scope)
+            keyed.enter(scope)
         except ApiError as refusal:
             await error_response(refusal)(scope, receive, send_with_id)
             return
         try:
             await self._app(scope, receive, send_with_id)
         finally:
-            visit.leave(status)
+            keyed.leave(status)
 
 
-def check_local_host(host: str) -> None:
-    """`ApiError` for a Host that is a name other than localhost. Addresses and an empty Host pass:
-    no page has them.
+def check_local_host(host: str, what: str = UNKEYED) -> None:
+    """Raise `ApiError` for a Host that is a name other than localhost.
+
+    Addresses and an empty Host pass, because no web page has them. `what` names what was asked.
     """
     name = host.rpartition(":")[0] if re.search(r":\d*$", host) else host
     with suppress(ValueError):
@@ -361,8 +372,9 @@ def check_local_host(host: str) -> None:
         return
     if name.lower().rstrip(".") not in ("localhost", ""):
         raise ApiError(
-            f"without a key this server answers to addresses and to localhost, not to the Host {name[:80]!r}; "
-            "start it with an API key, or have the proxy in front send an address as Host",
+            f"{what} answers to addresses and to localhost, not to the Host {name[:80]!r}; "
+            f"{'start it with an API key, or ' if what == UNKEYED else ''}"
+            "have the proxy in front send an address as Host",
             status=403,
             code="host_refused",
         )

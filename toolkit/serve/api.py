@@ -66,7 +66,7 @@ _REASONS = {
     "408": "the body did not arrive in time",
     "413": "the body is too large",
     "415": "the content-type is not JSON",
-    "429": "the key's limit is reached",
+    "429": "the key's limit is reached, or the client's share of connections or bytes",
     "503": "loading, draining or overloaded; or the request failed",
 }
 
@@ -113,12 +113,12 @@ def make_app(
     if status:
         app.add_api_route(PAGE, status.page, methods=["GET", "HEAD"], response_model=None)
         app.add_api_route(DATA, status.data, methods=["GET"], response_model=None)
-        open_paths += [PAGE, DATA]
     return AccessGate(
         app,
         keyring,
         lambda: driver.now_s,
         open_paths=open_paths,
+        local_paths=[PAGE, DATA] if status else [],
         local_hosts_only=settings.local_hosts_only,
     )
 

@@ -38,6 +38,7 @@ from toolkit.serve.drift import CheckedWorkers, DriftCheck, OnFound
 from toolkit.serve.driver import Driver
 from toolkit.serve.forecast import UNLIMITED, LatencyLimits
 from toolkit.serve.helper import Helper
+from toolkit.serve.http import CLIENT_SHARE, WireLimits
 from toolkit.serve.live import ActiveRequest
 from toolkit.serve.rereading import Certificate, Followed, WatchedFiles, follow
 from toolkit.serve.server import Ending, check_exposure, is_loopback, listen, serve, url
@@ -115,6 +116,7 @@ class Launch:
     port: int
     insecure: bool = False
     limits: LatencyLimits = UNLIMITED
+    client_share: float = CLIENT_SHARE  # of connections and of held bytes, for one client
     event_log: Path | None = None
     request_log: Path | None = None
     ending: Ending = field(default_factory=Ending)
@@ -188,7 +190,10 @@ def launch(
             try:
                 await helper.start()
                 address = url(listener, tls=tls is not None)
-                await serve(driver, app, listener, order.ending, lambda: on_ready(address), tls)
+                limits = WireLimits(client_share=order.client_share)
+                await serve(
+                    driver, app, listener, order.ending, lambda: on_ready(address), tls, limits
+                )
             finally:
                 await helper.stop()
                 for task in background:

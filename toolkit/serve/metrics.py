@@ -106,6 +106,9 @@ class Exposition:
         text = "Requests that ended, and how."
         name = "llmctl_requests"
         yield _by_label(CounterMetricFamily, name, text, labels, "finish_reason", stats.ended)
+        text = "Connections and bodies that got 429 or a reset because of a client's share."
+        name = "llmctl_client_limited"
+        yield _by_label(CounterMetricFamily, name, text, labels, "limit", stats.share_refusals)
         text = "Sums over slices: measured time, predicted time, arrivals, and their products."
         sums: dict[str, float] = asdict(stats.slice_sums)
         yield _by_label(CounterMetricFamily, "llmctl_slice_sums", text, labels, "of", sums)

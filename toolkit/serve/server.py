@@ -22,8 +22,9 @@ from starlette.types import ASGIApp
 
 from toolkit.errors import InputError
 from toolkit.serve.driver import Driver
-from toolkit.serve.http import BACKLOG, HttpServer
+from toolkit.serve.http import BACKLOG, HttpServer, WireLimits
 
+DEFAULT_LIMITS = WireLimits()
 LAST_BYTES_S = 5  # for final chunks to be sent
 ACCEPT_LAST_S = 0.02  # to accept pending connections before the listener closes
 
@@ -121,14 +122,15 @@ async def serve(
     ending: Ending,
     on_ready: Callable[[], None],
     tls: ssl.SSLContext | None = None,
+    limits: WireLimits = DEFAULT_LIMITS,
 ) -> None:
-    """Serve until a signal ends the server.
+    """Serve until a signal ends the server. `limits` bounds what clients may use.
 
     Raises `EngineError` if a worker cannot load, or if no worker is left and none can be loaded
     again. Also raises an exception of the scheduler.
     """
     signals = Signals()
-    server = HttpServer(app)
+    server = HttpServer(app, limits, on_share=driver.stats.count_share)
     await server.start(listener, tls)
     loading = asyncio.create_task(driver.start())
     try:

@@ -1,8 +1,8 @@
 """Start vLLM's own server as a child process, with exactly the plan's flags.
 
 Clients talk to vLLM directly. This module reports when it is ready, forwards signals, and waits for
-its end. A policy of ours runs inside vLLM (`toolkit.inside.vllm_scheduler`), from the same plan. In
-every case its passes are counted and compared with the plan's laws (`toolkit.inside.vllm_counts`),
+its end. A policy of ours runs inside vLLM (`toolkit.backends.vllm.scheduler`), from the same plan. In
+every case its passes are counted and compared with the plan's laws (`toolkit.backends.vllm.counts`),
 in vLLM's own /metrics.
 """
 
@@ -13,14 +13,14 @@ import signal
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.multiprocess import MultiProcessCollector
 
-from toolkit.endpoints.vllm import (
+from toolkit.backends import ServerOrder
+from toolkit.backends.vllm.command import (
     POLICY,
     VllmCommand,
     VllmServer,
@@ -30,13 +30,12 @@ from toolkit.endpoints.vllm import (
 )
 from toolkit.engines.loading import saved_model
 from toolkit.files.io import processor, write_file
-from toolkit.files.plan import Plan
-from toolkit.files.profile import OnForeign, refuse_foreign
+from toolkit.files.profile import refuse_foreign
 from toolkit.serve.server import Ending, check_exposure, end_signals, listen
 from toolkit.workers.process import require_gpu
 
-POLICY_SCHEDULER = "toolkit.inside.vllm_scheduler.LlmctlScheduler"
-COUNTING_SCHEDULER = "toolkit.inside.vllm_counts.counted_scheduler"
+POLICY_SCHEDULER = "toolkit.backends.vllm.scheduler.LlmctlScheduler"
+COUNTING_SCHEDULER = "toolkit.backends.vllm.counts.counted_scheduler"
 METRICS_FOLDER = "metrics"  # vLLM's processes share their metrics through files
 ENDED_METRIC, REASON_LABEL = "vllm:request_success", "finished_reason"
 POLL_EVERY_S = 0.2
@@ -46,23 +45,7 @@ class EndRequested(Exception):  # noqa: N818  (not an error)
     """A signal arrived while the server loads."""
 
 
-@dataclass(slots=True, frozen=True)
-class VllmLaunch:
-    """A vLLM server to start. Only a policy of ours writes an `event_log`."""
-
-    plan: Plan
-    served_model: str
-    host: str
-    port: int
-    api_key: str = ""
-    insecure: bool = False
-    event_log: Path | None = None
-    ending: Ending = field(default_factory=Ending)
-    # Called if vLLM or the CPU is not the fitted one; None: the server refuses to start then.
-    on_foreign: OnForeign | None = None
-
-
-def launch_vllm(order: VllmLaunch, on_ready: Callable[[str], None]) -> dict[str, int]:
+def launch_vllm(order: ServerOrder, on_ready: Callable[[str], None]) -> dict[str, int]:
     """Serve until a signal ends the server. Returns the number of ended requests by finish reason.
 
     `on_ready` gets the URL once the server answers. Raises `InputError` for an address that cannot
@@ -93,7 +76,7 @@ def launch_vllm(order: VllmLaunch, on_ready: Callable[[str], None]) -> dict[str,
         return _count_ended(Path(folder) / METRICS_FOLDER)
 
 
-def command_of(order: VllmLaunch, folder: Path) -> VllmCommand:
+def command_of(order: ServerOrder, folder: Path) -> VllmCommand:
     """The command that starts vLLM. `folder` gets the plan, which our code inside vLLM reads, and
     vLLM's metrics.
     """
