@@ -15,13 +15,8 @@ from typing import Any
 import pytest
 import uvloop
 
-from toolkit.serve.http import (
-    MAX_PIPELINED_REQUESTS,
-    SMALL_BODY_BYTES,
-    HttpServer,
-    WireLimits,
-    client_of,
-)
+from toolkit.serve.http import HttpServer, WireLimits, client_of
+from toolkit.serve.http_connection import MAX_PIPELINED_REQUESTS, SMALL_BODY_BYTES
 
 KEPT = b"GET /echo HTTP/1.1\r\nHost: x\r\n\r\n"
 STREAM = b"GET /stream HTTP/1.1\r\nHost: x\r\n\r\n"
