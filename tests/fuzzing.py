@@ -326,7 +326,7 @@ def answers(received: bytes) -> Iterator[tuple[int, str, bytes]]:
 def raw_complaint(asked: bytes, received: bytes) -> str:
     """What is wrong with all that a connection gave, or ''."""
     try:
-        of_head = b"HEAD " in asked  # whose answers say what they would have held
+        of_head = b"HEAD " in asked  # such answers state the length of a body that they leave out
         said = [answer for answer in answers(received) if answer[2] or not of_head]
         return next(filter(None, (complaint(*answer) for answer in said)), "")
     except (ValueError, msgspec.DecodeError) as error:

@@ -220,7 +220,7 @@ def make_driver(
 
 
 class Client(httpx.AsyncClient):
-    """Of a server in this process, whose parts a test may look at."""
+    """A client of a server in this process. A test may look at its parts."""
 
     def __init__(self, driver: Driver, workers: HandWorkers, settings: FrontSettings) -> None:
         keyring = Keyring(settings.api_key, settings.keys)

@@ -1,4 +1,4 @@
-"""OpenAI's API over the toy model, in this process: what comes back, and what that stands on."""
+"""OpenAI's API over the toy model, in this process."""
 
 import asyncio
 from collections.abc import Callable, Coroutine

@@ -1,4 +1,4 @@
-"""What a plan may ask a server for."""
+"""Building a scheduler and settings from a plan."""
 
 import pytest
 import samples

@@ -1,4 +1,4 @@
-"""Every bad request gets its 4xx with OpenAI's body; none a 500, none a 422, none something else."""
+"""Every bad request gets a 4xx with OpenAI's error body; none gets a 500 or a 422."""
 
 import asyncio
 import json

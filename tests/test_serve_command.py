@@ -1,4 +1,4 @@
-"""`llmctl serve`: what it takes, and what it refuses before anything is loaded."""
+"""`llmctl serve`: its options, and what it refuses before it loads anything."""
 
 import socket
 from pathlib import Path

@@ -1,5 +1,5 @@
-"""Deadlines of requests: one that comes to its end gets 504 or a final error, and the scheduler a
-cancel.
+"""Deadlines of requests: at its deadline a request gets 504 or a final error, and the scheduler
+sees a cancellation.
 """
 
 import asyncio

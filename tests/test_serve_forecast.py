@@ -1,4 +1,4 @@
-"""What a newcomer is told he would wait, and who is refused by it."""
+"""The forecast of latency, and admission by it."""
 
 import asyncio
 import math
@@ -24,8 +24,8 @@ def scheduler(policy: str, workers: int = 1, capacity: int = 4096) -> Scheduler:
     )
 
 
-def load(jobs: int, policy: str, workers: int = 1) -> PredictedLatency:
-    """What one is told who comes behind so many."""
+def predict(jobs: int, policy: str, workers: int = 1) -> PredictedLatency:
+    """The prediction for a request behind a backlog of `jobs`."""
     loaded = scheduler(policy, workers)
     forecast = Forecast(loaded, typical_tokens=64)
     for index in range(jobs):
@@ -37,23 +37,23 @@ def load(jobs: int, policy: str, workers: int = 1) -> PredictedLatency:
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_on_an_idle_server_there_is_no_contention(policy: str):
-    told = load(0, policy)
-    assert told.ttft_s == pytest.approx(LAW.prefill_s(1, 96 if policy == "slice" else 64))
-    assert told.contention_s == pytest.approx(0.0, abs=0.05)
-    assert LatencyLimits(0.0, 0.0).excess_s(told) == pytest.approx(0.0, abs=0.05)
+    predicted = predict(0, policy)
+    assert predicted.ttft_s == pytest.approx(LAW.prefill_s(1, 96 if policy == "slice" else 64))
+    assert predicted.contention_s == pytest.approx(0.0, abs=0.05)
+    assert LatencyLimits(0.0, 0.0).excess_s(predicted) == pytest.approx(0.0, abs=0.05)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_the_predicted_ttft_grows_with_the_backlog_and_falls_with_workers(policy: str):
-    waits_s = [load(jobs, policy).ttft_s for jobs in (0, 100, 200, 400)]
+    waits_s = [predict(jobs, policy).ttft_s for jobs in (0, 100, 200, 400)]
     assert waits_s == sorted(waits_s)
     assert waits_s[-1] > 2 * waits_s[1]
-    assert load(400, policy, workers=4).ttft_s < waits_s[-1] / 2
+    assert predict(400, policy, workers=4).ttft_s < waits_s[-1] / 2
 
 
 def test_a_request_with_a_free_place_in_a_running_batch_does_not_wait():
-    assert load(8, "conservative").ttft_s < 0.1
-    assert load(100, "conservative").ttft_s > 1.0
+    assert predict(8, "conservative").ttft_s < 0.1
+    assert predict(100, "conservative").ttft_s > 1.0
 
 
 def test_delays_outside_the_laws_are_learnt():
@@ -62,7 +62,7 @@ def test_delays_outside_the_laws_are_learnt():
         delay.add(1.0, 1.5)
     assert delay.value_s == pytest.approx(0.5)
     for _ in range(300):
-        delay.add(0.5, 3600.0)  # told too little to count
+        delay.add(0.5, 3600.0)  # too short a prediction to count
     assert delay.value_s == pytest.approx(0.5)
     for _ in range(300):
         delay.add(1.0, 3600.0)

@@ -1,4 +1,4 @@
-"""Some hundreds of the requests of which `bench/fuzz_server.py` sends 20,000."""
+"""A few hundred of the requests of which `bench/fuzz_server.py` sends 20,000."""
 
 import asyncio
 import random

@@ -1,4 +1,4 @@
-"""The process that reads large bodies: the same answers, bounded work, and an end of its own."""
+"""The process that reads large bodies: the same answers, bounded work, and its end."""
 
 import asyncio
 import json

@@ -1,6 +1,4 @@
-"""Several keys, each with its limits: who gets 429, when no more, and what it costs; and what a
-keys file may say.
-"""
+"""API keys with limits: when a request gets 429, when it may retry, and what counts."""
 
 import asyncio
 import hashlib

@@ -1,4 +1,4 @@
-"""What systemd hears: ready once, and from then on that the loop turns, as long as it does."""
+"""Reports to systemd: ready once, then healthy as long as the event loop runs."""
 
 import asyncio
 import os

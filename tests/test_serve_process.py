@@ -1,4 +1,4 @@
-"""The server as users run it: a process with workers in processes of their own, on a real port."""
+"""The server as users run it: worker processes and a real port."""
 
 import asyncio
 import itertools

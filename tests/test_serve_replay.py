@@ -131,7 +131,7 @@ def engine() -> TransformersEngine:
 
 @functools.cache
 def alone(ask: GenerationRequest) -> tuple[tuple[int, ...], str]:
-    """What a request gets when nobody else is there, and how it ends."""
+    """The output of a request on an otherwise idle server, and how it ends."""
     row = Row("alone", ask.prompt, 0, ask.max_new_tokens, ask.sampling)
     output = engine().run_slice([row], 100, lambda step: True)
     return output.tokens[0], output.finish[0]
@@ -170,7 +170,7 @@ async def serve(
     stay = [k for k, said in enumerate(crowd) if said.live.status != "cancelled"]
     await asyncio.gather(*[crowd[k].hear() for k in stay])
     async with asyncio.timeout(30.0):
-        while scheduler.jobs:  # rows that nobody wants end with their batches
+        while scheduler.jobs:  # cancelled rows end with their batches
             await asyncio.sleep(0.001)
     await driver.stop()
     return [(crowd[k], expected(*wanted[k])) for k in stay]

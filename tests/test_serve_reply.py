@@ -1,4 +1,4 @@
-"""What a response reads: everything once, merged while nobody read it."""
+"""Replies: a reader gets all output once, merged between two reads."""
 
 import asyncio
 

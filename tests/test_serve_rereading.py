@@ -1,6 +1,4 @@
-"""Files that a running server reads again: what shows as a change, what is kept, and who may call
-from then on.
-"""
+"""Files that a running server reads again: which changes it sees, and what stays in force."""
 
 import asyncio
 import hashlib

@@ -23,7 +23,7 @@ def batch(*enter: Job, **changes) -> Batch:
 
 
 class Desk:
-    """Kept rows of a, b and c, who entered in the first round."""
+    """The resident rows of a, b and c, which entered in the first round."""
 
     def __init__(self) -> None:
         self.kept = ResidentRows()

@@ -103,7 +103,7 @@ def test_requests_are_accepted_during_the_notice():
             assert response.status_code == 200
             hands.finish()
             await response.aread()
-        interrupt()  # a second signal, so that nobody waits for the notice to pass
+        interrupt()  # a second signal skips the rest of the notice
 
     run(test, Ending(notice_s=3600.0))
 

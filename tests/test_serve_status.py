@@ -1,6 +1,4 @@
-"""The status page: who may see it, what it says and what it never says, and how it looks to a
-browser.
-"""
+"""The status page: access, what it shows and hides, and how it looks in a browser."""
 
 import asyncio
 import json

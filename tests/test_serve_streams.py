@@ -1,4 +1,4 @@
-"""Streams over raw ASGI: clients that go away, that do not read, that wait long."""
+"""Streams over raw ASGI: clients that disconnect, stop reading, or wait long."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""Stop strings and counts do not depend on how the tokens were delivered."""
+"""Stop strings and token counts do not depend on how tokens are grouped."""
 
 from hypothesis import given
 from hypothesis import strategies as st

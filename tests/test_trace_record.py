@@ -330,9 +330,9 @@ def test_events_pass_as_they_come_and_not_at_the_end(tmp_path: Path):
 def test_a_role_is_no_token():
     reader = StreamReader(strip=True)
     assert reader.feed(ROLE) == ROLE
-    assert not reader.spoke
+    assert not reader.has_tokens
     reader.feed(event({"choices": [{"index": 0, "delta": {"content": "x"}}]}))
-    assert reader.spoke
+    assert reader.has_tokens
 
 
 EVENTS = st.lists(

@@ -129,7 +129,7 @@ class Keyring:
         return f"the keys were read again: {len(now)}{listed}"
 
     def find(self, headers: Headers) -> Account | None:
-        """The account of the request's key, or None. Compares all digests, each in constant time."""
+        """The account of the request's key, or None. Compares all digests in constant time."""
         if self._keyless:
             return self._keyless
         scheme, _, given = headers.get("authorization", "").partition(" ")
@@ -178,7 +178,7 @@ class KeyedRequest:
         scope[_SCOPE_KEY] = self
 
     def admit(self, choices: int, tokens: int) -> None:
-        """Count the choices, with at least `tokens` in total. Raises `ApiError` if it is too much."""
+        """Count choices with at least `tokens` in total. Raises `ApiError` if it is too much."""
         account = self._account
         if account.running + choices > account.max_concurrent:
             raise self._too_many_choices(choices)
@@ -235,8 +235,8 @@ class KeyedRequest:
         wait_s = bucket.wait_s(tokens, self._now_s()) if bucket else 0.0
         if bucket and wait_s:
             text = (
-                f"takes at most {bucket.size} tokens a minute, prompt and max_tokens of all choices "
-                f"together; this request may take {tokens}"
+                f"takes at most {bucket.size} tokens a minute, prompt and max_tokens of all "
+                f"choices together; this request may take {tokens}"
             )
             raise self._refusal("tokens", text, wait_s)
 
@@ -364,7 +364,7 @@ class AccessGate:
 def check_local_host(host: str, what: str = UNKEYED) -> None:
     """Raise `ApiError` for a Host that is a name other than localhost.
 
-    Addresses and an empty Host pass, because no web page has them. `what` names what was asked.
+    Addresses and an empty Host pass, because no web page has them. `what` names what refuses.
     """
     name = host.rpartition(":")[0] if re.search(r":\d*$", host) else host
     with suppress(ValueError):

@@ -3,9 +3,9 @@
 `read_json_bytes` reads a body up to a size limit. `parse_json` accepts only JSON on which no two
 parsers can disagree: UTF-8 without a byte-order mark, no NaN, no duplicate key, no half of a
 surrogate pair, bounded nesting. The forms bound every field. They ignore unknown fields, as
-OpenAI's own servers do; a parameter of OpenAI's that would change the answer and that this server does not
-support is an error that names it. `BodyReader` turns a body into a form, and its prompts into
-tokens, without I/O, in the server and in the helper process.
+OpenAI's own servers do; a parameter of OpenAI's that would change the answer and that this server
+does not support is an error that names it. `BodyReader` turns a body into a form, and its prompts
+into tokens, without I/O, in the server and in the helper process.
 """
 
 from __future__ import annotations
@@ -334,9 +334,9 @@ def refuse_unsupported(data: Json, *, chat: bool) -> None:
             )
 
 
-def _same(one: object, other: object) -> bool:
+def _same(value: object, other: object) -> bool:
     """Whether two values are equal as JSON. In Python True equals 1."""
-    return one == other and isinstance(one, bool) == isinstance(other, bool)
+    return value == other and isinstance(value, bool) == isinstance(other, bool)
 
 
 MAX_RESPONSE_TOKENS = 1 << 20  # of /tokenize, unless the model's context is longer

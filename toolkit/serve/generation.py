@@ -85,11 +85,12 @@ class Generation:
 
     def chat(self, form: ChatForm, keyed: KeyedRequest, prompts: Prompts | None = None) -> Exchange:
         """As `completion`, for a chat. `prompts` has one element."""
-        asked = form.max_completion_tokens or form.max_tokens
-        self._admit(form, 1, asked, keyed)
+        max_tokens = form.max_completion_tokens or form.max_tokens
+        self._admit(form, 1, max_tokens, keyed)
         prompts = [self._reader.chat_tokens(form.messages)] if prompts is None else prompts
         limits = [
-            self._limit(len(prompt), asked, self._settings.max_new_tokens) for prompt in prompts
+            self._limit(len(prompt), max_tokens, self._settings.max_new_tokens)
+            for prompt in prompts
         ]
         return self._submit(form, prompts, limits, ChatFormat(self._head("chatcmpl")), keyed)
 
@@ -196,23 +197,23 @@ class Generation:
             raise ApiError(str(error), code="context_length_exceeded") from None
         return Exchange(reply, shape, prompt_tokens, cancel)
 
-    def _limit(self, prompt_tokens: int, asked: int | None, default: int) -> int:
-        """How many tokens may be generated. Raises `ApiError` if `asked` exceeds a limit."""
+    def _limit(self, prompt_tokens: int, wanted: int | None, default: int) -> int:
+        """How many tokens may be generated. Raises `ApiError` if `wanted` exceeds a limit."""
         settings = self._settings
         check_room(prompt_tokens, settings.max_model_len)
         room = settings.max_model_len - prompt_tokens
-        if asked is None:
+        if wanted is None:
             return min(default, settings.max_new_tokens, room)
-        if asked > settings.max_new_tokens:
-            text = f"max_tokens is {short(asked)}; the limit is {settings.max_new_tokens}"
+        if wanted > settings.max_new_tokens:
+            text = f"max_tokens is {short(wanted)}; the limit is {settings.max_new_tokens}"
             raise ApiError(text, param="max_tokens")
-        if asked > room:
+        if wanted > room:
             text = (
-                f"the prompt has {prompt_tokens} tokens and max_tokens is {asked}, together "
-                f"{prompt_tokens + asked}; the limit is {settings.max_model_len}"
+                f"the prompt has {prompt_tokens} tokens and max_tokens is {wanted}, together "
+                f"{prompt_tokens + wanted}; the limit is {settings.max_model_len}"
             )
             raise ApiError(text, param="max_tokens", code="context_length_exceeded")
-        return asked
+        return wanted
 
     def _sampling(self, form: GenerationForm, limit: int) -> SamplingParams:
         """The form's sampling parameters, with OpenAI's defaults.

@@ -1,10 +1,10 @@
 """An HTTP/1.1 server for an ASGI application that bounds what its clients may use.
 
 `llmctl serve` and `llmctl trace record` use it. uvicorn listens; `http_connection` runs one
-connection with its timers; `http_messages` parses requests and frames responses. `HttpServer` bounds
-connections, and the bytes of bodies and unread responses, over all connections. One client may use
-a share of both, so that it cannot use all. A client is an IPv4 address or an IPv6 network of 64
-bits. Connections from this machine, such as those of a proxy, have no share.
+connection with its timers; `http_messages` parses requests and frames responses. `HttpServer`
+bounds connections, and the bytes of bodies and unread responses, over all connections. One client
+may use a share of both, so that it cannot use all. A client is an IPv4 address or an IPv6 network
+of 64 bits. Connections from this machine, such as those of a proxy, have no share.
 
 One sweep a second checks all connections, so a timer may be up to `SWEEP_EVERY_S` late.
 """

@@ -1,7 +1,7 @@
 """One connection of the HTTP server: its phases and timers, and the order of its responses.
 
-`Connection` stands between a transport, a `RequestParser` and the exchanges with the application. In
-every phase a timer bounds what it waits for:
+`Connection` stands between a transport, a `RequestParser` and the exchanges with the application.
+In every phase a timer bounds what it waits for:
 
     phase       what it waits for                  ends with
     idle        a request to begin                 the connection closed, after `idle_timeout_s`

@@ -3,9 +3,9 @@
 `Reply` hands text from the driver, which writes it, to the response, which reads it. A reply merges
 what arrives between two reads, so it holds at most the text of its choices: a slow reader costs
 memory that `max_tokens` bounds, and never blocks the driver. `TextOutput` turns tokens into the
-text that a client may see, and cuts it at the first stop string. `ActiveRequest` is one choice in the
-driver, `InFlightBatch` a batch on a worker, and `ActiveRequests` holds all requests that have not
-ended: it delivers tokens and counts latencies.
+text that a client may see, and cuts it at the first stop string. `ActiveRequest` is one choice in
+the driver, `InFlightBatch` a batch on a worker, and `ActiveRequests` holds all requests that have
+not ended: it delivers tokens and counts latencies.
 """
 
 from __future__ import annotations

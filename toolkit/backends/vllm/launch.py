@@ -1,9 +1,9 @@
 """Start vLLM's own server as a child process, with exactly the plan's flags.
 
 Clients talk to vLLM directly. This module reports when it is ready, forwards signals, and waits for
-its end. A policy of ours runs inside vLLM (`toolkit.backends.vllm.scheduler`), from the same plan. In
-every case its passes are counted and compared with the plan's laws (`toolkit.backends.vllm.counts`),
-in vLLM's own /metrics.
+its end. A policy of ours runs inside vLLM (`toolkit.backends.vllm.scheduler`), from the same plan.
+In every case its passes are counted and compared with the plan's laws
+(`toolkit.backends.vllm.counts`), in vLLM's own /metrics.
 """
 
 from __future__ import annotations
