@@ -286,7 +286,7 @@ def test_large_bodies_get_the_same_answers_through_the_helper(
 
 
 def test_long_prompts_at_once_do_not_exceed_the_queue(monkeypatch: pytest.MonkeyPatch):
-    """All of them have been let in before the first has been read."""
+    """All requests are accepted before the first body is read."""
     monkeypatch.setattr("toolkit.serve.api.LARGE_BODY_BYTES", 1)
     read = threading.Event()
     encode = ByteTokenizer.encode

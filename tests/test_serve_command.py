@@ -12,7 +12,7 @@ from toolkit.files.io import write_file
 
 
 def fails(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    """The one line that `llmctl serve` ends with; its exit code is 2."""
+    """The last line of a `llmctl serve` that ends with exit code 2."""
     assert llmctl("serve", *words) == 2
     lines = [
         line

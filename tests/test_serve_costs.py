@@ -1,6 +1,4 @@
-"""What scheduling costs: the worker's stopwatch, the server's counters, and the line that `bench`
-makes of them.
-"""
+"""The cost of scheduling: the worker's stopwatch, the server's counters, and the line of `bench`."""
 
 import asyncio
 from collections.abc import Callable, Coroutine

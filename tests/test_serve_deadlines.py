@@ -26,10 +26,10 @@ def ask(scenario, workers=None, **settings) -> None:
 
 
 async def expire(http: httpx.AsyncClient) -> None:
-    """The deadlines of all that are on their way come now."""
-    for live in list(http.driver._active):
-        assert live.deadline is not None
-        http.driver._expire(live)
+    """Let the deadlines of all active requests pass now."""
+    for active in list(http.driver._active):
+        assert active.deadline is not None
+        http.driver._expire(active)
     await turns()
 
 

@@ -34,7 +34,7 @@ def plan(policy="slice", p95_percent=20.0):
 
 
 class TimedWorkers:
-    """Workers on a clock of their own: each batch takes `slow` times what the check expects."""
+    """Workers with a simulated clock: each batch takes `slow` times the expected time."""
 
     def __init__(self, check, slow=1.0, size=2, failure=""):
         self.check, self.slow, self.size, self.failure = check, slow, size, failure
@@ -69,7 +69,7 @@ class TimedWorkers:
 
 
 def measured(check, **how):
-    """What a check found, the workers, and the events that got through to the driver."""
+    """Run a check: the result, the workers, and the events that reached the driver."""
     found, events = [], []
     workers = TimedWorkers(check, **how)
     checked = CheckedWorkers(workers, [check], found.extend, clock=lambda: workers.now_s)
@@ -190,7 +190,7 @@ def test_strict_refuses_a_fit_that_does_not_hold():
 
 
 def test_a_strict_server_that_refuses_leaves_no_worker(tmp_path):
-    """The fake engine takes no time at all, the fit says that it does."""
+    """The fake engine takes no time, unlike the fit's prediction."""
     fake_plan(tmp_path)
     command = [
         sys.executable,

@@ -1,5 +1,5 @@
-"""The driver between scheduler, workers and replies, moved by hand, on a loop whose clock plays no
-role.
+"""The driver between scheduler, workers and replies. The tests move the workers by hand, and do not
+depend on the clock.
 """
 
 import asyncio

@@ -1,6 +1,4 @@
-"""Health is the front's; readiness needs a worker that is loaded and alive; metrics say what
-happened.
-"""
+"""Health, readiness and metrics of a server in every state."""
 
 import asyncio
 import re
@@ -140,7 +138,7 @@ def test_a_server_that_can_load_no_worker_is_unhealthy():
 
 
 def scrape(body: str) -> dict[str, float]:
-    """Sample to value; labels that tell samples apart in brackets."""
+    """The value of each sample; the name has the labels that differ in brackets."""
     samples = {}
     for family in text_string_to_metric_families(body):
         for sample in family.samples:

@@ -1,7 +1,6 @@
 """HTTP on real sockets in front of a small application: framing, order, timers, bounds.
 
-Timers are run by hand: the server has a clock of the test's, and `sweep` lets those that have run
-out take effect.
+The tests set the server's clock, and call `sweep` to apply timers that have run out.
 """
 
 import asyncio
@@ -26,7 +25,7 @@ LARGE_BYTES = 16 << 20
 
 
 class Desk:
-    """The application. `go` lets what waits end; `ended` says how: answered, or gone."""
+    """The application. `go` ends waiting requests; `ended` lists how each ended."""
 
     def __init__(self) -> None:
         self.go = asyncio.Event()
@@ -84,13 +83,13 @@ class Desk:
 
 
 class Wire:
-    """A server with a clock that a test sets, and connections to it."""
+    """A server whose clock a test sets, and connections to it."""
 
     def __init__(
         self, server: HttpServer, port: int, clock: list[float], desk: Desk, shares: list[str]
     ) -> None:
         self.server, self.port, self.clock, self.desk = server, port, clock, desk
-        self.shares = shares  # what clients wanted too much of
+        self.shares = shares  # the kinds of shares that clients exceeded
         self.peers: list[Peer] = []
 
     async def open(
@@ -150,14 +149,14 @@ async def until(done: Callable[[], bool]) -> None:
 
 
 def serve(test: Callable[[Wire], Coroutine[Any, Any, None]], **limits: float) -> None:
-    """Each of this machine's addresses is a client of its own here."""
+    """Run a test with a server to which each local address is a client of its own."""
 
     async def run() -> None:
         clock, desk, shares = [0.0], Desk(), list[str]()
         raised: list[object] = []
         asyncio.get_running_loop().set_exception_handler(lambda _, context: raised.append(context))
-        told = {"client_of": lambda address: address, "on_share": shares.append}
-        server = HttpServer(desk, WireLimits(**limits), now_s=lambda: clock[0], **told)
+        options = {"client_of": lambda address: address, "on_share": shares.append}
+        server = HttpServer(desk, WireLimits(**limits), now_s=lambda: clock[0], **options)
         with socket.create_server(("127.0.0.1", 0)) as listener:
             await server.start(listener)
             wire = Wire(server, listener.getsockname()[1], clock, desk, shares)

@@ -43,7 +43,7 @@ async def post(
 
 
 class Clock:
-    """What the server takes for the time since it started."""
+    """The server's clock, which a test sets."""
 
     now_s = 0.0
 

@@ -14,7 +14,7 @@ from toolkit.serve.launch import Manager
 
 @pytest.fixture
 def heard(tmp_path: Path) -> Iterator[socket.socket]:
-    """The manager's end."""
+    """The manager's end of the socket."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
         manager.bind(str(tmp_path / "notify"))
         manager.settimeout(60)
@@ -22,7 +22,7 @@ def heard(tmp_path: Path) -> Iterator[socket.socket]:
 
 
 def in_turn(*answers: bool) -> Callable[[], bool]:
-    """Is the server well? These answers, and then the end."""
+    """A health check that gives these answers, and then raises an end."""
     left = list(answers)
 
     def well() -> bool:

@@ -36,7 +36,7 @@ def plan(folder: Path) -> Plan:
 
 @pytest.fixture(scope="module", params=POLICIES)
 def server(folder: Path, plan: Plan, request: pytest.FixtureRequest) -> Iterator[Server]:
-    """Slices, and rounds."""
+    """A server with a slice-level policy, and one with a continuous policy."""
     with Server(
         folder / "plan.json", "--served-model-name", "toy", *POLICIES[request.param]
     ) as running:
@@ -91,7 +91,7 @@ def test_openais_client_chats(client: openai.OpenAI):
 
 
 def test_openais_client_assembles_a_streamed_chat(client: openai.OpenAI):
-    """Its helper accepts a chat that stopped, and none that was cut off."""
+    """The client's helper accepts a chat that stopped, but not one that was cut off."""
     messages = [{"role": "user", "content": "hello"}]
     whole = client.chat.completions.create(messages=messages, **GREEDY).choices[0].message.content
     options = {"messages": messages, "stop": whole[20:24], **GREEDY}
@@ -158,9 +158,7 @@ def test_the_helper_reads_a_large_body(server: Server):
 
 
 def test_a_killed_worker_fails_no_request(server: Server, client: openai.OpenAI):
-    """SIGKILL to every worker, one after the other, while four streams run: the text is the
-    undisturbed one.
-    """
+    """Kill every worker with SIGKILL while four streams run: their text does not change."""
     prompts, long = ["first", "second", "third", "fourth"], GREEDY | {"max_tokens": 200}
     expected = [choice.text for choice in client.completions.create(prompt=prompts, **long).choices]
     streams = [client.completions.create(prompt=prompt, stream=True, **long) for prompt in prompts]

@@ -1,8 +1,7 @@
-"""One scheduler, two clocks: what a live server decided, a replay of its log decides again, under
-every policy.
+"""A replay of a live server's log repeats all decisions, under every policy.
 
-And whatever happens to a worker or its memory on the way, everybody gets what he would get alone,
-each token once.
+Whatever happens to workers or memory meanwhile, each request gets the output that it would get on an
+idle server, and each token once.
 """
 
 import asyncio
@@ -75,7 +74,7 @@ TROUBLES = 4  # times that memory is short
 
 @dataclass
 class Said:
-    """One request: what it asked for, and what its client got."""
+    """One request, and what its client got."""
 
     live: ActiveRequest
     reply: Reply
@@ -102,9 +101,7 @@ def planned(joining: Joining | None = None) -> list[Worker]:
 
 
 def asks() -> list[tuple[GenerationRequest, tuple[str, ...]]]:
-    """Of different length, urgency and sampling; each third has a stop string that ends it on its
-    way.
-    """
+    """Requests of various lengths, priorities and sampling. A stop string ends every third one."""
     rng = random.Random(0)
     found = []
     for number in range(14):
@@ -144,9 +141,7 @@ def expected(ask: GenerationRequest, stops: tuple[str, ...]) -> Shown:
 async def serve(
     workers: ThreadWorkers, policy: Policy, lines: list[bytes], joining: Joining | None = None
 ) -> list[tuple[Said, Shown]]:
-    """A crowd of requests, each some tokens after the ones before; two given up on the way, a
-    worker killed.
-    """
+    """Submit many requests, some tokens apart; cancel two meanwhile and kill a worker."""
     scheduler = RecordingScheduler(
         policy, planned(joining), lambda event: lines.append(to_line(event))
     )

@@ -48,9 +48,7 @@ def same_length_and_time(file: Path, text: str) -> None:
 
 
 def by_a_swapped_link(file: Path, text: str) -> None:
-    """As Kubernetes' kubelet does: the name is a link through a link to a folder, and that one is
-    swapped.
-    """
+    """Change a file as Kubernetes does: a link that leads through a link to a folder is swapped."""
     folder = file.parent / "..2026"
     folder.mkdir()
     (folder / file.name).write_text(text)

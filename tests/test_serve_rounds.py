@@ -1,6 +1,4 @@
-"""The rows that a worker keeps between rounds: their numbers, and what the scheduler hears of a
-round.
-"""
+"""The rows that a worker keeps between rounds: their numbers, and the results of rounds."""
 
 from toolkit.engines.protocol import Round, RoundOutput, SamplingParams
 from toolkit.sched.types import Batch, Job, Moves, Request

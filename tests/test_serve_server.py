@@ -1,5 +1,5 @@
-"""How a server begins and ends: on a real port, signals to this very process, workers moved by
-hand.
+"""How a server starts and ends: on a real port, with signals to this process, and workers that the
+tests move by hand.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ Test = Callable[[httpx.AsyncClient, Driver, HandWorkers], Coroutine]
 
 
 def run(test: Test, ending: Ending = Ending(), workers: HandWorkers | None = None) -> list[str]:  # noqa: B008
-    """Run `test` beside a server until both have ended. The URLs that were announced."""
+    """Run `test` and a server until both have ended. Returns the announced URLs."""
     announced: list[str] = []
 
     async def both() -> None:

@@ -403,7 +403,7 @@ class LiveServer:
 
 
 def shows(page, selector: str, text: str) -> None:
-    """Waits until it does. Not by a script in the page: its policy lets none in."""
+    """Wait until it is true. A script in the page is not possible: its policy forbids it."""
     from playwright.sync_api import expect
 
     expect(page.locator(selector).first).to_have_text(text, timeout=60_000)
@@ -485,7 +485,7 @@ def test_kinds_are_listed_in_the_order_of_their_workers(tmp_path: Path):
 
 
 def with_restart(server: LiveServer, page) -> None:
-    """Another server on the same port: the page goes on with it, and forgets the first."""
+    """Another server on the same port: the page shows it, and forgets the first."""
     while server.loop.is_running():
         pass
     with server.running():
@@ -586,7 +586,7 @@ def test_the_range_is_chosen_and_the_axis_has_clock_times(browser):
 
 
 def live_for(server: LiveServer, seconds: float) -> None:
-    """The server is so old, and has served a request every half minute."""
+    """Make the server this old, with a request every half minute."""
     driver = server.driver
     driver._start_s -= seconds
     stats, clock = Stats(), [0.0]

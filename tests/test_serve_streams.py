@@ -14,9 +14,7 @@ from toolkit.serve.driver import Driver
 
 
 class Client:
-    """One request, seen from the server's socket: what was written, a reader that may stall, a line
-    that may drop.
-    """
+    """One request at the server's socket: what was written; its reader may stall or disconnect."""
 
     def __init__(self, **body: object) -> None:
         self._body = json.dumps({"prompt": "hello", "temperature": 0, **body}).encode()
