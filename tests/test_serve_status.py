@@ -346,7 +346,7 @@ def test_the_page_is_on_by_default_only_on_loopback(
 
 
 class LiveServer:
-    """A server in a thread of this process, on a port that stays its own when it is started again."""
+    """A server in a thread of this process, which keeps its port when it is started again."""
 
     def __init__(self, facts: Facts = FACTS) -> None:
         self.port, self.driver, self.facts = 0, None, facts
@@ -525,7 +525,7 @@ def test_charts_work_with_the_keyboard(browser):
             assert page.evaluate("document.activeElement.value") == "300"
             page.keyboard.press("Tab")
             now = page.evaluate("document.activeElement.getAttribute('aria-label')")
-            assert now.startswith("Requests a second: served ")
+            assert now.startswith("Requests per second: served ")
             page.keyboard.press("ArrowLeft")
             assert re.fullmatch(
                 r"The last 5 min: \d\d:\d\d:\d\d, \d+ s ago", page.locator("#when").text_content()

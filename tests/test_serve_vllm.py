@@ -1,4 +1,4 @@
-"""`llmctl serve` with engine vllm: vLLM's own server with the plan's flags, supervised to its end."""
+"""`llmctl serve` with engine vllm: vLLM's own server with the plan's flags, until its end."""
 
 import json
 import os
