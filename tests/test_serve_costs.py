@@ -1,4 +1,4 @@
-"""The cost of scheduling: the worker's stopwatch, the server's counters, and the line of `bench`."""
+"""Scheduling costs: the worker's stopwatch, the server's counters, and the line of `bench`."""
 
 import asyncio
 from collections.abc import Callable, Coroutine

@@ -1,7 +1,7 @@
 """A replay of a live server's log repeats all decisions, under every policy.
 
-Whatever happens to workers or memory meanwhile, each request gets the output that it would get on an
-idle server, and each token once.
+Whatever happens to workers or memory meanwhile, each request gets the output that it would get on
+an idle server, and each token once.
 """
 
 import asyncio
