@@ -13,7 +13,7 @@ import gc
 import math
 import os
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -158,9 +158,8 @@ def launch(
         if order.checks:
             workers = CheckedWorkers(workers, order.checks, on_checked)
         driver = _driver(order, workers, events, requests)
-        status = None
-        if order.settings.status_page:
-            status = Status(driver, facts_of(order.plan, order.settings.model))
+        facts = facts_of(order.plan, order.settings.model)
+        status = Status(driver, facts) if order.settings.status_page else None
         keyring = Keyring(order.settings.api_key, order.settings.keys)
         local = is_loopback(order.host) and not order.settings.asks_key
         settings = replace(order.settings, local_hosts_only=local)
@@ -178,30 +177,32 @@ def launch(
         # Imported objects stay: no later collection should pause all streams to walk over them.
         gc.freeze()
 
-        async def serve_all() -> None:
-            background = [
-                asyncio.create_task(follow(followed, order.ending.say)),
-                asyncio.create_task(order.manager.report_health(lambda: not driver.bug)),
-            ]
-            if events:
-                background.append(asyncio.create_task(_flush(events)))
-            if status:
-                background.append(asyncio.create_task(status.sampling()))
-            try:
-                await helper.start()
-                address = url(listener, tls=tls is not None)
-                limits = WireLimits(client_share=order.client_share)
-                await serve(
-                    driver, app, listener, order.ending, lambda: on_ready(address), tls, limits
-                )
-            finally:
-                await helper.stop()
-                for task in background:
-                    task.cancel()
-
+        background: list[Coroutine[None, None, None]] = [
+            follow(followed, order.ending.say),
+            order.manager.report_health(lambda: not driver.bug),
+        ]
+        if events:
+            background.append(_flush(events))
+        if status:
+            background.append(status.sampling())
+        limits, address = WireLimits(client_share=order.client_share), url(listener, tls=bool(tls))
+        serving = serve(driver, app, listener, order.ending, lambda: on_ready(address), tls, limits)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(serve_all())
+            runner.run(_run(serving, helper, background))
         return dict(driver.stats.ended)
+
+
+async def _run(
+    serving: Awaitable[None], helper: Helper, background: Sequence[Coroutine[None, None, None]]
+) -> None:
+    tasks = [asyncio.create_task(coroutine) for coroutine in background]
+    try:
+        await helper.start()
+        await serving
+    finally:
+        await helper.stop()
+        for task in tasks:
+            task.cancel()
 
 
 @contextmanager

@@ -276,7 +276,7 @@ class TraceRecorder:
         self, answer: UpstreamAnswer, recorded: RecordedRequest | None, send: Send
     ) -> None:
         reader = _reader(answer, recorded)
-        headers = answer.headers
+        headers: RawHeaders = answer.headers
         if isinstance(reader, StreamReader):  # it may remove an event
             headers = _without(headers, b"content-length")
         await send({"type": "http.response.start", "status": answer.status, "headers": headers})
