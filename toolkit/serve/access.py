@@ -32,43 +32,122 @@ from toolkit.files.keys import ApiKey
 from toolkit.serve.errors import ApiError, error_response
 
 MINUTE_S = 60.0
-
-
-class Bucket:
-    """A token bucket that holds `per_minute` units and fills at that rate. It is full at first.
-
-    So a key gets at most twice `per_minute` within any minute, and `per_minute` in the long run.
-    """
-
-    def __init__(self, per_minute: int) -> None:
-        self.size = per_minute
-        self._level = float(per_minute)
-        self._at_s = 0.0
-
-    def level(self, now_s: float) -> float:
-        """The units in the bucket now. A clock that goes backwards adds nothing."""
-        gained = max(now_s - self._at_s, 0.0) * self.size / MINUTE_S
-        self._level, self._at_s = min(self._level + gained, self.size), now_s
-        return self._level
-
-    def wait_s(self, amount: float, now_s: float) -> float:
-        """Seconds until the bucket has `amount` units, or infinity if it never has."""
-        missing = amount - self.level(now_s)
-        return math.inf if amount > self.size else max(missing, 0.0) * MINUTE_S / self.size
-
-    def take(self, amount: float, now_s: float) -> None:
-        """Remove units. The caller has checked `wait_s`."""
-        self._level = self.level(now_s) - amount
-
-    def give_back(self, amount: float, now_s: float) -> None:
-        """Return units that were taken and not used."""
-        self._level = min(self.level(now_s) + amount, self.size)
-
-
 Callers = tuple[str, tuple[ApiKey, ...]]  # the one shared key, or several keys
 Limit = Literal["requests", "tokens", "concurrent"]
 LIMITS: tuple[Limit, ...] = ("requests", "tokens", "concurrent")
 _SCOPE_KEY = "toolkit.keyed_request"
+UNKEYED = "without a key this server"
+REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
+
+
+class AccessGate:
+    """The ASGI layer before all routes. It denies by default.
+
+    Without a key only `open_paths` and `local_paths` answer, and a client cannot learn which other
+    routes exist. Requests with POST count against the limits of their key, on the clock `now_s`.
+
+    A Host that is a name other than `localhost` gets 403 from `local_paths`, and with
+    `local_hosts_only` from all routes but `open_paths`. This protects a server of this machine
+    without a key: a web page may point a name of its own to this machine ("DNS rebinding"), and the
+    browser then sends that name and lets the page read the answers.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        keyring: Keyring,
+        now_s: Callable[[], float],
+        *,
+        open_paths: Collection[str],
+        local_paths: Collection[str] = (),
+        local_hosts_only: bool = False,
+    ) -> None:
+        self._app = app
+        self._keyring = keyring
+        self._now_s = now_s
+        self._local_paths = frozenset(local_paths)
+        self._open_paths = frozenset(open_paths) | self._local_paths
+        self._local_hosts_only = local_hosts_only
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        request_id = _request_id(headers)
+
+        account, keyed, status = self._keyring.find(headers), None, 0
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                added = MutableHeaders(scope=message)
+                added["X-Request-Id"] = request_id
+                added.update(keyed.headers() if keyed else {})
+            await send(message)
+
+        is_local = scope["path"] in self._local_paths
+        if is_local or (self._local_hosts_only and scope["path"] not in self._open_paths):
+            try:
+                check_local_host(
+                    headers.get("host", ""), "the status page" if is_local else UNKEYED
+                )
+            except ApiError as refusal:
+                await error_response(refusal)(scope, receive, send_with_id)
+                return
+        if account is None and scope["path"] not in self._open_paths:
+            await error_response(_denied(headers))(scope, receive, send_with_id)
+            return
+        if account is None or scope["method"] != "POST":
+            await self._app(scope, receive, send_with_id)
+            return
+        keyed = KeyedRequest(account, self._now_s)
+        try:
+            keyed.enter(scope)
+        except ApiError as refusal:
+            await error_response(refusal)(scope, receive, send_with_id)
+            return
+        try:
+            await self._app(scope, receive, send_with_id)
+        finally:
+            keyed.leave(status)
+
+
+def check_local_host(host: str, what: str = UNKEYED) -> None:
+    """Raise `ApiError` for a Host that is a name other than localhost.
+
+    Addresses and an empty Host pass, because no web page has them. `what` names what refuses.
+    """
+    name = host.rpartition(":")[0] if re.search(r":\d*$", host) else host
+    with suppress(ValueError):
+        ipaddress.ip_address(name.removeprefix("[").removesuffix("]"))
+        return
+    if name.lower().rstrip(".") not in ("localhost", ""):
+        raise ApiError(
+            f"{what} answers to addresses and to localhost, not to the Host {name[:80]!r}; "
+            f"{'start it with an API key, or ' if what == UNKEYED else ''}"
+            "have the proxy in front send an address as Host",
+            status=403,
+            code="host_refused",
+        )
+
+
+def _denied(headers: Headers) -> ApiError:
+    given = headers.get("authorization", "").lower().startswith("bearer ")
+    missing = "this server needs its API key, as 'Authorization: Bearer KEY'"
+    return ApiError(
+        "the API key is not one of this server's" if given else missing,
+        status=401,
+        code="invalid_api_key",
+        headers={"WWW-Authenticate": "Bearer"},
+    )
+
+
+def _request_id(headers: Headers) -> str:
+    """The client's request id if it is plain, else a new one. It only goes back in a header."""
+    given = headers.get("x-request-id", "")
+    return given if REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
 
 
 class Account:
@@ -283,117 +362,32 @@ def _duration(seconds: float) -> str:
     return f"{whole}s" if whole < MINUTE_S else f"{whole // 60}m{whole % 60}s"
 
 
-UNKEYED = "without a key this server"
-REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
+class Bucket:
+    """A token bucket that holds `per_minute` units and fills at that rate. It is full at first.
 
-
-class AccessGate:
-    """The ASGI layer before all routes. It denies by default.
-
-    Without a key only `open_paths` and `local_paths` answer, and a client cannot learn which other
-    routes exist. Requests with POST count against the limits of their key, on the clock `now_s`.
-
-    A Host that is a name other than `localhost` gets 403 from `local_paths`, and with
-    `local_hosts_only` from all routes but `open_paths`. This protects a server of this machine
-    without a key: a web page may point a name of its own to this machine ("DNS rebinding"), and the
-    browser then sends that name and lets the page read the answers.
+    So a key gets at most twice `per_minute` within any minute, and `per_minute` in the long run.
     """
 
-    def __init__(
-        self,
-        app: ASGIApp,
-        keyring: Keyring,
-        now_s: Callable[[], float],
-        *,
-        open_paths: Collection[str],
-        local_paths: Collection[str] = (),
-        local_hosts_only: bool = False,
-    ) -> None:
-        self._app = app
-        self._keyring = keyring
-        self._now_s = now_s
-        self._local_paths = frozenset(local_paths)
-        self._open_paths = frozenset(open_paths) | self._local_paths
-        self._local_hosts_only = local_hosts_only
+    def __init__(self, per_minute: int) -> None:
+        self.size = per_minute
+        self._level = float(per_minute)
+        self._at_s = 0.0
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        headers = Headers(scope=scope)
-        request_id = _request_id(headers)
+    def level(self, now_s: float) -> float:
+        """The units in the bucket now. A clock that goes backwards adds nothing."""
+        gained = max(now_s - self._at_s, 0.0) * self.size / MINUTE_S
+        self._level, self._at_s = min(self._level + gained, self.size), now_s
+        return self._level
 
-        account, keyed, status = self._keyring.find(headers), None, 0
+    def wait_s(self, amount: float, now_s: float) -> float:
+        """Seconds until the bucket has `amount` units, or infinity if it never has."""
+        missing = amount - self.level(now_s)
+        return math.inf if amount > self.size else max(missing, 0.0) * MINUTE_S / self.size
 
-        async def send_with_id(message: Message) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-                added = MutableHeaders(scope=message)
-                added["X-Request-Id"] = request_id
-                added.update(keyed.headers() if keyed else {})
-            await send(message)
+    def take(self, amount: float, now_s: float) -> None:
+        """Remove units. The caller has checked `wait_s`."""
+        self._level = self.level(now_s) - amount
 
-        is_local = scope["path"] in self._local_paths
-        if is_local or (self._local_hosts_only and scope["path"] not in self._open_paths):
-            try:
-                check_local_host(
-                    headers.get("host", ""), "the status page" if is_local else UNKEYED
-                )
-            except ApiError as refusal:
-                await error_response(refusal)(scope, receive, send_with_id)
-                return
-        if account is None and scope["path"] not in self._open_paths:
-            await error_response(_denied(headers))(scope, receive, send_with_id)
-            return
-        if account is None or scope["method"] != "POST":
-            await self._app(scope, receive, send_with_id)
-            return
-        keyed = KeyedRequest(account, self._now_s)
-        try:
-            keyed.enter(scope)
-        except ApiError as refusal:
-            await error_response(refusal)(scope, receive, send_with_id)
-            return
-        try:
-            await self._app(scope, receive, send_with_id)
-        finally:
-            keyed.leave(status)
-
-
-def check_local_host(host: str, what: str = UNKEYED) -> None:
-    """Raise `ApiError` for a Host that is a name other than localhost.
-
-    Addresses and an empty Host pass, because no web page has them. `what` names what refuses.
-    """
-    name = host.rpartition(":")[0] if re.search(r":\d*$", host) else host
-    with suppress(ValueError):
-        ipaddress.ip_address(name.removeprefix("[").removesuffix("]"))
-        return
-    if name.lower().rstrip(".") not in ("localhost", ""):
-        raise ApiError(
-            f"{what} answers to addresses and to localhost, not to the Host {name[:80]!r}; "
-            f"{'start it with an API key, or ' if what == UNKEYED else ''}"
-            "have the proxy in front send an address as Host",
-            status=403,
-            code="host_refused",
-        )
-
-
-def _denied(headers: Headers) -> ApiError:
-    given = headers.get("authorization", "").lower().startswith("bearer ")
-    missing = "this server needs its API key, as 'Authorization: Bearer KEY'"
-    return ApiError(
-        "the API key is not one of this server's" if given else missing,
-        status=401,
-        code="invalid_api_key",
-        headers={"WWW-Authenticate": "Bearer"},
-    )
-
-
-def _request_id(headers: Headers) -> str:
-    """The client's own where it is plain, else a new one. It goes back in a header, and is used for
-    nothing else.
-    """
-    given = headers.get("x-request-id", "")
-    return given if REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+    def give_back(self, amount: float, now_s: float) -> None:
+        """Return units that were taken and not used."""
+        self._level = min(self.level(now_s) + amount, self.size)
