@@ -8,7 +8,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: demo demo-ray test check setup lock clean help
+.PHONY: demo demo-ray quick test coverage check setup lock clean help
 LOCKS  := $(wildcard locks/*.txt) locks/install.sh
 
 help:  ## this list
@@ -30,14 +30,27 @@ demo: $(STAMP)  ## profile, fit, tune, serve and check a tiny model on this CPU 
 demo-ray: $(STAMP)  ## serve on a Ray cluster of two nodes on this machine, lose one under load and no request
 	$(BIN)/python bench/demo_ray.py --out demo-out/ray
 
+# How many processes run tests: auto is one more than there are processors, 0 runs them in pytest's own.
+JOBS   ?= auto
+PYTEST := -m pytest -n $(JOBS)
+
+quick: $(STAMP)  ## the tests that start no process and take less than half a second, for every change
+	$(BIN)/python $(PYTEST) -m "not slow"
+
 test: $(STAMP)  ## the tests: offline, no GPU
-	$(BIN)/python -m pytest
+	$(BIN)/python $(PYTEST)
+
+coverage: $(STAMP)  ## the tests, and which lines of toolkit/ they run
+	$(BIN)/coverage erase
+	$(BIN)/coverage run $(PYTEST)
+	$(BIN)/coverage combine --quiet
+	$(BIN)/coverage report --skip-covered --skip-empty
 
 check: $(STAMP)  ## everything CI checks: lint, format, types, tests
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest
+	$(BIN)/python $(PYTEST)
 
 lock: $(STAMP)  ## make locks/ again, after a change of pyproject.toml's dependencies or of constraints.txt
 	$(BIN)/python -m venv --clear $(VENV)/lock
@@ -45,4 +58,4 @@ lock: $(STAMP)  ## make locks/ again, after a change of pyproject.toml's depende
 	$(BIN)/python locks/make.py $(VENV)/lock/bin/uv
 
 clean:  ## remove what the demo and the tests leave behind (not .venv)
-	rm -rf demo-out .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf demo-out .coverage* .pytest_cache .mypy_cache .ruff_cache .hypothesis

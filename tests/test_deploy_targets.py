@@ -93,6 +93,7 @@ def test_our_models_read_what_they_wrote(order: Order) -> None:
     assert Deployment.model_validate(data).model_dump(by_alias=True, exclude_none=True) == data
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     not shutil.which("kubectl"), reason="needs kubectl: https://kubernetes.io/docs/tasks/tools"
 )
@@ -144,6 +145,7 @@ def test_a_pod_has_what_it_needs_and_no_more(gpu: Plan) -> None:
     assert wanted["preference"]["matchExpressions"][0]["values"] == ["NVIDIA-H200"]
 
 
+@pytest.mark.slow
 def test_compose_is_as_its_specification_says(order: Order, tmp_path: Path) -> None:
     (tmp_path / "compose.yaml").write_text(render_target("compose", order)["compose.yaml"])
     check = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.compose-spec"]
@@ -161,6 +163,7 @@ def test_compose_reserves_gpus_and_stays_on_loopback(gpu: Plan) -> None:
     assert service["stop_grace_period"] == "110s"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("systemd-analyze"), reason="needs systemd-analyze")
 def test_systemd_has_nothing_to_say_about_the_unit(order: Order, tmp_path: Path) -> None:
     name = f"{order.name}.service"
@@ -179,6 +182,7 @@ def targets_of(order: Order) -> list[str]:
     ]
 
 
+@pytest.mark.slow
 def test_bash_reads_every_script(order: Order) -> None:
     for target in targets_of(order):
         scripts = {
@@ -191,11 +195,13 @@ def test_bash_reads_every_script(order: Order) -> None:
             subprocess.run(["bash", "-n"], input=text, text=True, check=True)
 
 
+@pytest.mark.slow
 def test_the_same_order_gives_the_same_files(order: Order) -> None:
     for target in targets_of(order):
         assert render_target(target, order) == render_target(target, order)
 
 
+@pytest.mark.slow
 def test_every_file_carries_the_digests_and_no_tag_moves(order: Order) -> None:
     for target in targets_of(order):
         for name, text in render_target(target, order).items():
@@ -274,6 +280,7 @@ def of_a_folder(source: str) -> bool:
     return source.startswith(("/", ".", "~"))
 
 
+@pytest.mark.slow
 @many
 @given(source=names.filter(lambda name: not of_a_folder(name)))
 @example("random")
@@ -305,6 +312,7 @@ def without(data: Any, keys: set[str]) -> Any:
     return [without(value, keys) for value in data] if isinstance(data, list) else data
 
 
+@pytest.mark.slow
 @many
 @given(source=names)
 def test_a_models_name_stays_one_word_of_a_command(gpu: Plan, source: str) -> None:

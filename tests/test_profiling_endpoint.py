@@ -61,6 +61,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield running
 
 
+@pytest.mark.slow
 def test_a_server_is_profiled_and_fitted_like_an_engine(server: Server, tmp_path: Path):
     recipe = recipe_for(server.url)
     source = tmp_path / "recipe.yaml"

@@ -268,6 +268,7 @@ def test_all_prompts_of_a_request_are_accepted_or_none():
     ask(test, capacity=50)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_request_that_can_never_fit_is_refused(stream: bool):
     async def test(http: httpx.AsyncClient) -> None:

@@ -84,6 +84,7 @@ def test_a_log_that_cannot_be_written_is_refused(
     )
 
 
+@pytest.mark.slow
 def test_an_engine_that_cannot_load_ends_the_command(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ):
@@ -92,6 +93,7 @@ def test_an_engine_that_cannot_load_ends_the_command(
     assert "model.config.no_such_key: the fake engine has no such key" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_fit_of_another_engine_is_refused_with_both_sides(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ):

@@ -189,6 +189,7 @@ def test_strict_refuses_a_fit_that_does_not_hold():
     assert "without --strict" in error.value.hint
 
 
+@pytest.mark.slow
 def test_a_strict_server_that_refuses_leaves_no_worker(tmp_path):
     """The fake engine takes no time, unlike the fit's prediction."""
     fake_plan(tmp_path)

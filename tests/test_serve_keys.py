@@ -331,6 +331,7 @@ def test_a_world_writable_keys_file_is_refused(tmp_path: Path):
         read_keys(path)
 
 
+@pytest.mark.slow
 def test_an_api_key_and_a_keys_file_together_are_refused(tmp_path: Path, capsys):
     fake_plan(tmp_path)
     (tmp_path / "keys.yaml").write_text(f"keys:\n{ENTRY}")
@@ -343,6 +344,7 @@ def test_an_api_key_and_a_keys_file_together_are_refused(tmp_path: Path, capsys)
     assert "there is an API key, and a file of keys" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_openais_client_obeys_retry_after_and_should_retry(tmp_path: Path, monkeypatch):
     fake_plan(tmp_path)
     limits = "    requests_per_minute: 60\n    tokens_per_minute: 2000\n"

@@ -55,6 +55,7 @@ def test_an_absent_manager_does_not_end_the_server(tmp_path: Path) -> None:
         ("", "", None),
         ("", "soon", None),
     ],
+    ids=["of any process", "of this process", "of another process", "no limit", "no number"],
 )
 def test_the_manager_is_read_and_removed_from_the_environment(
     monkeypatch: pytest.MonkeyPatch, process: str, limit: str, watchdog_s: float | None
@@ -72,6 +73,7 @@ def test_without_a_manager_nothing_is_sent() -> None:
     asyncio.run(Manager().report_health(lambda: True))
 
 
+@pytest.mark.slow
 def test_a_server_reports_until_it_ends(heard: socket.socket, tmp_path: Path) -> None:
     fake_plan(tmp_path)
     environment = {

@@ -190,6 +190,7 @@ def test_changes_are_applied_and_errors_reported(tmp_path: Path, monkeypatch: py
     asyncio.run(test())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("several", [True, False])
 def test_a_running_server_applies_the_new_file(tmp_path: Path, several: bool):
     fake_plan(tmp_path)

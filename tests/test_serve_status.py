@@ -229,6 +229,7 @@ def test_a_page_gets_only_new_points():
     in_a_loop(test)
 
 
+@pytest.mark.slow
 def test_history_and_answer_are_bounded():
     stats, clock = Stats(), iter(range(10**6))
     history = MetricHistory(stats, lambda: IDLE, lambda: 2.0 * next(clock))
@@ -419,6 +420,7 @@ def browser() -> Iterator:
         yield one
 
 
+@pytest.mark.slow
 def test_values_appear_change_under_load_and_come_back_after_a_restart(browser):
     server = LiveServer()
     with server.running():
@@ -449,6 +451,7 @@ def test_values_appear_change_under_load_and_come_back_after_a_restart(browser):
             with_restart(server, page)
 
 
+@pytest.mark.slow
 def test_each_kind_of_a_fleet_is_named(browser):
     kinds = [
         KindFacts("h200", "rebatch", "NVIDIA H200", 1),
@@ -494,6 +497,7 @@ def with_restart(server: LiveServer, page) -> None:
         shows(page, SERVED, "0")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [360, 1600])
 def test_the_page_fits_and_is_readable(browser, scheme, width):
@@ -513,6 +517,7 @@ def test_the_page_fits_and_is_readable(browser, scheme, width):
             assert seen.complaints == []
 
 
+@pytest.mark.slow
 def test_charts_work_with_the_keyboard(browser):
     server = LiveServer()
     with server.running():
@@ -544,6 +549,7 @@ def test_an_hour_is_kept_and_the_memory_for_it_is_small():
     assert sum(len(bytes(point)) for point in history.points) < 400_000
 
 
+@pytest.mark.slow
 def test_the_range_is_chosen_and_the_axis_has_clock_times(browser):
     server = LiveServer()
     with server.running():
@@ -599,6 +605,7 @@ def live_for(server: LiveServer, seconds: float) -> None:
         history.sample()
 
 
+@pytest.mark.slow
 def test_a_tile_without_data_says_what_is_missing(browser):
     server = LiveServer(
         replace(
@@ -625,6 +632,7 @@ def test_a_tile_without_data_says_what_is_missing(browser):
         assert page.locator("#policy").text_content() == "policyslicemin_interval_s2.86 seagertrue"
 
 
+@pytest.mark.slow
 def test_targets_say_kept_or_broken_in_words(browser):
     server = LiveServer(
         replace(FACTS, sla={"ttft_p99_s": 1e-9, "e2e_mean_s": 500.0, "mtpot_p99_s": 1.0})
@@ -642,6 +650,7 @@ def test_targets_say_kept_or_broken_in_words(browser):
 NUMBERS = re.compile(r"\d[\d,]*\.?\d*")
 
 
+@pytest.mark.slow
 def test_values_have_three_digits_and_units(browser):
     server = LiveServer()
     with server.running():
@@ -677,6 +686,7 @@ def test_the_data_has_the_columns_that_the_page_reads():
     assert names <= set(COLUMNS)
 
 
+@pytest.mark.slow
 def test_a_real_server_serves_the_page(tmp_path: Path):
     fake_plan(tmp_path)
     with Server(tmp_path / "plan.json", LLMCTL_API_KEY=KEY) as server:

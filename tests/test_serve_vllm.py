@@ -19,6 +19,8 @@ from toolkit.files.plan import Plan, PlannedPolicy
 from toolkit.sched.policies import make_policy, refuse_unservable
 from toolkit.sched.policies.parameters import parameters
 
+pytestmark = pytest.mark.slow
+
 
 def plan_for(
     folder: Path, policy: str = "past-future", source: str = "toy", version: str = "0.32.0+cpu"

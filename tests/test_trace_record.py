@@ -400,6 +400,7 @@ def test_a_share_for_each_row(total, count):
     assert max(shares) - min(shares) <= 1
 
 
+@pytest.mark.slow
 def test_the_command_records_and_ends_in_order(tmp_path: Path):
     out = tmp_path / "log.jsonl"
     with serving(answer) as server:

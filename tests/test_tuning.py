@@ -72,10 +72,12 @@ def searched() -> Tuning:
     return run(policies=["sequence", "past-future"], trials=20)
 
 
+@pytest.mark.slow
 def test_same_seed_same_bytes(tuned):
     assert run().model_dump_json() == tuned.model_dump_json()
 
 
+@pytest.mark.slow
 def test_processes_change_no_byte(searched):
     with ProcessPool(2) as crew:
         assert (
@@ -84,6 +86,7 @@ def test_processes_change_no_byte(searched):
         )
 
 
+@pytest.mark.slow
 def test_another_seed_searches_elsewhere(tuned):
     assert [t.outcome.parameters for t in run(seed=1).trials] != [
         t.outcome.parameters for t in tuned.trials
@@ -119,6 +122,7 @@ def test_a_policy_that_the_engine_cannot_serve_is_searched_and_says_so(searched)
     )
 
 
+@pytest.mark.slow
 def test_a_policys_importances_are_its_own_parameters_and_sum_to_one():
     result = run(trials=24, policies=[])
     assert set(result.policies[0].importance) == set(search_space("slice", {}, {}))
@@ -198,10 +202,12 @@ def test_an_interval_spans_its_median_and_holds_the_gain(tuned):
     assert drawn.better_percent in (0.0, 25.0, 50.0, 75.0, 100.0)
 
 
+@pytest.mark.slow
 def test_without_draws_there_is_no_interval():
     assert run(draws=0).uncertainty is None
 
 
+@pytest.mark.slow
 def test_drawn_laws_rule_the_workers_and_not_the_scheduler(monkeypatch):
     seen = []
     monkeypatch.setattr(
@@ -218,6 +224,7 @@ def test_drawn_laws_rule_the_workers_and_not_the_scheduler(monkeypatch):
     assert len({world.believed.prefill_s(8, 100) for world in worlds}) == 1
 
 
+@pytest.mark.slow
 def test_an_interrupted_search_goes_on_and_ends_the_same(tuned, tmp_path):
     path = tmp_path / "tuning.json.partial"
 

@@ -22,6 +22,8 @@ from toolkit.errors import InputError
 from toolkit.tuning.evaluate import EvaluationSetup, Task, make_world
 from toolkit.tuning.executor import InProcessRunner, JournalFile, Remembering, Studies, collect
 
+pytestmark = pytest.mark.slow
+
 __all__ = ["files"]
 CANARY = "canary/7f3a:@"
 ESCAPED = "canary%2F7f3a%3A%40"

@@ -36,6 +36,8 @@ from toolkit.workers.protocol import (
 )
 from toolkit.workers.supervisor import Patience
 
+pytestmark = pytest.mark.slow
+
 CRASH, HANG = 200, 201
 LONG = SamplingParams(ignore_eos=True)
 ROWS = [Row("a", (1, 2, 3), 0, 40), Row("b", (4, 5), 0, 40, end_after=7)]
