@@ -13,6 +13,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
+RETRY_AFTER_S = 5
 TYPES = {  # the body's `type`, by status
     401: "authentication_error",
     404: "not_found_error",
@@ -51,6 +52,12 @@ class ApiError(Exception):
         self.kind = kind or TYPES.get(status, "invalid_request_error")
         self.code = code
         self.headers = dict(headers or {})
+
+
+def overloaded(text: str, retry_after_s: int = RETRY_AFTER_S) -> ApiError:
+    """The error for a request that exceeds what the server can take now."""
+    headers = {"Retry-After": str(retry_after_s)}
+    return ApiError(text, status=503, code="overloaded", headers=headers)
 
 
 class ErrorDetail(msgspec.Struct, frozen=True):

@@ -34,7 +34,7 @@ from toolkit.engines.protocol import FinishReason, SamplingParams
 from toolkit.engines.tokenizer import Tokenizer
 from toolkit.serve.access import KeyedRequest
 from toolkit.serve.driver import SHUTTING_DOWN, TIMED_OUT, Driver, RefusedError
-from toolkit.serve.errors import ApiError, error_body
+from toolkit.serve.errors import ApiError, error_body, overloaded
 from toolkit.serve.forms import (
     BodyReader,
     ChatForm,
@@ -137,9 +137,7 @@ class Generation:
 
     def _overloaded(self, text: str, wait_s: float) -> ApiError:
         self._driver.stats.refused += 1
-        retry_after_s = math.ceil(min(max(wait_s, 1.0), MAX_RETRY_AFTER_S))
-        headers = {"Retry-After": str(retry_after_s)}
-        return ApiError(text, status=503, code="overloaded", headers=headers)
+        return overloaded(text, math.ceil(min(max(wait_s, 1.0), MAX_RETRY_AFTER_S)))
 
     def _check_ready(self) -> None:
         if self._driver.state != "ready":

@@ -29,13 +29,12 @@ import msgspec
 from toolkit import guard
 from toolkit.engines.tokenizer import load_tokenizer
 from toolkit.files.recipe import ModelSpec
-from toolkit.serve.errors import ApiError
+from toolkit.serve.errors import ApiError, overloaded
 from toolkit.serve.forms import BodyReader, ChatForm, CompletionForm
 
 LARGE_BODY_BYTES = 1 << 15
 MAX_WAITING_BODIES = 64
 READING_TIMEOUT_S = 60.0  # for one body
-RETRY_AFTER_S = 5
 PIPE_BYTES = 1 << 18
 TRIM_BYTES = 1 << 20  # after a larger body the process returns memory to the system
 
@@ -92,8 +91,7 @@ class ReadingProcess:
         """
         if self._waiting >= MAX_WAITING_BODIES:
             text = f"{self._waiting} large bodies wait to be read; try again later"
-            headers = {"Retry-After": str(RETRY_AFTER_S)}
-            raise ApiError(text, status=503, code="overloaded", headers=headers)
+            raise overloaded(text)
         self._waiting += 1
         try:
             async with self._turn:

@@ -19,10 +19,11 @@ from urllib.parse import unquote
 import httptools
 from starlette.types import ASGIApp, Message, Scope
 
-from toolkit.serve.errors import ApiError, error_body
+from toolkit.serve.errors import RETRY_AFTER_S, ApiError, error_body
 
 MAX_FRAMING_FACTOR = 8  # a body in chunks of one byte takes six bytes for each
-RETRY_AFTER_S = 5
+
+Headers = list[tuple[bytes, bytes]]  # names in lower case
 
 _NOT_HTTP = "the request is not valid HTTP/1.1"
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
@@ -55,9 +56,6 @@ class RequestHandler(Protocol):
     def body_received(self, piece: bytes) -> None: ...
 
     def body_complete(self) -> None: ...
-
-
-Headers = list[tuple[bytes, bytes]]
 
 
 class RequestParser:
@@ -381,12 +379,6 @@ class HttpExchange:
             self._body = bytearray()
             self._changed.set()
             self._connection.response_complete(self)
-
-
-def overloaded(text: str) -> ApiError:
-    """The error for a request that exceeds what the server holds for all clients."""
-    headers = {"Retry-After": str(RETRY_AFTER_S)}
-    return ApiError(text, status=503, code="overloaded", headers=headers)
 
 
 def over_share(text: str) -> ApiError:
