@@ -37,20 +37,20 @@ from toolkit.serve.http import HttpServer, WireLimits
 from toolkit.serve.server import LAST_BYTES_S, Signals, first_of, is_loopback, listen, url
 from toolkit.traces.write import TraceLine, TraceLog, to_ms
 
+MAX_BODY_BYTES = 64 << 20
 MAX_EVENT_BYTES = 1 << 20  # of an incomplete event; a longer one passes unread
-MAX_COUNTED_PROMPTS = 1024
 MAX_WHOLE_BYTES = 16 << 20  # of a response without a stream; a longer one is not counted
+MAX_COUNTED_PROMPTS = 1024
+MAX_ROWS = 1024  # written per request; servers accept fewer
+UNCOUNTED = "uncounted"
+UNSUPPORTED_STATUSES = (400, 422)  # of servers that do not know `stream_options`
+READ, WITH_USAGE = "read", "with usage"  # jobs of the process
 
 _EVENT_END = re.compile(rb"\r\n\r\n|\n\n|\r\r")
 # One of several prompts in a list: a string or a list of tokens.
 _PROMPT = re.compile(rb'\s*(?:"[^"\\]*(?:\\.[^"\\]*)*"|\[[^\]]*\])\s*[,\]]')
 _LINE_END = re.compile(rb"\r\n|\n|\r")
 _EMPTY = (b'""', b"null", b"[]", b"{}")
-MAX_BODY_BYTES = 64 << 20
-MAX_ROWS = 1024  # written per request; servers accept fewer
-UNCOUNTED = "uncounted"
-UNSUPPORTED_STATUSES = (400, 422)  # of servers that do not know `stream_options`
-READ, WITH_USAGE = "read", "with usage"  # jobs of the process
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,26 +103,19 @@ async def _record(
             )
         await upstream.check_certificate()
         recorder = TraceRecorder(upstream, log, local_hosts_only=is_loopback(order.host))
+        limits = WireLimits(body_bytes=MAX_BODY_BYTES, descriptors_each=2)
+        signals, server = Signals(), HttpServer(recorder, limits, dated=False)
         try:
-            await _serve(recorder, listener, order.ending_s, lambda: on_ready(url(listener)))
+            await server.start(listener)
+            on_ready(url(listener))
+            await signals.first.wait()
+            recorder.leaving = True
+            ended = (recorder.idle.wait(), signals.second.wait(), asyncio.sleep(order.ending_s))
+            await first_of(*ended)
+            await server.stop(LAST_BYTES_S)
         finally:
             await recorder.stop()
         return recorder.ended
-
-
-async def _serve(
-    recorder: TraceRecorder, listener: socket.socket, ending_s: float, on_ready: Callable[[], None]
-) -> None:
-    signals = Signals()
-    server = HttpServer(
-        recorder, WireLimits(body_bytes=MAX_BODY_BYTES, descriptors_each=2), dated=False
-    )
-    await server.start(listener)
-    on_ready()
-    await signals.first.wait()
-    recorder.leaving = True
-    await first_of(recorder.idle.wait(), signals.second.wait(), asyncio.sleep(ending_s))
-    await server.stop(LAST_BYTES_S)
 
 
 @dataclass(slots=True)
