@@ -139,6 +139,7 @@ def test_whole_answers_are_counted_row_by_row(tmp_path: Path):
     assert (len(trace), report.dropped) == (2, {})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("words", "processes"), [(10, 0), (10_000, 1)])
 def test_a_large_request_is_read_beside_the_recorder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: int, processes: int
