@@ -1,5 +1,5 @@
-"""What any answer of the server must be, and requests that try to get another: by its schema, at
-random, by bytes.
+"""Checks of any response of the server, and requests that try to break them: from the schema, at
+random, and as raw bytes.
 """
 
 import asyncio
@@ -39,7 +39,7 @@ SENT = ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize")
 
 
 def complaint(status: int, kind: str, body: bytes) -> str:
-    """What is wrong with an answer, or ''."""
+    """What is wrong with a response, or ''."""
     if status < 400:
         return ""
     if status >= 500 and status != 503:
@@ -74,7 +74,7 @@ def complaint_of(response: httpx.Response) -> str:
 def cases(
     mode: GenerationMode, settings: FrontSettings = SETTINGS
 ) -> st.SearchStrategy[schemathesis.Case[Any]]:
-    """Requests that the server's own schema allows, or does not."""
+    """Requests that the server's own schema allows, or forbids."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return schemathesis.openapi.from_dict(document(settings)).as_strategy(generation_mode=mode)
@@ -84,7 +84,7 @@ PATIENT_S = 60
 
 
 def wire(case: schemathesis.Case[Any]) -> dict[str, Any]:
-    """A case in httpx's words."""
+    """The arguments of httpx for a case."""
     kwargs = case.as_transport_kwargs(base_url="http://test")
     kept = {
         key: kwargs[key]
@@ -112,9 +112,7 @@ def wire(case: schemathesis.Case[Any]) -> dict[str, Any]:
 
 
 def _as_javascript(value: object) -> object:
-    """The same value as JavaScript writes it: to a schema 5.0 is an integer; the server wants
-    integers written 5.
-    """
+    """The value as JavaScript writes it. To a schema 5.0 is an integer, but the server needs 5."""
     if isinstance(value, dict):
         return {key: _as_javascript(one) for key, one in value.items()}
     if isinstance(value, list):
@@ -138,7 +136,7 @@ VALUES = st.recursive(
 
 @st.composite
 def bodies(draw: st.DrawFn) -> tuple[str, bytes]:
-    """A route and a body near a good one: fields changed, bytes changed."""
+    """A route, and a valid body with changed fields or bytes."""
     path = draw(st.sampled_from(SENT))
     properties = document(SETTINGS)["components"]["schemas"]["ChatForm"]["properties"]
     fields = draw(
@@ -186,7 +184,7 @@ PIECES = [
 def request(
     path: str, body: bytes, *headers: bytes, version: bytes = b"1.1", method: bytes = b"POST"
 ) -> bytes:
-    """A request's bytes, as a client would write them but for what `headers` says."""
+    """The bytes of a request, as a client writes them, with these headers."""
     stated = any(
         header.lower().startswith((b"content-length", b"transfer-encoding")) for header in headers
     )
@@ -266,7 +264,7 @@ SEPARATORS = [b"\r\n", b"\r\n\r\n", b"\x00", b": ", b"\xff", b"HTTP/1.1"]
 
 
 def torn(rng: random.Random) -> bytes:
-    """One of these, or a good body's request, with bytes changed, dropped, doubled or cut off."""
+    """A request with bytes changed, dropped, repeated or cut off."""
     data = bytearray(rng.choice([raw for raw, _ in RAW.values() if len(raw) < 2000]))
     for _ in range(rng.randint(1, 4)):
         place, length = rng.randrange(len(data) + 1), rng.randint(0, 8)
@@ -281,8 +279,9 @@ def torn(rng: random.Random) -> bytes:
 
 
 async def converse(port: int, data: bytes, *, patience_s: float = 60.0) -> bytes:
-    """What the server says to these bytes until it closes; after `patience_s` the client ends its
-    side.
+    """Send bytes, and return what the server sends until it closes.
+
+    After `patience_s` seconds the client half-closes the connection.
     """
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
@@ -303,7 +302,7 @@ async def converse(port: int, data: bytes, *, patience_s: float = 60.0) -> bytes
 
 
 def answers(received: bytes) -> Iterator[tuple[int, str, bytes]]:
-    """Status, content type and body of each response; chunked ones are left as they are."""
+    """Status, content type and body of each response. Chunked bodies stay chunked."""
     while received.startswith(b"HTTP/"):
         head, _, rest = received.partition(b"\r\n\r\n")
         lines = head.decode("latin-1").split("\r\n")
@@ -324,9 +323,9 @@ def answers(received: bytes) -> Iterator[tuple[int, str, bytes]]:
 
 
 def raw_complaint(asked: bytes, received: bytes) -> str:
-    """What is wrong with all that a connection gave, or ''."""
+    """What is wrong with the responses of a connection, or ''."""
     try:
-        of_head = b"HEAD " in asked  # whose answers say what they would have held
+        of_head = b"HEAD " in asked  # such answers state the length of a body that they leave out
         said = [answer for answer in answers(received) if answer[2] or not of_head]
         return next(filter(None, (complaint(*answer) for answer in said)), "")
     except (ValueError, msgspec.DecodeError) as error:
@@ -334,6 +333,6 @@ def raw_complaint(asked: bytes, received: bytes) -> str:
 
 
 def beyond_schemas(response: httpx.Response) -> bool:
-    """A refusal of a request that fits the schema: its tokens are too many, or the moment is wrong."""
+    """A refusal of a request that fits the schema: too many tokens, or an overloaded server."""
     error = response.json()["error"]
     return error["code"] in BEYOND_SCHEMAS or error["param"] in ("min_tokens", "n")

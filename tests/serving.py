@@ -1,7 +1,7 @@
-"""What the server's tests share: a toy model, workers that run on the test's loop, a whole server.
+"""Helpers of the server's tests: a toy model, workers on the test's event loop, a whole server.
 
-The toy model's next token is a function of all tokens before it, so a request that was moved or run
-again gives the same text, and a token that was lost or doubled gives another.
+The toy model's next token depends on all tokens before it. So a request that was moved or run again
+gives the same text, and a lost or repeated token changes the text.
 """
 
 import asyncio
@@ -56,12 +56,12 @@ SETTINGS = FrontSettings(
 
 
 def next_token(tokens: Sequence[int]) -> int:
-    """A lower-case letter."""
+    """The next token of the toy model: a lower-case letter."""
     return 97 + hash(tuple(tokens)) % 26
 
 
 def generate(prompt: Sequence[int] | str, count: int) -> list[int]:
-    """What the toy model says after `prompt`, undisturbed."""
+    """The toy model's output after `prompt`."""
     tokens = list(prompt.encode() if isinstance(prompt, str) else prompt)
     start = len(tokens)
     for _ in range(count):
@@ -74,7 +74,7 @@ def text(prompt: Sequence[int] | str, count: int) -> str:
 
 
 def run_row(row: Row, steps: int) -> tuple[tuple[int, ...], FinishReason]:
-    """The new tokens of a row, and how it ended."""
+    """The new tokens of a row, and how it ended, or ''."""
     tokens = list(row.tokens)
     count = min(steps, row.max_new_tokens - row.generated)
     for _ in range(count):
@@ -90,8 +90,9 @@ def run_row(row: Row, steps: int) -> tuple[tuple[int, ...], FinishReason]:
 
 
 class HandWorkers:
-    """Workers that a test moves by hand: batches wait in `running` until it says what became of
-    them. No rounds.
+    """Workers that a test moves by hand: a batch stays in `running` until the test ends it.
+
+    They run no rounds.
     """
 
     def __init__(self, size: int = 1) -> None:
@@ -143,12 +144,12 @@ class HandWorkers:
         self.stopped = True
 
     def progress(self, worker: int = 0, steps: int = 1, done_before: int = 0) -> None:
-        """The batch's rows get `steps` more tokens each, after `done_before`."""
+        """Report `steps` more tokens of each row, after the first `done_before`."""
         batch_id, rows, _ = self.running[worker]
         frames = []
         for step in range(done_before, done_before + steps):
-            told = [(row, *run_row(one, step + 1)) for row, one in enumerate(rows)]
-            new = [(row, tokens, finish) for row, tokens, finish in told if len(tokens) == step + 1]
+            outputs = [(index, *run_row(row, step + 1)) for index, row in enumerate(rows)]
+            new = [output for output in outputs if len(output[1]) == step + 1]
             ended = tuple((row, finish) for row, _, finish in new if finish)
             frames.append(
                 StepOutput(tuple(row for row, _, _ in new), tuple(t[-1] for _, t, _ in new), ended)
@@ -156,7 +157,7 @@ class HandWorkers:
         self.on_event(BatchProgress(worker, batch_id, tuple(frames)))
 
     def finish(self, worker: int = 0, *, steps: int | None = None, failure: Failure = "") -> None:
-        """The batch is over, having run `steps` of its steps."""
+        """End the batch after `steps` of its steps."""
         batch_id, rows, planned = self.running.pop(worker)
         results = [run_row(row, planned if steps is None else steps) for row in rows]
         output = SliceOutput(
@@ -173,7 +174,7 @@ class HandWorkers:
 
 
 class ToyWorkers(HandWorkers):
-    """Workers that run by themselves: progress every `stride` steps, each in a turn of the loop."""
+    """Workers that run alone and report every `stride` steps, each in a turn of the loop."""
 
     def __init__(self, size: int = 2, stride: int = 4) -> None:
         super().__init__(size)
@@ -210,7 +211,7 @@ def make_driver(
     limits: LatencyLimits = UNLIMITED,
     **parameters: Any,
 ) -> Driver:
-    """The driver of such workers; `capacity` in tokens of all, or of each."""
+    """A driver of these workers; `capacity` is in tokens, for all workers or for each."""
     capacities = [capacity] * workers.size if isinstance(capacity, int) else capacity
     planned = [Worker(index, LAW, ZetaMemory(tokens)) for index, tokens in enumerate(capacities)]
     parameters = parameters or {"slice_tokens": 8}
@@ -220,7 +221,7 @@ def make_driver(
 
 
 class Client(httpx.AsyncClient):
-    """Of a server in this process, whose parts a test may look at."""
+    """A client of a server in this process. A test may look at its parts."""
 
     def __init__(self, driver: Driver, workers: HandWorkers, settings: FrontSettings) -> None:
         keyring = Keyring(settings.api_key, settings.keys)
@@ -249,7 +250,7 @@ async def client(
 
 
 def events(body: str) -> list[Any]:
-    """The data of server-sent events."""
+    """The data of server-sent events, parsed."""
     lines = [
         line.removeprefix("data: ") for line in body.split("\n\n") if line.startswith("data: ")
     ]
@@ -257,13 +258,13 @@ def events(body: str) -> list[Any]:
 
 
 async def turns(count: int = 20) -> None:
-    """Let the loop run, without waiting for any clock."""
+    """Let the event loop turn, without waiting for a clock."""
     for _ in range(count):
         await asyncio.sleep(0)
 
 
 def fake_plan(folder: Path, **config: float) -> Plan:
-    """A plan that serves the shipped fake engine in processes; `config` is FakeConfig's."""
+    """Write a plan of the fake engine in processes; `config` has the fields of FakeConfig."""
     fake = {"model_type": "fake", **config}
     model = {
         "source": "random",
@@ -308,7 +309,7 @@ class Server:
         return [child for child, words in self._children() if HELPER in words]
 
     def _children(self) -> list[tuple[psutil.Process, list[str]]]:
-        """Each with its command, without those that have ended."""
+        """The child processes that have not ended, with their commands."""
         found = []
         for child in psutil.Process(self.process.pid).children():
             with suppress(psutil.NoSuchProcess):
@@ -316,7 +317,7 @@ class Server:
         return found
 
     def end(self) -> int:
-        """SIGTERM, and the exit code."""
+        """Send SIGTERM, and return the exit code."""
         self.process.terminate()
         self.process.communicate(timeout=60)
         return self.process.returncode

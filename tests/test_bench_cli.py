@@ -249,7 +249,11 @@ def test_refused_requests_are_counted_and_the_prediction_says_that_it_serves_the
         late_s = len(body["prompt"]) / 10
         if body["stream"] and late_s > 2.1:
             return whole(
-                {"error": {"message": f"too many wait: the first token would come in {late_s} s"}},
+                {
+                    "error": {
+                        "message": f"too many requests wait: the first token would come in {late_s} s"
+                    }
+                },
                 503,
             )
         return serve_request(body)
@@ -260,7 +264,9 @@ def test_refused_requests_are_counted_and_the_prediction_says_that_it_serves_the
     assert code == 0
     report = json.loads(printed)
     assert report["refused"] == 3
-    assert report["failures"] == {"HTTP 503: too many wait: the first token would come in ... s": 3}
+    assert report["failures"] == {
+        "HTTP 503: too many requests wait: the first token would come in ... s": 3
+    }
     assert report["measured"]["sla_attainment_percent"] == pytest.approx(40.0)
     assert (
         "3 of 5 requests were refused for load: attainment and goodput count them as missed" in err

@@ -152,7 +152,7 @@ def test_where_a_request_failed_the_fronts_share_is_not_known():
 
 def test_refused_requests_never_came_to_the_driver_and_say_nothing_of_the_fronts_share():
     refused = seen_by_clients(5, 0.5, 2.0)
-    refused[2].failure, refused[2].refused = "HTTP 503: too many wait", True
+    refused[2].failure, refused[2].refused = "HTTP 503: too many requests wait", True
     times = times_between(counters(0, 0.0, 0.0), counters(4, 0.375, 1.75), refused)
     assert times.front == Front(first_s=0.125, last_s=0.25)
 

@@ -270,7 +270,7 @@ def test_a_worker_that_dies_amid_chunks_costs_no_token(
 
     def submit(some):
         for name in some:
-            scheduler.submit(Request(name, 0.0, len(lives[name].ask.prompt), LIMIT), 0.0)
+            scheduler.submit(Request(name, 0.0, len(lives[name].request.prompt), LIMIT), 0.0)
 
     def receive(step):
         for number, token in zip(step.rows, step.tokens, strict=True):

@@ -1,4 +1,4 @@
-"""OpenAI's API over the toy model, in this process: what comes back, and what that stands on."""
+"""OpenAI's API over the toy model, in this process."""
 
 import asyncio
 from collections.abc import Callable, Coroutine
@@ -21,7 +21,7 @@ def ask(test: Callable[[httpx.AsyncClient], Coroutine], **options) -> None:
 GREEDY = {"temperature": 0, "max_tokens": 10}
 
 
-def test_a_completion_is_what_the_model_says():
+def test_a_completion_returns_the_models_text():
     async def test(http: httpx.AsyncClient) -> None:
         reply = (
             await http.post("/v1/completions", json={"model": "toy", "prompt": "hello", **GREEDY})
@@ -46,7 +46,7 @@ def test_a_completion_is_what_the_model_says():
         ([[104, 105], [104, 101, 121]], ["hi", "hey"]),
     ],
 )
-def test_prompts_come_in_four_forms(prompt: object, texts: list[str]):
+def test_a_prompt_may_have_four_forms(prompt: object, texts: list[str]):
     async def test(http: httpx.AsyncClient) -> None:
         reply = (await http.post("/v1/completions", json={"prompt": prompt, **GREEDY})).json()
         assert [one["text"] for one in reply["choices"]] == [text(one, 10) for one in texts]
@@ -55,7 +55,7 @@ def test_prompts_come_in_four_forms(prompt: object, texts: list[str]):
     ask(test)
 
 
-def test_n_choices_of_each_prompt_are_numbered_through():
+def test_choices_are_numbered_over_all_prompts():
     async def test(http: httpx.AsyncClient) -> None:
         body = {"prompt": ["a", "b"], "n": 3, **GREEDY}
         reply = (await http.post("/v1/completions", json=body)).json()
@@ -68,7 +68,7 @@ def test_n_choices_of_each_prompt_are_numbered_through():
     ask(test)
 
 
-def test_completions_default_to_16_tokens_and_chats_to_the_recipes_limit():
+def test_default_max_tokens_is_16_for_completions_and_the_recipes_limit_for_chats():
     async def test(http: httpx.AsyncClient) -> None:
         reply = (await http.post("/v1/completions", json={"prompt": "a"})).json()
         assert reply["usage"]["completion_tokens"] == 16
@@ -79,7 +79,7 @@ def test_completions_default_to_16_tokens_and_chats_to_the_recipes_limit():
     ask(test, max_new_tokens=40)
 
 
-def test_a_default_limit_shrinks_to_the_room_that_the_prompt_leaves():
+def test_the_default_limit_shrinks_to_the_remaining_context():
     async def test(http: httpx.AsyncClient) -> None:
         reply = (await http.post("/v1/completions", json={"prompt": "a" * 505})).json()
         assert reply["usage"]["completion_tokens"] == 7
@@ -87,7 +87,7 @@ def test_a_default_limit_shrinks_to_the_room_that_the_prompt_leaves():
     ask(test)
 
 
-def test_a_chat_is_the_models_answer_to_its_template():
+def test_a_chat_uses_the_models_template():
     async def test(http: httpx.AsyncClient) -> None:
         messages = [
             {"role": "developer", "content": "be brief"},
@@ -127,7 +127,7 @@ def test_a_stream_is_the_same_text_in_pieces_and_ends_with_done():
 
 
 @pytest.mark.parametrize("route", ["/v1/completions", "/v1/chat/completions"])
-def test_a_stream_with_usage_ends_with_a_chunk_of_nothing_else(route: str):
+def test_a_stream_with_usage_ends_with_a_chunk_of_the_usage_alone(route: str):
     async def test(http: httpx.AsyncClient) -> None:
         what = (
             {"prompt": "hello"}
@@ -143,7 +143,7 @@ def test_a_stream_with_usage_ends_with_a_chunk_of_nothing_else(route: str):
     ask(test)
 
 
-def test_the_role_comes_once_per_choice_with_its_first_piece():
+def test_the_first_chunk_of_each_choice_carries_the_role():
     async def test(http: httpx.AsyncClient) -> None:
         body = {"messages": [{"role": "user", "content": "x"}], "stream": True, "n": 2, **GREEDY}
         *chunks, _ = events((await http.post("/v1/chat/completions", json=body)).text)
@@ -157,7 +157,7 @@ def test_the_role_comes_once_per_choice_with_its_first_piece():
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_stop_string_over_chunk_borders_ends_the_text_before_it(stream: bool):
+def test_a_stop_string_may_span_chunks(stream: bool):
     whole = text("hello", 30)
     stop = whole[6:10]  # the workers report every 4 tokens, slices end after 8
 
@@ -180,7 +180,7 @@ def test_a_stop_string_over_chunk_borders_ends_the_text_before_it(stream: bool):
     ask(test)
 
 
-def test_end_after_is_honoured_where_the_server_allows_it():
+def test_end_after_works_only_if_the_server_allows_it():
     async def test(http: httpx.AsyncClient) -> None:
         body = {"prompt": "hello", "max_tokens": 100, "llmctl_end_after": 12}
         reply = (await http.post("/v1/completions", json=body)).json()
@@ -207,7 +207,7 @@ def test_unknown_fields_are_ignored_and_nulls_are_defaults():
     ask(test)
 
 
-def test_what_sampling_is_asked_for_reaches_the_worker():
+def test_sampling_parameters_reach_the_worker():
     async def test(http: httpx.AsyncClient) -> None:
         sampling = {
             "temperature": 0.5,
@@ -227,7 +227,7 @@ def test_what_sampling_is_asked_for_reaches_the_worker():
     ask(test)
 
 
-def test_without_a_seed_each_request_draws_apart():
+def test_requests_without_a_seed_get_different_seeds():
     async def test(http: httpx.AsyncClient) -> None:
         for _ in range(2):
             await http.post("/v1/completions", json={"prompt": "a", "max_tokens": 1})
@@ -238,7 +238,7 @@ def test_without_a_seed_each_request_draws_apart():
     ask(test)
 
 
-def test_a_full_queue_refuses_and_says_when_to_come_back():
+def test_a_full_queue_refuses_with_retry_after():
     async def test(http: httpx.AsyncClient) -> None:
         asking = []
         for _ in range(3):  # one runs, two wait
@@ -257,7 +257,7 @@ def test_a_full_queue_refuses_and_says_when_to_come_back():
     ask(test, workers=HandWorkers(), max_waiting=2)
 
 
-def test_a_batch_of_prompts_is_taken_whole_or_not_at_all():
+def test_all_prompts_of_a_request_are_accepted_or_none():
     async def test(http: httpx.AsyncClient) -> None:
         body = {"prompt": ["a", "b" * 100], "max_tokens": 10}
         response = await http.post("/v1/completions", json=body)
@@ -270,7 +270,7 @@ def test_a_batch_of_prompts_is_taken_whole_or_not_at_all():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_request_that_cannot_be_served_is_told_so(stream: bool):
+def test_a_request_that_can_never_fit_is_refused(stream: bool):
     async def test(http: httpx.AsyncClient) -> None:
         asking = asyncio.create_task(
             http.post("/v1/completions", json={"prompt": "a", "stream": stream})
@@ -292,7 +292,7 @@ def test_a_request_that_cannot_be_served_is_told_so(stream: bool):
     ask(test, workers=HandWorkers())
 
 
-def test_models_lists_the_one_there_is():
+def test_models_lists_the_served_model():
     async def test(http: httpx.AsyncClient) -> None:
         (model,) = (await http.get("/v1/models")).json()["data"]
         assert (model["id"], model["object"], model["max_model_len"]) == ("org/toy", "model", 512)
@@ -322,7 +322,7 @@ def test_version():
     ask(test)
 
 
-def test_a_request_id_comes_back_if_it_is_plain_and_is_made_up_otherwise():
+def test_a_plain_request_id_is_returned_and_any_other_replaced():
     async def test(http: httpx.AsyncClient) -> None:
         response = await http.get("/health", headers={"X-Request-Id": "abc-1.2_3"})
         assert response.headers["x-request-id"] == "abc-1.2_3"
@@ -336,7 +336,7 @@ def test_a_request_id_comes_back_if_it_is_plain_and_is_made_up_otherwise():
     ask(test)
 
 
-def test_with_a_key_everything_else_is_closed():
+def test_with_a_key_only_health_and_readiness_stay_open():
     async def test(http: httpx.AsyncClient) -> None:
         for path in ("/v1/models", "/metrics", "/version", "/nowhere", "/health/", "//health"):
             response = await http.get(path)
@@ -362,7 +362,7 @@ def test_metrics_can_be_opened():
     ask(test, api_key="secret", open_metrics=True)
 
 
-def test_greedy_text_is_the_same_in_a_crowd_as_alone():
+def test_greedy_text_does_not_depend_on_the_batch():
     async def test(http: httpx.AsyncClient) -> None:
         prompts = [f"request {index}" for index in range(40)]
         bodies = [
@@ -378,7 +378,7 @@ def test_greedy_text_is_the_same_in_a_crowd_as_alone():
     ask(test)
 
 
-def test_generate_is_what_run_row_does():
+def test_generate_agrees_with_run_row():
     assert bytes(generate("hello", 5)).decode() == text("hello", 5)
 
 
@@ -399,9 +399,7 @@ def test_generate_is_what_run_row_does():
         ("", False),
     ],
 )
-def test_a_server_of_this_machine_answers_to_no_name_that_a_page_may_have(
-    path: str, host: str, refused: bool
-):
+def test_a_keyless_local_server_refuses_foreign_host_names(path: str, host: str, refused: bool):
     async def test(http: httpx.AsyncClient) -> None:
         reply = await http.get(path, headers={"host": host})
         assert (reply.status_code == 403) is refused
@@ -412,7 +410,7 @@ def test_a_server_of_this_machine_answers_to_no_name_that_a_page_may_have(
     ask(test, local_hosts_only=True)
 
 
-def test_a_server_with_a_key_answers_to_every_name():
+def test_a_server_with_a_key_accepts_every_host_name():
     async def test(http: httpx.AsyncClient) -> None:
         headers = {"host": "llm.example.com", "authorization": "Bearer k"}
         assert (await http.get("/v1/models", headers=headers)).status_code == 200

@@ -1,4 +1,4 @@
-"""What a plan may ask a server for."""
+"""Building a scheduler and settings from a plan."""
 
 import pytest
 import samples
@@ -36,7 +36,7 @@ def test_every_policy_that_needs_no_oracle_is_served_by_an_engine_that_keeps_its
     ("engine", "said", "joining"),
     [("fake", {}, None), ("rebatch", {}, "embed"), ("rebatch", {"joining": "shape"}, "shape")],
 )
-def test_both_clocks_know_from_the_engine_how_rows_take_memory(
+def test_simulator_and_server_take_row_memory_from_the_engine(
     engine: str, said: dict[str, str], joining: str
 ) -> None:
     facts = samples.fit().engine.model_dump(exclude={"joining"}) | {"engine": engine} | said
@@ -61,7 +61,7 @@ def test_static_policies_are_served(policy: str) -> None:
         ("past-future-oracle", "policy 'past-future-oracle' knows the true output lengths"),
     ],
 )
-def test_what_no_server_here_can_run_is_refused_by_name(policy: str, reason: str) -> None:
+def test_plans_that_no_server_can_run_are_refused_by_name(policy: str, reason: str) -> None:
     with pytest.raises(InputError) as caught:
         make_scheduler(plan(policy))
     assert caught.value.message.startswith(reason)

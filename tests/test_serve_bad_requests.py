@@ -1,4 +1,4 @@
-"""Every bad request gets its 4xx with OpenAI's body; none a 500, none a 422, none something else."""
+"""Every bad request gets a 4xx with OpenAI's error body; none gets a 500 or a 422."""
 
 import asyncio
 import json
@@ -48,7 +48,7 @@ RAW = {
     "not an object": (b'["prompt"]', "must be a JSON object"),
     "NaN": (b'{"prompt": "a", "temperature": NaN}', "NaN is not a JSON number"),
     "Infinity": (b'{"prompt": "a", "top_p": -Infinity}', "-Infinity is not a JSON number"),
-    "a key twice": (b'{"prompt": "a", "prompt": "b"}', "the key 'prompt' comes twice"),
+    "a key twice": (b'{"prompt": "a", "prompt": "b"}', "the key 'prompt' occurs twice"),
     "a byte order mark": (b'\xef\xbb\xbf{"prompt": "a"}', "BOM"),
     "not UTF-8": (b'{"prompt": "\xff"}', "not UTF-8: byte 12"),
     "UTF-16": ('{"prompt": "a"}'.encode("utf-16"), "not UTF-8"),
@@ -70,7 +70,7 @@ RAW = {
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT, "/tokenize", "/detokenize"])
 @pytest.mark.parametrize("what", RAW)
-def test_bodies_that_are_not_plain_json(path: str, what: str):
+def test_invalid_json_bodies_are_refused(path: str, what: str):
     body, message = RAW[what]
     response = send("POST", path, content=body, headers=JSON)
     assert response.status_code == 400
@@ -138,7 +138,7 @@ FIELDS = [
 @pytest.mark.parametrize(
     ("body", "param", "message"), FIELDS, ids=[json.dumps(one[0])[:60] for one in FIELDS]
 )
-def test_fields_that_cannot_be(body: dict, param: str, message: str):
+def test_invalid_fields_are_refused(body: dict, param: str, message: str):
     response = send(
         "POST", COMPLETIONS, content=json.dumps(body).replace("Infinity", "1e999"), headers=JSON
     )
@@ -187,7 +187,7 @@ CHATS = [
 @pytest.mark.parametrize(
     ("body", "param", "message"), CHATS, ids=[json.dumps(one[0])[:60] for one in CHATS]
 )
-def test_chats_that_cannot_be(body: dict, param: str, message: str):
+def test_invalid_chats_are_refused(body: dict, param: str, message: str):
     response = send("POST", CHAT, json=body)
     assert response.status_code == 400
     assert (error(response)["param"], message in error(response)["message"]) == (param, True)
@@ -205,7 +205,7 @@ def test_chats_that_cannot_be(body: dict, param: str, message: str):
         ("POST", "/health", 405),
     ],
 )
-def test_routes_that_are_not(method: str, path: str, status: int):
+def test_unknown_routes_are_refused(method: str, path: str, status: int):
     response = send(method, path)
     assert response.status_code == status
     error(response)
@@ -215,7 +215,7 @@ def test_routes_that_are_not(method: str, path: str, status: int):
 @pytest.mark.parametrize(
     ("path", "body"), [(COMPLETIONS, {"prompt": "a"}), (CHAT, {"messages": USER})]
 )
-def test_a_model_that_is_not_here(path: str, body: dict):
+def test_an_unknown_model_is_refused(path: str, body: dict):
     response = send("POST", path, json={"model": "gpt-5", **body})
     assert response.status_code == 404
     assert error(response)["code"] == "model_not_found"
@@ -269,7 +269,7 @@ LARGE = [
 
 
 @pytest.mark.parametrize(("path", "body", "status", "message"), LARGE)
-def test_large_bodies_are_read_elsewhere_and_answered_the_same(
+def test_large_bodies_get_the_same_answers_through_the_helper(
     monkeypatch: pytest.MonkeyPatch, path: str, body: dict, status: int, message: str
 ):
     small = send("POST", path, json={"temperature": 0, **body})
@@ -286,7 +286,7 @@ def test_large_bodies_are_read_elsewhere_and_answered_the_same(
 
 
 def test_long_prompts_at_once_do_not_exceed_the_queue(monkeypatch: pytest.MonkeyPatch):
-    """All of them have been let in before the first has been read."""
+    """All requests are accepted before the first body is read."""
     monkeypatch.setattr("toolkit.serve.api.LARGE_BODY_BYTES", 1)
     read = threading.Event()
     encode = ByteTokenizer.encode
@@ -318,7 +318,7 @@ def test_long_prompts_at_once_do_not_exceed_the_queue(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", ""])
-def test_other_content_types(kind: str):
+def test_other_content_types_are_refused(kind: str):
     response = send("POST", COMPLETIONS, content=b'{"prompt": "a"}', headers={"content-type": kind})
     assert response.status_code == 415
     error(response)
@@ -329,15 +329,15 @@ def test_tokenize_needs_one_of_prompt_and_messages(body: dict):
     assert send("POST", "/tokenize", json=body).status_code == 400
 
 
-def test_detokenize_refuses_tokens_that_are_not():
+def test_detokenize_refuses_unknown_tokens():
     assert error(send("POST", "/detokenize", json={"tokens": [259]}))["param"] == "tokens"
 
 
-def test_surrogate_pairs_are_characters():
+def test_surrogate_pairs_are_accepted_and_halves_refused():
     assert parse_json(b'{"prompt": "\\ud83d\\ude00"}') == {"prompt": "\N{GRINNING FACE}"}
 
 
-def test_nesting_is_counted_to_the_level():
+def test_nesting_is_limited_to_max_depth():
     def nested(levels: int) -> bytes:
         return b'{"x": ' + b"[" * (levels - 1) + b"]" * (levels - 1) + b"}"
 

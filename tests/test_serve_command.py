@@ -1,4 +1,4 @@
-"""`llmctl serve`: what it takes, and what it refuses before anything is loaded."""
+"""`llmctl serve`: its options, and what it refuses before it loads anything."""
 
 import socket
 from pathlib import Path
@@ -12,7 +12,7 @@ from toolkit.files.io import write_file
 
 
 def fails(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    """The one line that `llmctl serve` ends with; its exit code is 2."""
+    """The last line of a `llmctl serve` that ends with exit code 2."""
     assert llmctl("serve", *words) == 2
     lines = [
         line
@@ -34,11 +34,11 @@ def test_it_needs_a_plan(capsys: pytest.CaptureFixture[str]):
     assert "hint: llmctl serve plan.json" in fails(capsys, "tiny-llama-cpu")
 
 
-def test_a_plan_and_a_fit_are_one_too_many(capsys: pytest.CaptureFixture[str], plan: str):
+def test_a_plan_and_a_fit_together_are_refused(capsys: pytest.CaptureFixture[str], plan: str):
     assert "one or the other" in fails(capsys, "--plan", plan, "--fit", "fit.json")
 
 
-def test_other_machines_are_not_served_without_a_key(capsys: pytest.CaptureFixture[str], plan: str):
+def test_a_public_address_needs_a_key(capsys: pytest.CaptureFixture[str], plan: str):
     for host in ("0.0.0.0", "::", "example.com"):
         assert f"host {host} can be reached from other machines" in fails(
             capsys, plan, "--host", host
@@ -60,7 +60,7 @@ def test_a_share_of_nothing_is_refused(capsys: pytest.CaptureFixture[str], plan:
     assert "--client-share" in capsys.readouterr().err
 
 
-def test_a_port_that_is_taken(capsys: pytest.CaptureFixture[str], plan: str):
+def test_a_taken_port_is_refused(capsys: pytest.CaptureFixture[str], plan: str):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         assert f"cannot listen on 127.0.0.1 port {port}: Address already in use\n" in fails(
@@ -68,15 +68,15 @@ def test_a_port_that_is_taken(capsys: pytest.CaptureFixture[str], plan: str):
         )
 
 
-def test_a_policy_that_is_not(capsys: pytest.CaptureFixture[str], plan: str):
+def test_an_unknown_policy_is_refused(capsys: pytest.CaptureFixture[str], plan: str):
     assert "there is no policy 'slicee'" in fails(capsys, plan, "--policy", "slicee")
 
 
-def test_a_parameter_that_is_not(capsys: pytest.CaptureFixture[str], plan: str):
+def test_an_unknown_parameter_is_refused(capsys: pytest.CaptureFixture[str], plan: str):
     assert "did you mean 'slice_tokens'?" in fails(capsys, plan, "--set", "slice_token=5")
 
 
-def test_a_log_that_cannot_be_written(
+def test_a_log_that_cannot_be_written_is_refused(
     capsys: pytest.CaptureFixture[str], plan: str, tmp_path: Path
 ):
     assert "cannot be written: " in fails(
@@ -85,7 +85,9 @@ def test_a_log_that_cannot_be_written(
 
 
 @pytest.mark.slow
-def test_an_engine_that_cannot_load_ends_it(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+def test_an_engine_that_cannot_load_ends_the_command(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+):
     fake_plan(tmp_path, no_such_key=1)
     assert llmctl("serve", tmp_path / "plan.json") == 3
     assert "model.config.no_such_key: the fake engine has no such key" in capsys.readouterr().err
@@ -107,7 +109,7 @@ def test_a_fit_of_another_engine_is_refused_with_both_sides(
     assert "--force" in told
 
 
-def test_policy_parameters_and_workers_can_be_others_than_the_plans(plan: str):
+def test_options_override_the_plans_policy_parameters_and_workers(plan: str):
     from toolkit.cli.serve_start import changed
     from toolkit.files.io import read_file
     from toolkit.files.plan import Plan

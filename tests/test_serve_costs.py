@@ -1,6 +1,4 @@
-"""What scheduling costs: the worker's stopwatch, the server's counters, and the line that `bench`
-makes of them.
-"""
+"""Scheduling costs: the worker's stopwatch, the server's counters, and the line of `bench`."""
 
 import asyncio
 from collections.abc import Callable, Coroutine
@@ -24,7 +22,7 @@ from toolkit.workers.protocol import Times
 STEP = StepOutput((0,), (65,))
 
 
-def test_a_stopwatch_tells_engine_reporting_and_gap_apart():
+def test_a_stopwatch_separates_engine_reporting_and_gap():
     at_s = iter([0.0, 1.0, 1.5, 2.0, 2.25, 4.0, 6.5, 7.0])
     watch = Stopwatch(lambda: next(at_s))
     watch.start()
@@ -53,7 +51,7 @@ def drive(test: Callable[[Driver, HandWorkers], Coroutine]) -> None:
     asyncio.run(run())
 
 
-def test_a_hop_is_counted_where_the_next_batch_was_there_and_not_where_work_had_to_come():
+def test_a_hop_counts_only_if_the_next_batch_was_ready():
     async def test(driver: Driver, hands: HandWorkers) -> None:
         hops = driver.stats.hop.counts
         submit(driver, "a", 20)  # slices of 8: the second follows the first
@@ -134,14 +132,14 @@ def test_shares_are_of_the_engines_time_between_two_looks():
     )
 
 
-def test_where_nothing_ran_or_nothing_is_told_there_are_no_shares():
+def test_without_batches_or_counters_there_are_no_shares():
     still = dict.fromkeys(COUNTED.values(), 5.0)
     assert scheduling(still, still) is None
     assert scheduling({}, still) is None
 
 
 @pytest.mark.parametrize(("overlaps", "expected_s"), [(True, 0.0), (False, 1.5)])
-def test_a_round_is_held_against_its_transfers_where_it_waits_for_them(overlaps, expected_s):
+def test_a_rounds_prediction_includes_transfers_that_it_waits_for(overlaps, expected_s):
     link = LinearSwap(latency_s=0.5, out_tokens_per_s=16.0, in_tokens_per_s=8.0, overlaps=overlaps)
     worker = Worker(0, unit_step(), ZetaMemory(1000), swap=link, host_tokens=1000)
     left = Job(Request("a", 0.0, 16, 9), 0, 16)

@@ -1,5 +1,5 @@
-"""Deadlines of requests: one that comes to its end gets 504 or a final error, and the scheduler a
-cancel.
+"""Deadlines of requests: at its deadline a request gets 504 or a final error, and the scheduler
+sees a cancellation.
 """
 
 import asyncio
@@ -26,14 +26,14 @@ def ask(scenario, workers=None, **settings) -> None:
 
 
 async def expire(http: httpx.AsyncClient) -> None:
-    """The deadlines of all that are on their way come now."""
-    for live in list(http.driver._lives):
-        assert live.deadline is not None
-        http.driver._expire(live)
+    """Let the deadlines of all active requests pass now."""
+    for active in list(http.driver._active):
+        assert active.deadline is not None
+        http.driver._expire(active)
     await turns()
 
 
-def test_a_request_that_waits_at_its_deadline_gets_504_though_no_worker_lives() -> None:
+def test_a_waiting_request_gets_504_at_its_deadline_even_without_workers() -> None:
     async def test(http: httpx.AsyncClient) -> None:
         first = asyncio.create_task(http.post("/v1/completions", json=ASK | {"timeout": 5.0}))
         await turns(60)
@@ -53,7 +53,7 @@ def test_a_request_that_waits_at_its_deadline_gets_504_though_no_worker_lives() 
     ask(test)
 
 
-def test_a_stream_that_runs_at_its_deadline_gets_a_final_error() -> None:
+def test_a_running_stream_gets_a_final_error_at_its_deadline() -> None:
     async def test(http: httpx.AsyncClient) -> None:
         asking = asyncio.create_task(
             http.post("/v1/completions", json=ASK | {"stream": True, "timeout": 5})
@@ -69,7 +69,7 @@ def test_a_stream_that_runs_at_its_deadline_gets_a_final_error() -> None:
     ask(test)
 
 
-def test_the_timer_itself_ends_it() -> None:
+def test_the_timer_ends_a_request_at_its_deadline() -> None:
     async def test(http: httpx.AsyncClient) -> None:
         answer = await http.post("/v1/completions", json=ASK | {"timeout": 0.01})
         assert answer.status_code == 504
@@ -84,14 +84,14 @@ def test_the_servers_deadline_is_the_default_and_the_longest() -> None:
             for more in ({}, {"timeout": 500}, {"timeout": 2})
         ]
         await turns(60)
-        assert sorted(live.ask.timeout_s for live in http.driver._lives) == [2, 60, 60]
+        assert sorted(active.request.timeout_s for active in http.driver._active) == [2, 60, 60]
         await expire(http)
         assert [(await one).status_code for one in asking] == [504] * 3
 
     ask(test, request_timeout_s=60.0)
 
 
-def test_without_one_there_is_no_deadline_and_one_that_ended_has_none() -> None:
+def test_a_request_without_timeout_or_that_has_ended_has_no_deadline() -> None:
     async def test(http: httpx.AsyncClient) -> None:
         assert (await http.post("/v1/completions", json=ASK)).status_code == 200
         assert (await http.post("/v1/completions", json=ASK | {"timeout": 3600})).status_code == 200
@@ -102,7 +102,7 @@ def test_without_one_there_is_no_deadline_and_one_that_ended_has_none() -> None:
 
 
 @pytest.mark.parametrize("timeout", [0, -1, 1e9, "5", True])
-def test_a_deadline_that_is_none_is_refused(timeout: object) -> None:
+def test_an_invalid_deadline_is_refused(timeout: object) -> None:
     async def test(http: httpx.AsyncClient) -> None:
         answer = await http.post("/v1/completions", json=ASK | {"timeout": timeout})
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "timeout")
@@ -110,7 +110,7 @@ def test_a_deadline_that_is_none_is_refused(timeout: object) -> None:
     ask(test)
 
 
-def test_it_is_a_cancel_in_the_log_and_replays() -> None:
+def test_a_deadline_is_logged_as_a_cancel_and_replays() -> None:
     async def main() -> None:
         log = []
         async with client(HandWorkers()) as http:

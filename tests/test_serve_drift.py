@@ -1,6 +1,4 @@
-"""Whether the fit still holds when a server starts: which points are measured, held against what,
-and who is told.
-"""
+"""The check of the fit at the server's start: which points it measures and what it reports."""
 
 import asyncio
 import subprocess
@@ -36,7 +34,7 @@ def plan(policy="slice", p95_percent=20.0):
 
 
 class TimedWorkers:
-    """Workers on a clock of their own: each batch takes `slow` times what the check expects."""
+    """Workers with a simulated clock: each batch takes `slow` times the expected time."""
 
     def __init__(self, check, slow=1.0, size=2, failure=""):
         self.check, self.slow, self.size, self.failure = check, slow, size, failure
@@ -71,7 +69,7 @@ class TimedWorkers:
 
 
 def measured(check, **how):
-    """What a check found, the workers, and the events that got through to the driver."""
+    """Run a check: the result, the workers, and the events that reached the driver."""
     found, events = [], []
     workers = TimedWorkers(check, **how)
     checked = CheckedWorkers(workers, [check], found.extend, clock=lambda: workers.now_s)
@@ -101,7 +99,7 @@ def test_points_are_of_the_grid_and_fit_into_memory_and_time(policy):
     assert check.runs * sum(map(check.expected_s, check.points)) <= 5.0
 
 
-def test_with_less_time_the_dearest_points_are_left_out():
+def test_with_less_time_the_slowest_points_are_left_out():
     many = checks_of(plan(), 5.0)[0]
     assert checks_of(plan(), 3.001 * many.expected_s(many.points[0]))[0].points == many.points[:1]
     assert checks_of(plan(), 1e-9)[0].points == ()
@@ -122,17 +120,17 @@ def test_a_point_beyond_the_stated_error_has_drifted(policy, slow, drifted):
     )  # on both workers, and one batch afterwards
 
 
-def test_a_fit_that_states_next_to_no_error_is_not_taken_at_its_word():
+def test_the_allowed_error_has_a_minimum():
     assert checks_of(plan(p95_percent=0.1))[0].allowed_percent == 10.0
 
 
-def test_the_driver_hears_of_workers_and_of_its_own_batches_only():
+def test_the_driver_gets_no_events_of_the_checks_batches():
     _, _, before, after = measured(checks_of(plan(), 5.0)[0])
     assert [type(event) for event in before] == [WorkerReady] * 2
     assert [type(event) for event in after] == [BatchProgress, BatchDone]
 
 
-def test_rows_that_a_short_round_left_are_dropped_before_anybody_meets_them():
+def test_rows_left_by_a_round_without_memory_are_evicted_before_serving():
     engine = FakeRoundEngine(FACTS.model_copy(update={"capacity_tokens": 400}))
     events = []
 
@@ -151,7 +149,7 @@ def test_rows_that_a_short_round_left_are_dropped_before_anybody_meets_them():
     assert engine.run_round(Round(4), lambda step: pytest.fail("a row is here")).tokens == 0
 
 
-def test_a_point_that_fails_ends_the_check_and_not_the_server():
+def test_a_failing_point_ends_the_check_but_not_the_server():
     found, workers, *_ = measured(checks_of(plan(), 5.0)[0], failure="oom")
     assert found == []
     assert len(workers.shapes) == 3
@@ -163,7 +161,7 @@ def test_a_point_that_fails_ends_the_check_and_not_the_server():
 HOLDS, OFF = (MeasuredPoint(DriftPoint(4, 64, 16), seconds, 1.0, 12.0) for seconds in (1.1, 1.5))
 
 
-def test_what_holds_is_said_and_what_does_not_is_named():
+def test_judge_reports_a_fit_that_holds_and_names_points_that_do_not():
     said = []
     judge([HOLDS], strict=True, say=said.append)
     judge([HOLDS, HOLDS], strict=True, say=said.append)
@@ -175,14 +173,15 @@ def test_what_holds_is_said_and_what_does_not_is_named():
     assert said[2].count("+50 %") == 2
 
 
-def test_one_point_of_several_may_be_off_and_is_told():
+def test_one_outlier_of_several_points_is_reported_but_allowed():
     said = []
     judge([HOLDS, OFF], strict=True, say=said.append)
-    told = "within its stated error of 12 %; but for 4 x 64 tokens for 16 steps +50 %, as one of 2 may by chance"
+    told = "within its stated error of 12 %, except 4 x 64 tokens for 16 steps +50 % "
+    told += "(one of 2 points may exceed it by chance)"
     assert said == [f"fit: measured again at 2 points, {told}"]
 
 
-def test_strictly_a_fit_that_does_not_hold_is_refused():
+def test_strict_refuses_a_fit_that_does_not_hold():
     with pytest.raises(
         TargetMissedError, match=r"the fit does not hold: .*4 x 64 tokens for 16 steps \+50 %"
     ) as error:
@@ -191,8 +190,8 @@ def test_strictly_a_fit_that_does_not_hold_is_refused():
 
 
 @pytest.mark.slow
-def test_the_server_refuses_strictly_and_leaves_no_worker_behind(tmp_path):
-    """The fake engine takes no time at all, the fit says that it does."""
+def test_a_strict_server_that_refuses_leaves_no_worker(tmp_path):
+    """The fake engine takes no time, unlike the fit's prediction."""
     fake_plan(tmp_path)
     command = [
         sys.executable,

@@ -1,5 +1,5 @@
-"""The driver between scheduler, workers and replies, moved by hand, on a loop whose clock plays no
-role.
+"""The driver between scheduler, workers and replies. The tests move the workers by hand, and do not
+depend on the clock.
 """
 
 import asyncio
@@ -59,7 +59,7 @@ def test_tokens_reach_the_client_before_their_batch_ends():
     drive(test)
 
 
-def test_a_request_goes_on_from_prompt_and_generated_in_the_next_slice():
+def test_the_next_slice_continues_from_prompt_and_output():
     async def test(driver: Driver, hands: HandWorkers) -> None:
         live, _ = submit(driver, ask(limit=20))
         for _ in range(3):  # slices of 8: 8, 8, 4
@@ -76,7 +76,7 @@ def test_a_request_goes_on_from_prompt_and_generated_in_the_next_slice():
     drive(test)
 
 
-def test_requests_of_one_turn_share_one_tick_and_one_batch():
+def test_requests_of_one_loop_turn_share_a_tick_and_a_batch():
     async def test(driver: Driver, hands: HandWorkers) -> None:
         for name in "abc":
             submit(driver, ask(name))
@@ -86,7 +86,7 @@ def test_requests_of_one_turn_share_one_tick_and_one_batch():
     drive(test)
 
 
-def test_a_row_that_ended_is_told_at_once_though_its_batch_goes_on():
+def test_a_client_gets_the_end_of_its_row_before_the_batch_ends():
     async def test(driver: Driver, hands: HandWorkers) -> None:
         short, reply = submit(driver, ask("short", limit=2))
         long, _ = submit(driver, ask("long", limit=50))
@@ -99,7 +99,7 @@ def test_a_row_that_ended_is_told_at_once_though_its_batch_goes_on():
     drive(test)
 
 
-def test_a_killed_worker_costs_no_token_and_doubles_none():
+def test_a_killed_worker_loses_no_token_and_repeats_none():
     async def test(driver: Driver, hands: HandWorkers) -> None:
         live, reply = submit(driver, ask(limit=20))
         await turns()
@@ -117,7 +117,7 @@ def test_a_killed_worker_costs_no_token_and_doubles_none():
     drive(test, workers=2)
 
 
-def test_with_its_only_worker_gone_a_request_waits_for_it():
+def test_a_request_waits_until_its_only_worker_is_back():
     async def test(driver: Driver, hands: HandWorkers) -> None:
         live, _ = submit(driver, ask(limit=8))
         await turns()
@@ -162,7 +162,7 @@ def test_out_of_memory_costs_no_request():
     drive(test)
 
 
-def test_a_cancelled_row_is_named_to_its_worker_and_not_run_again():
+def test_the_worker_learns_of_a_cancelled_row_which_does_not_run_again():
     async def test(driver: Driver, hands: HandWorkers) -> None:
         live, _ = submit(driver, ask(limit=100))
         await turns()
@@ -177,7 +177,7 @@ def test_a_cancelled_row_is_named_to_its_worker_and_not_run_again():
     drive(test)
 
 
-def test_a_waiting_request_that_is_cancelled_is_gone_at_once():
+def test_a_cancelled_waiting_request_is_removed_at_once():
     async def test(driver: Driver, hands: HandWorkers) -> None:
         submit(driver, ask("first", limit=100))
         await turns()
@@ -190,7 +190,7 @@ def test_a_waiting_request_that_is_cancelled_is_gone_at_once():
     drive(test)
 
 
-def test_a_stop_string_ends_a_row_that_its_worker_would_go_on_with():
+def test_a_stop_string_ends_a_row_on_its_worker():
     async def test(driver: Driver, hands: HandWorkers) -> None:
         whole = bytes(generate("hello", 8)).decode()
         live, reply = submit(driver, ask(limit=100), stops=(whole[3:5],))
@@ -208,7 +208,7 @@ def test_a_stop_string_ends_a_row_that_its_worker_would_go_on_with():
     drive(test)
 
 
-def test_a_stop_string_in_what_comes_last_is_an_ordinary_end_too():
+def test_a_stop_string_in_the_last_tokens_ends_a_request():
     async def test(driver: Driver, hands: HandWorkers) -> None:
         whole = bytes(generate("hello", 8)).decode()
         live, _ = submit(driver, ask(limit=8), stops=(whole[3:5],))
@@ -220,7 +220,7 @@ def test_a_stop_string_in_what_comes_last_is_an_ordinary_end_too():
     drive(test)
 
 
-def test_the_scheduler_never_sees_where_a_replayed_request_ends():
+def test_the_scheduler_never_sees_the_length_of_a_replayed_request():
     async def test(driver: Driver, hands: HandWorkers) -> None:
         live, reply = submit(driver, ask(limit=100, end_after=6))
         await turns()
@@ -264,7 +264,7 @@ def test_a_request_beyond_all_memory_is_refused():
     drive(test, capacity=40)
 
 
-def test_draining_waits_for_what_runs():
+def test_draining_waits_for_running_requests():
     async def test(driver: Driver, hands: HandWorkers) -> None:
         _, reply = submit(driver, ask(limit=2))
         await turns()
@@ -278,7 +278,7 @@ def test_draining_waits_for_what_runs():
     drive(test)
 
 
-def test_what_is_late_when_draining_ends_fails():
+def test_requests_that_run_past_the_drain_timeout_fail():
     async def test(driver: Driver, hands: HandWorkers) -> None:
         _, quick = submit(driver, ask("quick", limit=2))
         _, late = submit(driver, ask("late", limit=100))
@@ -311,7 +311,7 @@ def test_the_timer_wakes_a_policy_that_asked_for_it():
     drive(test, slice_tokens=8, eager=False, min_interval_s=0.02)
 
 
-def test_a_bug_in_the_scheduler_is_raised_to_whoever_runs_the_driver():
+def test_an_exception_of_the_scheduler_reaches_the_owner_of_the_driver():
     async def test() -> None:
         hands = HandWorkers()
         driver = make_driver(hands)

@@ -1,4 +1,4 @@
-"""Some hundreds of the requests of which `bench/fuzz_server.py` sends 20,000."""
+"""A few hundred of the requests of which `bench/fuzz_server.py` sends 20,000."""
 
 import asyncio
 import random
@@ -27,7 +27,7 @@ async def answer(**asked: object) -> httpx.Response:
 
 @few
 @given(fuzzing.cases(GenerationMode.POSITIVE))
-def test_what_the_schema_allows_is_served(case) -> None:
+def test_requests_that_the_schema_allows_are_served(case) -> None:
     response = asyncio.run(answer(**fuzzing.wire(case)))
     assert fuzzing.complaint_of(response) == ""
     if response.status_code != 200:
@@ -36,7 +36,7 @@ def test_what_the_schema_allows_is_served(case) -> None:
 
 @few
 @given(fuzzing.cases(GenerationMode.NEGATIVE))
-def test_what_it_does_not_allow_is_the_clients_error(case) -> None:
+def test_requests_that_the_schema_forbids_get_a_client_error(case) -> None:
     response = asyncio.run(answer(**fuzzing.wire(case)))
     assert fuzzing.complaint_of(response) == ""
     assert 400 <= response.status_code < 500
@@ -44,7 +44,7 @@ def test_what_it_does_not_allow_is_the_clients_error(case) -> None:
 
 @few
 @given(fuzzing.bodies())
-def test_bodies_near_good_ones_are_answered_in_the_apis_words(sent: tuple[str, bytes]) -> None:
+def test_mutated_bodies_get_an_api_error(sent: tuple[str, bytes]) -> None:
     path, body = sent
     asked = {
         "method": "POST",
@@ -65,7 +65,7 @@ def port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
 
 
 @pytest.mark.parametrize("name", fuzzing.RAW)
-def test_bytes_that_are_no_request_get_an_error_or_nothing(port: int, name: str) -> None:
+def test_random_bytes_get_an_error_or_nothing(port: int, name: str) -> None:
     data, statuses = fuzzing.RAW[name]
     received = asyncio.run(fuzzing.converse(port, data, patience_s=0.1 if 0 in statuses else 60.0))
     assert fuzzing.raw_complaint(data, received) == ""

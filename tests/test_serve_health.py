@@ -1,6 +1,4 @@
-"""Health is the front's; readiness needs a worker that is loaded and alive; metrics say what
-happened.
-"""
+"""Health, readiness and metrics of a server in every state."""
 
 import asyncio
 import re
@@ -32,7 +30,7 @@ def test_a_loading_server_is_healthy_and_not_ready():
     assert not any(worker.alive for worker in gauges(driver).workers)
 
 
-def test_a_loaded_server_is_both():
+def test_a_loaded_server_is_healthy_and_ready():
     async def test(http: httpx.AsyncClient) -> None:
         for path in ("/health", "/ready"):
             assert (await http.get(path)).status_code == 200
@@ -71,7 +69,7 @@ def test_a_worker_that_is_silent_for_too_long_is_a_problem_and_the_front_is_heal
     ask(test, workers=HandWorkers())
 
 
-def test_a_worker_that_hangs_while_another_works_is_no_illness():
+def test_a_hung_worker_is_no_problem_while_another_works():
     async def test(http: httpx.AsyncClient) -> None:
         http.workers.hung = [SilentWorkerError(0, "idle", 3600.0)]
         assert problem(http.driver) == ""
@@ -125,7 +123,7 @@ def test_after_a_bug_in_the_scheduler_it_is_unhealthy():
     ask(test)
 
 
-def test_where_no_worker_can_be_loaded_any_more_it_is_unhealthy():
+def test_a_server_that_can_load_no_worker_is_unhealthy():
     async def test(http: httpx.AsyncClient) -> None:
         http.driver.failed = EngineError("no worker is left")
         response = await http.get("/health")
@@ -138,7 +136,7 @@ def test_where_no_worker_can_be_loaded_any_more_it_is_unhealthy():
 
 
 def scrape(body: str) -> dict[str, float]:
-    """Sample to value; labels that tell samples apart in brackets."""
+    """The value of each sample; the name has the labels that differ in brackets."""
     samples = {}
     for family in text_string_to_metric_families(body):
         for sample in family.samples:
@@ -151,7 +149,7 @@ def scrape(body: str) -> dict[str, float]:
     return samples
 
 
-def test_metrics_count_what_was_served():
+def test_metrics_count_requests_and_tokens():
     async def test(http: httpx.AsyncClient) -> None:
         for tokens in (10, 20):
             await http.post("/v1/completions", json={"prompt": "hello", "max_tokens": tokens})
@@ -171,7 +169,7 @@ def test_metrics_count_what_was_served():
     ask(test)
 
 
-def test_the_same_numbers_come_under_vllms_names_on_request():
+def test_metrics_have_vllms_names_on_request():
     async def test(http: httpx.AsyncClient) -> None:
         await http.post("/v1/completions", json={"prompt": "hello", "max_tokens": 10})
         found = scrape((await http.get("/metrics")).text)
@@ -194,7 +192,7 @@ def test_the_same_numbers_come_under_vllms_names_on_request():
     ask(test, vllm_metrics=True)
 
 
-def test_the_cache_counts_padding_and_all_steps_of_what_runs():
+def test_cache_usage_includes_padding_and_all_steps():
     async def test(http: httpx.AsyncClient) -> None:
         asking = asyncio.create_task(
             http.post("/v1/completions", json={"prompt": ["a", "hello"], "max_tokens": 8})
@@ -214,7 +212,7 @@ def test_the_cache_counts_padding_and_all_steps_of_what_runs():
     ask(test, workers=HandWorkers())
 
 
-def test_actual_and_predicted_batch_times_are_each_workers_own():
+def test_actual_and_predicted_batch_times_are_per_worker():
     async def test(http: httpx.AsyncClient) -> None:
         for _ in range(2):  # the second goes to the other worker, which was idle for longer
             asking = asyncio.create_task(
@@ -245,7 +243,7 @@ def test_histogram_bounds_are_inclusive():
     assert histogram.total == 6.5
 
 
-def test_the_documentation_names_every_metric_and_no_other():
+def test_the_documentation_names_exactly_the_metrics():
     async def test(http: httpx.AsyncClient) -> None:
         families = text_string_to_metric_families((await http.get("/metrics")).text)
         exposed = {

@@ -1,4 +1,4 @@
-"""The process that reads large bodies: the same answers, bounded work, and an end of its own."""
+"""The process that reads large bodies: the same answers, bounded work, and its end."""
 
 import asyncio
 import json
@@ -26,7 +26,7 @@ MODEL = ModelSpec(
 )
 KEYS = b"{%s}" % b",".join(b'"k%d":0' % number for number in (*range(100_000), 99_999))
 WORST = {
-    "many keys, the last one twice": ("completion", KEYS, "the key 'k99999' comes twice"),
+    "many keys, the last one twice": ("completion", KEYS, "the key 'k99999' occurs twice"),
     "many tokens that are none": (
         "detokenize",
         b'{"tokens":[%s]}' % b",".join([b"-1"] * 500_000),
@@ -90,7 +90,7 @@ def test_the_worst_bodies_are_refused_while_the_loop_turns():
     helped(test)
 
 
-def test_forms_come_with_their_prompts_as_tokens():
+def test_forms_carry_their_prompts_as_tokens():
     async def test(helper: Helper) -> None:
         body = {"prompt": ["hi", "yo"], "max_tokens": 3, "stop": "x", "stream": True}
         form, prompts = await helper("completion", json.dumps(body).encode())
@@ -101,7 +101,7 @@ def test_forms_come_with_their_prompts_as_tokens():
     helped(test)
 
 
-def test_a_helper_that_has_died_is_started_again():
+def test_a_dead_helper_is_started_again():
     async def test(helper: Helper) -> None:
         process(helper).kill()
         await helper._process.wait()
@@ -110,7 +110,7 @@ def test_a_helper_that_has_died_is_started_again():
     helped(test)
 
 
-def test_a_helper_that_dies_at_work_costs_one_request():
+def test_a_helper_that_dies_while_reading_fails_one_request():
     async def test(helper: Helper) -> None:
         await helper("tokenize", b'{"prompt": "hi"}')
         process(helper).suspend()
@@ -136,7 +136,7 @@ def test_a_helper_that_hangs_is_killed_and_started_again(monkeypatch: pytest.Mon
     helped(test)
 
 
-def test_more_bodies_than_may_wait_are_refused(monkeypatch: pytest.MonkeyPatch):
+def test_too_many_waiting_bodies_are_refused(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("toolkit.serve.helper.MAX_WAITING_BODIES", 2)
 
     async def test(helper: Helper) -> None:
@@ -148,7 +148,7 @@ def test_more_bodies_than_may_wait_are_refused(monkeypatch: pytest.MonkeyPatch):
     helped(test)
 
 
-def test_it_ends_when_its_server_does_and_not_with_the_servers_signals():
+def test_the_helper_ends_with_its_server_and_ignores_signals():
     async def test(helper: Helper) -> None:
         await helper("tokenize", b'{"prompt": "hi"}')
         one = process(helper)

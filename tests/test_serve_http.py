@@ -1,7 +1,6 @@
 """HTTP on real sockets in front of a small application: framing, order, timers, bounds.
 
-Timers are run by hand: the server has a clock of the test's, and `sweep` lets those that have run
-out take effect.
+The tests set the server's clock, and call `sweep` to apply timers that have run out.
 """
 
 import asyncio
@@ -15,13 +14,8 @@ from typing import Any
 import pytest
 import uvloop
 
-from toolkit.serve.http import (
-    MAX_PIPELINED_REQUESTS,
-    SMALL_BODY_BYTES,
-    HttpServer,
-    WireLimits,
-    client_of,
-)
+from toolkit.serve.http import HttpServer, WireLimits, client_of
+from toolkit.serve.http_connection import MAX_PIPELINED_REQUESTS, SMALL_BODY_BYTES
 
 KEPT = b"GET /echo HTTP/1.1\r\nHost: x\r\n\r\n"
 STREAM = b"GET /stream HTTP/1.1\r\nHost: x\r\n\r\n"
@@ -31,7 +25,7 @@ LARGE_BYTES = 16 << 20
 
 
 class Desk:
-    """The application. `go` lets what waits end; `ended` says how: answered, or gone."""
+    """The application. `go` ends waiting requests; `ended` lists how each ended."""
 
     def __init__(self) -> None:
         self.go = asyncio.Event()
@@ -89,13 +83,13 @@ class Desk:
 
 
 class Wire:
-    """A server with a clock that a test sets, and connections to it."""
+    """A server whose clock a test sets, and connections to it."""
 
     def __init__(
         self, server: HttpServer, port: int, clock: list[float], desk: Desk, shares: list[str]
     ) -> None:
         self.server, self.port, self.clock, self.desk = server, port, clock, desk
-        self.shares = shares  # what clients wanted too much of
+        self.shares = shares  # the kinds of shares that clients exceeded
         self.peers: list[Peer] = []
 
     async def open(
@@ -155,14 +149,14 @@ async def until(done: Callable[[], bool]) -> None:
 
 
 def serve(test: Callable[[Wire], Coroutine[Any, Any, None]], **limits: float) -> None:
-    """Each of this machine's addresses is a client of its own here."""
+    """Run a test with a server to which each local address is a client of its own."""
 
     async def run() -> None:
         clock, desk, shares = [0.0], Desk(), list[str]()
         raised: list[object] = []
         asyncio.get_running_loop().set_exception_handler(lambda _, context: raised.append(context))
-        told = {"client_of": lambda address: address, "on_share": shares.append}
-        server = HttpServer(desk, WireLimits(**limits), now_s=lambda: clock[0], **told)
+        options = {"client_of": lambda address: address, "on_share": shares.append}
+        server = HttpServer(desk, WireLimits(**limits), now_s=lambda: clock[0], **options)
         with socket.create_server(("127.0.0.1", 0)) as listener:
             await server.start(listener)
             wire = Wire(server, listener.getsockname()[1], clock, desk, shares)
@@ -208,7 +202,7 @@ def error(received: bytes) -> dict:
 # Requests behind each other
 
 
-def test_upgrades_behind_each_other_are_all_answered_in_this_protocol():
+def test_pipelined_upgrade_requests_are_answered_in_http_1_1():
     upgrade = b"POST /echo HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nUpgrade: h2c\r\nContent-Length: 3\r\n\r\nabc"
 
     async def test(wire: Wire) -> None:
@@ -236,7 +230,7 @@ def test_answers_leave_in_the_order_of_their_requests():
 
 
 @pytest.mark.parametrize("first", [WAIT, STREAM])
-def test_a_client_that_leaves_is_noticed_also_behind_a_pipelined_request(first: bytes):
+def test_a_disconnect_is_noticed_behind_a_pipelined_request(first: bytes):
     async def test(wire: Wire) -> None:
         peer = await wire.open(first + KEPT)
         await until(lambda: bool(wire.desk.asked))
@@ -259,7 +253,7 @@ def test_a_client_that_resets_the_connection_is_noticed(first: bytes):
     serve(test)
 
 
-def test_garbage_behind_a_stream_is_answered_after_the_stream():
+def test_garbage_after_a_request_is_answered_after_its_stream():
     async def test(wire: Wire) -> None:
         peer = await wire.open(STREAM + b"\x00\x01 garbage\r\n\r\n")
         await peer.has(b"first ")
@@ -280,7 +274,7 @@ def test_a_whole_request_followed_by_garbage_is_answered():
     serve(test)
 
 
-def test_a_torn_body_of_a_request_that_waits_its_turn_is_refused_in_its_turn():
+def test_a_truncated_pipelined_body_is_refused_in_order():
     async def test(wire: Wire) -> None:
         torn = b"POST /echo HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n"
         peer = await wire.open(WAIT + torn)
@@ -291,7 +285,7 @@ def test_a_torn_body_of_a_request_that_waits_its_turn_is_refused_in_its_turn():
     serve(test)
 
 
-def test_too_many_requests_behind_each_other_are_not_kept():
+def test_too_many_pipelined_requests_are_dropped():
     async def test(wire: Wire) -> None:
         peer = await wire.open(WAIT + KEPT * (MAX_PIPELINED_REQUESTS + 50))
         await until(lambda: wire.desk.asked == ["/wait"])
@@ -301,7 +295,7 @@ def test_too_many_requests_behind_each_other_are_not_kept():
     serve(test)
 
 
-def test_a_large_body_behind_a_running_request_is_not_kept():
+def test_a_large_pipelined_body_is_dropped():
     async def test(wire: Wire) -> None:
         peer = await wire.open(WAIT + post("/echo", b"x" * (4 * SMALL_BODY_BYTES)))
         await until(lambda: wire.desk.asked == ["/wait"])
@@ -323,9 +317,7 @@ def test_a_large_body_behind_a_running_request_is_not_kept():
         ("/stream", b"first \r\n0", b"4\r\nlast\r\n0\r\n\r\n"),  # the next chunk's size is 04
     ],
 )
-def test_a_client_that_only_ends_its_side_gets_its_whole_answer(
-    path: str, probe: bytes, last: bytes
-):
+def test_a_half_closed_connection_gets_its_whole_response(path: str, probe: bytes, last: bytes):
     async def test(wire: Wire) -> None:
         peer = await wire.open(post(path, b""))
         peer.half_close()
@@ -337,7 +329,7 @@ def test_a_client_that_only_ends_its_side_gets_its_whole_answer(
     serve(test)
 
 
-def test_a_quick_answer_to_a_half_closed_connection_has_nothing_before_it():
+def test_a_quick_response_to_a_half_closed_connection_has_no_100_continue():
     async def test(wire: Wire) -> None:
         peer = await wire.open(post("/echo", b"abc"))
         peer.half_close()
@@ -353,7 +345,7 @@ def test_a_quick_answer_to_a_half_closed_connection_has_nothing_before_it():
         (KEPT[:-2], "the head ended early"),
     ],
 )
-def test_a_request_whose_rest_will_never_come_is_told_so(sent: bytes, message: str):
+def test_a_truncated_request_is_refused(sent: bytes, message: str):
     async def test(wire: Wire) -> None:
         peer = await wire.open(sent)
         peer.half_close()
@@ -364,7 +356,7 @@ def test_a_request_whose_rest_will_never_come_is_told_so(sent: bytes, message: s
     serve(test)
 
 
-def test_a_client_that_ends_its_side_after_a_refusal_is_let_go():
+def test_a_refused_client_that_half_closes_is_disconnected():
     async def test(wire: Wire) -> None:
         peer = await wire.open(
             b"POST /wait HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n"
@@ -382,7 +374,7 @@ def test_a_client_that_ends_its_side_after_a_refusal_is_let_go():
 
 
 @pytest.mark.parametrize("behind", [b"", KEPT])
-def test_fields_of_a_trailer_are_no_headers(behind: bytes):
+def test_trailer_fields_are_not_headers(behind: bytes):
     async def test(wire: Wire) -> None:
         trailer = b"Authorization: Bearer stolen\r\nContent-Type: text/x\r\n"
         head = b"POST /echo HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -406,14 +398,14 @@ def test_fields_of_a_trailer_are_no_headers(behind: bytes):
         (b"GET /echo HTTP/1.1\r\nHost: a\r\n", 200),
     ],
 )
-def test_there_is_one_host(head: bytes, status: int):
+def test_a_request_needs_exactly_one_host(head: bytes, status: int):
     async def test(wire: Wire) -> None:
         assert statuses(await wire.say(head + b"Connection: close\r\n\r\n")) == [status]
 
     serve(test)
 
 
-def test_a_client_of_http_1_0_gets_no_chunks():
+def test_an_http_1_0_client_gets_no_chunks():
     async def test(wire: Wire) -> None:
         peer = await wire.open(b"GET /stream HTTP/1.0\r\n\r\n")
         head = await peer.has(b"\r\n\r\n")
@@ -474,7 +466,7 @@ def test_each_phase_ends_with_its_timer(sent: bytes, seconds: float, status: lis
     serve(test)
 
 
-def test_an_unread_answer_is_given_up_after_the_write_timeout():
+def test_an_unread_response_is_aborted_after_the_write_timeout():
     async def test(wire: Wire) -> None:
         await wire.open(LARGE, receive_buffer=1 << 12)
         await until(lambda: bool(wire.desk.seen))
@@ -490,7 +482,7 @@ def test_an_unread_answer_is_given_up_after_the_write_timeout():
     serve(test)
 
 
-def test_a_slow_reader_gets_its_whole_answer():
+def test_a_slow_reader_gets_its_whole_response():
     async def test(wire: Wire) -> None:
         peer = await wire.open(LARGE, receive_buffer=1 << 14)
         await peer.has(b"\r\n\r\n")
@@ -503,7 +495,7 @@ def test_a_slow_reader_gets_its_whole_answer():
     serve(test, idle_timeout_s=1e6)
 
 
-def test_more_bodies_than_the_server_holds_are_refused_and_small_ones_are_not():
+def test_large_bodies_are_refused_while_the_server_holds_too_much():
     async def test(wire: Wire) -> None:
         first = await wire.open(post("/echo", b"x" * (1 << 20))[:-1])
         await until(lambda: wire.server.body_bytes == (1 << 20) - 1)
@@ -522,7 +514,7 @@ def test_more_bodies_than_the_server_holds_are_refused_and_small_ones_are_not():
 
 
 @pytest.mark.parametrize("framed", [True, False])
-def test_a_body_that_is_too_large_is_refused_as_soon_as_it_is(framed: bool):
+def test_a_body_is_refused_as_soon_as_it_is_too_large(framed: bool):
     async def test(wire: Wire) -> None:
         if framed:
             sent = (
@@ -556,7 +548,7 @@ def test_too_many_connections_close_the_one_that_is_idle_longest():
     serve(test, connections=3)
 
 
-def test_a_connection_more_than_can_be_is_told_so_when_none_is_idle():
+def test_a_connection_too_many_gets_503_if_none_is_idle():
     async def test(wire: Wire) -> None:
         streams = [await wire.open(STREAM) for _ in range(2)]
         for stream in streams:
@@ -708,7 +700,7 @@ def test_small_bodies_that_wait_their_turn_are_not_kept_once_too_much_is_held():
     serve(test, held_bytes=(1 << 20) + 500)
 
 
-def test_a_bug_in_the_application_is_an_error_without_words(caplog: pytest.LogCaptureFixture):
+def test_an_exception_of_the_application_is_a_bare_500(caplog: pytest.LogCaptureFixture):
     async def test(wire: Wire) -> None:
         received = await wire.say(b"GET /raises HTTP/1.1\r\nHost: x\r\n\r\n")
         assert statuses(received) == [500]

@@ -1,6 +1,4 @@
-"""Several keys, each with its limits: who gets 429, when no more, and what it costs; and what a
-keys file may say.
-"""
+"""API keys with limits: when a request gets 429, when it may retry, and what counts."""
 
 import asyncio
 import hashlib
@@ -45,7 +43,7 @@ async def post(
 
 
 class Clock:
-    """What the server takes for the time since it started."""
+    """The server's clock, which a test sets."""
 
     now_s = 0.0
 
@@ -70,7 +68,7 @@ async def scrape(http: httpx.AsyncClient, secret: str = ANA) -> dict[tuple[str, 
     }
 
 
-def test_each_key_opens_and_no_other_does():
+def test_only_known_keys_are_accepted():
     async def test(http: httpx.AsyncClient) -> None:
         for secret, status in (
             (ANA, 200),
@@ -85,7 +83,7 @@ def test_each_key_opens_and_no_other_does():
     ask(test, key("ana", ANA), key("ben", BEN))
 
 
-def test_who_sends_too_often_waits_and_others_do_not(clock):
+def test_a_key_over_its_limit_waits_and_others_do_not(clock):
     async def test(http: httpx.AsyncClient) -> None:
         assert [(await post(http)).status_code for _ in range(3)] == [200, 200, 429]
         assert (await post(http, BEN)).status_code == 200
@@ -131,7 +129,7 @@ def test_reading_is_free():
     ask(test, key("ana", ANA, requests_per_minute=1))
 
 
-def test_tokens_are_taken_for_what_may_come_and_given_back_for_what_did_not():
+def test_tokens_are_reserved_and_unused_ones_returned():
     async def test(http: httpx.AsyncClient) -> None:
         first = asyncio.create_task(post(http, max_tokens=50))  # 5 + 50 of 100
         await turns(60)
@@ -162,7 +160,7 @@ def test_all_prompts_and_choices_count():
     ask(test, key("ana", ANA, tokens_per_minute=100))
 
 
-def test_what_never_fits_is_not_to_be_tried_again():
+def test_a_request_over_the_whole_limit_says_not_to_retry():
     async def test(http: httpx.AsyncClient) -> None:
         for body in (
             {"max_tokens": 120},
@@ -176,7 +174,7 @@ def test_what_never_fits_is_not_to_be_tried_again():
     ask(test, key("ana", ANA, tokens_per_minute=100))
 
 
-def test_choices_at_once_are_bounded_and_places_come_back():
+def test_concurrent_choices_are_bounded_and_released():
     async def test(http: httpx.AsyncClient) -> None:
         running = asyncio.create_task(post(http, n=2, max_tokens=8))
         await turns(60)
@@ -194,7 +192,7 @@ def test_choices_at_once_are_bounded_and_places_come_back():
     ask(test, key("ana", ANA, max_concurrent=3), workers=HandWorkers())
 
 
-def test_a_client_that_leaves_gives_its_places_and_tokens_back():
+def test_a_disconnect_releases_choices_and_tokens():
     async def test(http: httpx.AsyncClient) -> None:
         leaving = asyncio.create_task(post(http, max_tokens=50, stream=True))
         await turns(60)
@@ -210,7 +208,7 @@ def test_a_client_that_leaves_gives_its_places_and_tokens_back():
     ask(test, key("ana", ANA, max_concurrent=1, tokens_per_minute=60), workers=HandWorkers())
 
 
-def test_what_the_server_refuses_for_its_own_reasons_is_no_request():
+def test_requests_refused_by_the_server_do_not_count():
     async def test(http: httpx.AsyncClient) -> None:
         http.driver.state = "draining"
         for _ in range(3):
@@ -222,7 +220,7 @@ def test_what_the_server_refuses_for_its_own_reasons_is_no_request():
     ask(test, key("ana", ANA, requests_per_minute=1))
 
 
-def test_answers_say_what_is_left_under_openais_names():
+def test_responses_carry_openais_rate_limit_headers():
     async def test(http: httpx.AsyncClient) -> None:
         headers = (await post(http, stream=True)).headers
         assert {
@@ -240,7 +238,7 @@ def test_answers_say_what_is_left_under_openais_names():
     ask(test, key("ana", ANA, requests_per_minute=60, tokens_per_minute=100), key("ben", BEN))
 
 
-def test_metrics_are_by_name_and_know_no_key():
+def test_metrics_show_names_but_no_keys():
     async def test(http: httpx.AsyncClient) -> None:
         for secret in (ANA, ANA, BEN, "sk-other"):
             await post(http, secret)
@@ -257,7 +255,7 @@ def test_metrics_are_by_name_and_know_no_key():
     per_minute=st.integers(1, 1000),
     asked=st.lists(st.tuples(st.floats(0, 30), st.integers(1, 1000)), max_size=40),
 )
-def test_nobody_gets_more_than_twice_the_limit_in_a_minute(per_minute, asked):
+def test_a_key_gets_at_most_twice_its_limit_in_a_minute(per_minute, asked):
     bucket, now_s, taken = Bucket(per_minute), 0.0, []
     for pause_s, amount in asked:
         now_s += pause_s
@@ -314,7 +312,7 @@ ENTRY = f"  - name: ana\n    sha256: {DIGEST}\n"
         ),
     ],
 )
-def test_what_is_wrong_with_a_keys_file_is_said_without_its_secrets(tmp_path: Path, text, said):
+def test_errors_of_a_keys_file_show_no_secret(tmp_path: Path, text, said):
     path = tmp_path / "keys.yaml"
     path.write_text(text)
     with pytest.raises(InputError) as caught:
@@ -324,7 +322,7 @@ def test_what_is_wrong_with_a_keys_file_is_said_without_its_secrets(tmp_path: Pa
     assert ANA not in shown
 
 
-def test_a_keys_file_that_anybody_may_change_is_refused(tmp_path: Path):
+def test_a_world_writable_keys_file_is_refused(tmp_path: Path):
     path = tmp_path / "keys.yaml"
     path.write_text(f"keys:\n{ENTRY}")
     assert [one.name for one in read_keys(path)] == ["ana"]
@@ -334,7 +332,7 @@ def test_a_keys_file_that_anybody_may_change_is_refused(tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_one_key_and_several_contradict_each_other(tmp_path: Path, capsys):
+def test_an_api_key_and_a_keys_file_together_are_refused(tmp_path: Path, capsys):
     fake_plan(tmp_path)
     (tmp_path / "keys.yaml").write_text(f"keys:\n{ENTRY}")
     assert (
@@ -347,9 +345,7 @@ def test_one_key_and_several_contradict_each_other(tmp_path: Path, capsys):
 
 
 @pytest.mark.slow
-def test_openais_client_waits_as_long_as_it_is_told_and_gives_up_on_what_never_fits(
-    tmp_path: Path, monkeypatch
-):
+def test_openais_client_obeys_retry_after_and_should_retry(tmp_path: Path, monkeypatch):
     fake_plan(tmp_path)
     limits = "    requests_per_minute: 60\n    tokens_per_minute: 2000\n"
     (tmp_path / "keys.yaml").write_text(f"keys:\n{ENTRY}{limits}")
@@ -377,7 +373,7 @@ def ask_often(one: openai.OpenAI, model: str) -> None:
         one.completions.create(model=model, prompt="a", max_tokens=1)
 
 
-def test_only_a_key_that_may_goes_before_others():
+def test_only_an_urgent_key_may_ask_for_priority():
     async def test() -> None:
         keys = (key("ana", ANA), key("ben", BEN, urgent=True))
         async with client(keys=keys) as http:

@@ -1,4 +1,4 @@
-"""What systemd hears: ready once, and from then on that the loop turns, as long as it does."""
+"""Reports to systemd: ready once, then healthy as long as the event loop runs."""
 
 import asyncio
 import os
@@ -14,7 +14,7 @@ from toolkit.serve.launch import Manager
 
 @pytest.fixture
 def heard(tmp_path: Path) -> Iterator[socket.socket]:
-    """The manager's end."""
+    """The manager's end of the socket."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
         manager.bind(str(tmp_path / "notify"))
         manager.settimeout(60)
@@ -22,7 +22,7 @@ def heard(tmp_path: Path) -> Iterator[socket.socket]:
 
 
 def in_turn(*answers: bool) -> Callable[[], bool]:
-    """Is the server well? These answers, and then the end."""
+    """A health check that gives these answers, and then raises an end."""
     left = list(answers)
 
     def well() -> bool:
@@ -33,17 +33,17 @@ def in_turn(*answers: bool) -> Callable[[], bool]:
     return well
 
 
-def test_it_is_told_only_while_all_is_well(heard: socket.socket, tmp_path: Path) -> None:
+def test_health_is_reported_only_while_healthy(heard: socket.socket, tmp_path: Path) -> None:
     manager = Manager(str(tmp_path / "notify"), 1e-3)
     with pytest.raises(asyncio.CancelledError):
-        asyncio.run(manager.keep_told(in_turn(True, False, True)))
+        asyncio.run(manager.report_health(in_turn(True, False, True)))
     manager.tell("that is all")
     assert [heard.recv(64) for _ in range(3)] == [b"WATCHDOG=1", b"WATCHDOG=1", b"that is all"]
 
 
-def test_a_manager_that_is_away_for_once_does_not_end_it(tmp_path: Path) -> None:
+def test_an_absent_manager_does_not_end_the_server(tmp_path: Path) -> None:
     with pytest.raises(asyncio.CancelledError):
-        asyncio.run(Manager(str(tmp_path / "nobody"), 1e-3).keep_told(in_turn(True, True)))
+        asyncio.run(Manager(str(tmp_path / "nobody"), 1e-3).report_health(in_turn(True, True)))
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def test_a_manager_that_is_away_for_once_does_not_end_it(tmp_path: Path) -> None
     ],
     ids=["of any process", "of this process", "of another process", "no limit", "no number"],
 )
-def test_what_it_wants_is_in_the_environment_and_leaves_it(
+def test_the_manager_is_read_and_removed_from_the_environment(
     monkeypatch: pytest.MonkeyPatch, process: str, limit: str, watchdog_s: float | None
 ) -> None:
     names = {"NOTIFY_SOCKET": "@x", "WATCHDOG_USEC": limit, "WATCHDOG_PID": process}
@@ -68,13 +68,13 @@ def test_what_it_wants_is_in_the_environment_and_leaves_it(
     assert not names.keys() & os.environ.keys()
 
 
-def test_nobody_is_told_nothing() -> None:
+def test_without_a_manager_nothing_is_sent() -> None:
     Manager().tell("READY=1")
-    asyncio.run(Manager().keep_told(lambda: True))
+    asyncio.run(Manager().report_health(lambda: True))
 
 
 @pytest.mark.slow
-def test_a_server_tells_until_it_ends(heard: socket.socket, tmp_path: Path) -> None:
+def test_a_server_reports_until_it_ends(heard: socket.socket, tmp_path: Path) -> None:
     fake_plan(tmp_path)
     environment = {
         "NOTIFY_SOCKET": str(tmp_path / "notify"),

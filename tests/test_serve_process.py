@@ -1,4 +1,4 @@
-"""The server as users run it: a process with workers in processes of their own, on a real port."""
+"""The server as users run it: worker processes and a real port."""
 
 import asyncio
 import itertools
@@ -38,7 +38,7 @@ def plan(folder: Path) -> Plan:
 
 @pytest.fixture(scope="module", params=POLICIES)
 def server(folder: Path, plan: Plan, request: pytest.FixtureRequest) -> Iterator[Server]:
-    """Slices, and rounds."""
+    """A server with a slice-level policy, and one with a continuous policy."""
     with Server(
         folder / "plan.json", "--served-model-name", "toy", *POLICIES[request.param]
     ) as running:
@@ -92,8 +92,8 @@ def test_openais_client_chats(client: openai.OpenAI):
     assert {choice.message.role for choice in whole.choices} == {"assistant"}
 
 
-def test_openais_client_puts_a_streamed_chat_together(client: openai.OpenAI):
-    """Its helper accepts a chat that stopped, and none that was cut off."""
+def test_openais_client_assembles_a_streamed_chat(client: openai.OpenAI):
+    """The client's helper accepts a chat that stopped, but not one that was cut off."""
     messages = [{"role": "user", "content": "hello"}]
     whole = client.chat.completions.create(messages=messages, **GREEDY).choices[0].message.content
     options = {"messages": messages, "stop": whole[20:24], **GREEDY}
@@ -134,12 +134,12 @@ def test_openais_client_knows_our_errors(client: openai.OpenAI):
         client.completions.create(model="gpt-5", prompt="a")
 
 
-def test_without_a_key_it_answers_to_no_name_of_another_machine(server: Server):
+def test_a_keyless_server_refuses_foreign_host_names(server: Server):
     assert httpx.get(f"{server.url}/v1/models", headers={"host": "evil.com"}).status_code == 403
     assert httpx.get(f"{server.url}/health", headers={"host": "evil.com"}).status_code == 200
 
 
-def test_a_large_body_is_answered_by_way_of_its_helper(server: Server):
+def test_the_helper_reads_a_large_body(server: Server):
     (helper,) = server.helpers()
     small = {"prompt": "hello", "max_tokens": 5, "temperature": 0}
     large = small | {"user": "x" * 40_000}
@@ -159,10 +159,8 @@ def test_a_large_body_is_answered_by_way_of_its_helper(server: Server):
     assert len(server.helpers()) == 1
 
 
-def test_a_killed_worker_costs_its_requests_nothing(server: Server, client: openai.OpenAI):
-    """SIGKILL to every worker, one after the other, while four streams run: the text is the
-    undisturbed one.
-    """
+def test_a_killed_worker_fails_no_request(server: Server, client: openai.OpenAI):
+    """Kill every worker with SIGKILL while four streams run: their text does not change."""
     prompts, long = ["first", "second", "third", "fourth"], GREEDY | {"max_tokens": 200}
     expected = [choice.text for choice in client.completions.create(prompt=prompts, **long).choices]
     streams = [client.completions.create(prompt=prompt, stream=True, **long) for prompt in prompts]
@@ -182,7 +180,7 @@ def test_a_killed_worker_costs_its_requests_nothing(server: Server, client: open
     assert not {victim.pid for victim in victims} & {worker.pid for worker in server.workers()}
 
 
-def test_a_client_that_goes_away_frees_the_worker(server: Server, client: openai.OpenAI):
+def test_a_disconnect_frees_the_worker(server: Server, client: openai.OpenAI):
     with client.completions.create(
         prompt="hello", stream=True, **GREEDY | {"max_tokens": 256}
     ) as stream:
@@ -228,7 +226,7 @@ def test_a_log_of_a_live_server_replays_to_the_same_decisions(
     assert all(row["ttft_ms"] <= row["e2e_ms"] for row in rows)
 
 
-def test_a_worker_that_hangs_is_replaced_and_costs_its_requests_nothing(tmp_path: Path):
+def test_a_hung_worker_is_replaced_and_fails_no_request(tmp_path: Path):
     plan = fake_plan(tmp_path, **ENGINE)
     served = plan.recipe.serve.model_copy(update={"hang_s": 2.0})
     write_file(

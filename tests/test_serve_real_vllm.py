@@ -1,7 +1,6 @@
-"""A real vLLM's server over HTTP: the log of its passes adds up, and our scheduler inside it is the
-plan's.
+"""A real vLLM server over HTTP: the log of its passes adds up, and it runs the plan's scheduler.
 
-Runs where vLLM is installed, or where VLLM_PYTHON names the Python of an environment that has it.
+The tests need vLLM, or VLLM_PYTHON as the Python of an environment that has it.
 """
 
 import asyncio

@@ -1,8 +1,7 @@
-"""One scheduler, two clocks: what a live server decided, a replay of its log decides again, under
-every policy.
+"""A replay of a live server's log repeats all decisions, under every policy.
 
-And whatever happens to a worker or its memory on the way, everybody gets what he would get alone,
-each token once.
+Whatever happens to workers or memory meanwhile, each request gets the output that it would get on
+an idle server, and each token once.
 """
 
 import asyncio
@@ -75,7 +74,7 @@ TROUBLES = 4  # times that memory is short
 
 @dataclass
 class Said:
-    """One request: what it asked for, and what its client got."""
+    """One request, and what its client got."""
 
     live: ActiveRequest
     reply: Reply
@@ -102,9 +101,7 @@ def planned(joining: Joining | None = None) -> list[Worker]:
 
 
 def asks() -> list[tuple[GenerationRequest, tuple[str, ...]]]:
-    """Of different length, urgency and sampling; each third has a stop string that ends it on its
-    way.
-    """
+    """Requests of various lengths, priorities and sampling. A stop string ends every third one."""
     rng = random.Random(0)
     found = []
     for number in range(14):
@@ -131,7 +128,7 @@ def engine() -> TransformersEngine:
 
 @functools.cache
 def alone(ask: GenerationRequest) -> tuple[tuple[int, ...], str]:
-    """What a request gets when nobody else is there, and how it ends."""
+    """The output of a request on an otherwise idle server, and how it ends."""
     row = Row("alone", ask.prompt, 0, ask.max_new_tokens, ask.sampling)
     output = engine().run_slice([row], 100, lambda step: True)
     return output.tokens[0], output.finish[0]
@@ -144,9 +141,7 @@ def expected(ask: GenerationRequest, stops: tuple[str, ...]) -> Shown:
 async def serve(
     workers: ThreadWorkers, policy: Policy, lines: list[bytes], joining: Joining | None = None
 ) -> list[tuple[Said, Shown]]:
-    """A crowd of requests, each some tokens after the ones before; two given up on the way, a
-    worker killed.
-    """
+    """Submit many requests, some tokens apart; cancel two meanwhile and kill a worker."""
     scheduler = RecordingScheduler(
         policy, planned(joining), lambda event: lines.append(to_line(event))
     )
@@ -170,7 +165,7 @@ async def serve(
     stay = [k for k, said in enumerate(crowd) if said.live.status != "cancelled"]
     await asyncio.gather(*[crowd[k].hear() for k in stay])
     async with asyncio.timeout(30.0):
-        while scheduler.jobs:  # rows that nobody wants end with their batches
+        while scheduler.jobs:  # cancelled rows end with their batches
             await asyncio.sleep(0.001)
     await driver.stop()
     return [(crowd[k], expected(*wanted[k])) for k in stay]
@@ -181,7 +176,7 @@ def test_every_policy_that_can_be_served_has_a_case() -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_live_run_replays_exactly_and_costs_nobody_a_token(case: str) -> None:
+def test_a_live_run_replays_exactly_and_loses_no_token(case: str) -> None:
     kind, name, parameters = CASES[case]
     policy = make_policy(name, parameters)
     joining = None if kind == "transformers" else kind
@@ -212,7 +207,7 @@ def test_a_live_run_replays_exactly_and_costs_nobody_a_token(case: str) -> None:
     assert list(replay(events, Scheduler(policy, planned(joining)))) == []
 
 
-def test_a_replay_with_another_parameter_is_told_apart() -> None:
+def test_a_replay_with_another_parameter_differs() -> None:
     lines: list[bytes] = []
     make = functools.partial(make_engine, tiny.model_spec(), tiny.engine_spec(), tiny.CPU)
     asyncio.run(serve(ThreadWorkers(make), make_policy("slice", SLICE), lines))

@@ -1,4 +1,4 @@
-"""What a response reads: everything once, merged while nobody read it."""
+"""Replies: a reader gets all output once, merged between two reads."""
 
 import asyncio
 
@@ -7,7 +7,7 @@ from serving import turns
 from toolkit.serve.live import Delta, Reply
 
 
-def test_news_merge_while_nobody_reads():
+def test_output_merges_between_reads():
     async def test() -> None:
         reply = Reply(2)
         for delta in (
@@ -23,7 +23,7 @@ def test_news_merge_while_nobody_reads():
     asyncio.run(test())
 
 
-def test_a_waiting_reader_is_woken_by_news():
+def test_new_output_wakes_a_waiting_reader():
     async def test() -> None:
         reply = Reply(1)
         reader = asyncio.create_task(reply.take(3600.0))
@@ -35,11 +35,11 @@ def test_a_waiting_reader_is_woken_by_news():
     asyncio.run(test())
 
 
-def test_without_news_a_reader_gets_nothing_after_its_timeout():
+def test_a_reader_gets_nothing_after_its_timeout():
     assert asyncio.run(Reply(1).take(0.0)) == []
 
 
-def test_a_patient_reader_is_woken_once_all_has_ended():
+def test_a_patient_reader_wakes_when_all_choices_have_ended():
     async def test() -> None:
         reply = Reply(2, patient=True)
         reader = asyncio.create_task(reply.take(3600.0))

@@ -1,6 +1,4 @@
-"""Files that a running server reads again: what shows as a change, what is kept, and who may call
-from then on.
-"""
+"""Files that a running server reads again: which changes it sees, and what stays in force."""
 
 import asyncio
 import hashlib
@@ -50,9 +48,7 @@ def same_length_and_time(file: Path, text: str) -> None:
 
 
 def by_a_swapped_link(file: Path, text: str) -> None:
-    """As Kubernetes' kubelet does: the name is a link through a link to a folder, and that one is
-    swapped.
-    """
+    """Change a file as Kubernetes does: a link that leads through a link to a folder is swapped."""
     folder = file.parent / "..2026"
     folder.mkdir()
     (folder / file.name).write_text(text)
@@ -72,10 +68,10 @@ def test_a_change_is_seen_once_however_it_is_made(
     file = tmp_path / "keys"
     file.symlink_to("..data/keys")
     source = WatchedFiles([file], file.read_text)
-    assert (source.value, source.news()) == ("one", None)
+    assert (source.value, source.changed()) == ("one", None)
     write(file, "two")
-    assert (source.news(), source.news()) == ("two", None)
-    assert source.news(always=True) == "two"
+    assert (source.changed(), source.changed()) == ("two", None)
+    assert source.changed(always=True) == "two"
 
 
 @pytest.mark.parametrize(
@@ -90,7 +86,7 @@ def test_a_change_is_seen_once_however_it_is_made(
         ),
     ],
 )
-def test_a_bad_version_is_told_once_and_the_next_good_one_counts(
+def test_a_bad_version_is_reported_once_and_the_next_good_one_applies(
     tmp_path: Path, spoil: Callable, said: str
 ):
     file = tmp_path / "keys.yaml"
@@ -98,12 +94,12 @@ def test_a_bad_version_is_told_once_and_the_next_good_one_counts(
     source = WatchedFiles([file], lambda: read_keys(file))
     spoil(file)
     with pytest.raises(InputError, match=said):
-        source.news()
-    assert source.news() is None
+        source.changed()
+    assert source.changed() is None
     assert [one.name for one in source.value] == ["ana"]
     file.unlink(missing_ok=True)
     file.write_text(keys_text(ben=BEN))
-    assert [one.name for one in source.news() or ()] == ["ben"]
+    assert [one.name for one in source.changed() or ()] == ["ben"]
 
 
 async def post(http: httpx.AsyncClient, secret: str, **body: object) -> httpx.Response:
@@ -125,7 +121,7 @@ async def counted(http: httpx.AsyncClient, secret: str, sample: str) -> dict[str
     }
 
 
-def test_a_revoked_key_ends_a_new_one_begins_and_counts_go_on():
+def test_keys_can_be_revoked_and_added_while_counts_continue():
     async def test() -> None:
         async with client(keys=(key("ana", ANA, requests_per_minute=2), key("ben", BEN))) as http:
             assert [(await post(http, secret)).status_code for secret in (ANA, BEN)] == [200, 200]
@@ -149,7 +145,7 @@ def test_a_revoked_key_ends_a_new_one_begins_and_counts_go_on():
     asyncio.run(test())
 
 
-def test_who_was_let_in_is_answered_to_the_end():
+def test_a_request_of_a_revoked_key_still_gets_its_answer():
     async def test() -> None:
         async with client(keys=(key("ana", ANA, max_concurrent=1), key("ben", BEN))) as http:
             running = asyncio.create_task(post(http, ANA, max_tokens=64))
@@ -162,10 +158,8 @@ def test_who_was_let_in_is_answered_to_the_end():
     asyncio.run(test())
 
 
-def test_what_is_followed_is_taken_and_what_is_wrong_is_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(rereading, "LOOK_EVERY_S", 0.001)
+def test_changes_are_applied_and_errors_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(rereading, "CHECK_EVERY_S", 0.001)
     file, said, taken = tmp_path / "number", asyncio.Queue[str](), []
 
     def number() -> int:
@@ -189,7 +183,7 @@ def test_what_is_followed_is_taken_and_what_is_wrong_is_said(
         os.kill(os.getpid(), signal.SIGHUP)
         lines.append(await said.get())
         following.cancel()
-        kept = "warning: number: not a number; what was read before stays in force"
+        kept = "warning: number: not a number; the version read before stays in force"
         assert lines == ["now 2", kept, "now 3", "now 3"]
         assert taken == [2, 3, 3]
 
@@ -198,7 +192,7 @@ def test_what_is_followed_is_taken_and_what_is_wrong_is_said(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("several", [True, False])
-def test_a_running_server_takes_the_new_file(tmp_path: Path, several: bool):
+def test_a_running_server_applies_the_new_file(tmp_path: Path, several: bool):
     fake_plan(tmp_path)
     file, option = tmp_path / "keys", "--api-keys" if several else "--api-key-file"
     file.write_text(keys_text(ana=ANA) if several else ANA)

@@ -1,6 +1,4 @@
-"""The rows that a worker keeps between rounds: their numbers, and what the scheduler hears of a
-round.
-"""
+"""The rows that a worker keeps between rounds: their numbers, and the results of rounds."""
 
 from toolkit.engines.protocol import Round, RoundOutput, SamplingParams
 from toolkit.sched.types import Batch, Job, Moves, Request
@@ -23,7 +21,7 @@ def batch(*enter: Job, **changes) -> Batch:
 
 
 class Desk:
-    """Kept rows of a, b and c, who entered in the first round."""
+    """The resident rows of a, b and c, which entered in the first round."""
 
     def __init__(self) -> None:
         self.kept = ResidentRows()
@@ -39,7 +37,7 @@ class Desk:
             self.kept.receive(number, count, ended=number in ended)
 
 
-def test_rows_get_numbers_and_a_round_says_them() -> None:
+def test_entering_rows_get_numbers() -> None:
     desk = Desk()
     assert (desk.first.numbers, desk.first.steps, desk.first.stop_every) == ((0, 1, 2), 5, 2)
     assert [row.request_id for row in desk.first.enter] == ["a", "b", "c"]
@@ -49,13 +47,13 @@ def test_rows_get_numbers_and_a_round_says_them() -> None:
     assert second.overlap
 
 
-def test_who_comes_back_after_an_eviction_has_a_new_number() -> None:
+def test_a_row_that_returns_after_an_eviction_gets_a_new_number() -> None:
     desk = Desk()
     assert desk.begin(batch(evict=(desk.jobs["a"],))).evict == (0,)
     assert desk.begin(batch(desk.jobs["a"])).numbers == (3,)
 
 
-def test_who_was_dealt_to_another_worker_is_dropped_and_who_has_gone_is_not_named() -> None:
+def test_a_reassigned_row_is_dropped_and_a_finished_one_skipped() -> None:
     desk = Desk()
     desk.kept.result(desk.batch, RoundOutput(5, ((0, 0), (1, 0), (2, 0)), (1,), 0, 0))
     plan = desk.begin(batch(release=(desk.jobs["a"],), evict=(desk.jobs["b"],)))
@@ -70,7 +68,7 @@ def test_a_round_s_result_names_requests() -> None:
     assert shaped.joined == (("b", 1),)
 
 
-def test_rounds_say_how_many_steps_the_scheduler_counts_before_them() -> None:
+def test_a_round_carries_the_steps_before_it() -> None:
     desk = Desk()
     assert desk.first.steps_before == 0
     desk.kept.result(desk.batch, RoundOutput(5, ((0, 0), (1, 0), (2, 0)), (), 0, 0))
@@ -83,7 +81,7 @@ def test_rounds_say_how_many_steps_the_scheduler_counts_before_them() -> None:
     )
 
 
-def test_a_crash_keeps_what_had_come_and_forgets_all_rows() -> None:
+def test_a_crash_keeps_received_tokens_and_forgets_all_rows() -> None:
     desk = Desk()
     desk.give({0: 3, 1: 3, 2: 2}, 2)
     result = desk.kept.crashed(desk.batch)
@@ -93,7 +91,7 @@ def test_a_crash_keeps_what_had_come_and_forgets_all_rows() -> None:
     assert (again.numbers, again.evict) == ((3, 4), ())
 
 
-def test_steps_of_a_failed_round_are_those_of_who_was_there_before() -> None:
+def test_steps_of_a_failed_round_count_earlier_rows() -> None:
     desk = Desk()
     desk.kept.result(desk.batch, RoundOutput(5, ((0, 0), (1, 0), (2, 0)), (), 0, 0))
     desk.begin(batch(desk.jobs["d"]))
@@ -102,7 +100,7 @@ def test_steps_of_a_failed_round_are_those_of_who_was_there_before() -> None:
     assert (result.steps, result.joined) == (4, ())
 
 
-def test_who_memory_had_no_room_for_is_named_and_gone_and_nobody_else() -> None:
+def test_rows_dropped_for_lack_of_memory_are_named_and_removed() -> None:
     desk = Desk()
     desk.give({0: 3, 1: 3, 2: 2})
     result = desk.kept.result(

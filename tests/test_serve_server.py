@@ -1,5 +1,5 @@
-"""How a server begins and ends: on a real port, signals to this very process, workers moved by
-hand.
+"""How a server starts and ends: on a real port, with signals to this process, and workers that the
+tests move by hand.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ Test = Callable[[httpx.AsyncClient, Driver, HandWorkers], Coroutine]
 
 
 def run(test: Test, ending: Ending = Ending(), workers: HandWorkers | None = None) -> list[str]:  # noqa: B008
-    """Run `test` beside a server until both have ended. The URLs that were announced."""
+    """Run `test` and a server until both have ended. Returns the announced URLs."""
     announced: list[str] = []
 
     async def both() -> None:
@@ -94,7 +94,7 @@ def test_a_signal_lets_running_streams_finish_while_ready_says_no():
     assert announced.startswith("http://127.0.0.1:")
 
 
-def test_requests_are_taken_during_the_notice():
+def test_requests_are_accepted_during_the_notice():
     async def test(http: httpx.AsyncClient, driver: Driver, hands: HandWorkers) -> None:
         await until_ready(http)
         interrupt()
@@ -103,12 +103,12 @@ def test_requests_are_taken_during_the_notice():
             assert response.status_code == 200
             hands.finish()
             await response.aread()
-        interrupt()  # a second signal, so that nobody waits for the notice to pass
+        interrupt()  # a second signal skips the rest of the notice
 
     run(test, Ending(notice_s=3600.0))
 
 
-def test_what_is_late_gets_a_final_error():
+def test_late_requests_get_a_final_error():
     async def test(http: httpx.AsyncClient, driver: Driver, hands: HandWorkers) -> None:
         await until_ready(http)
         async with http.stream("POST", "/v1/completions", json=BODY) as response:
@@ -150,7 +150,7 @@ class SlowLoaders(HandWorkers):
         await super().start(on_event)
 
 
-def test_while_workers_load_it_answers_that_it_is_not_ready():
+def test_a_loading_server_answers_not_ready():
     async def test(http: httpx.AsyncClient, driver: Driver, hands: SlowLoaders) -> None:
         ready = await http.get("/ready")
         assert (ready.status_code, ready.json()) == (503, {"status": "loading"})
@@ -210,7 +210,7 @@ def test_a_bug_of_the_scheduler_ends_it_with_its_error():
         ("localhost.example.com", False),
     ],
 )
-def test_which_addresses_are_this_machine_alone(host: str, expected: bool):
+def test_loopback_addresses_are_recognised(host: str, expected: bool):
     assert is_loopback(host) == expected
     if not expected:
         with pytest.raises(InputError, match="can be reached from other machines"):
@@ -230,13 +230,13 @@ def test_addresses_are_shown_as_urls():
     assert url(Listener(("::1", 80, 0, 0))) == "http://[::1]:80"
 
 
-def test_a_host_that_is_not_ours_is_an_input_error():
+def test_an_address_of_another_machine_is_an_input_error():
     with pytest.raises(InputError, match=r"cannot listen on 203\.0\.113\.1 port 80") as caught:
         listen("203.0.113.1", 80)
     assert caught.value.hint == "choose another --host"
 
 
-def test_where_no_worker_can_be_loaded_again_it_ends_and_says_why():
+def test_a_server_that_can_load_no_worker_ends_and_says_why():
     async def test(http: httpx.AsyncClient, driver: Driver, hands: HandWorkers) -> None:
         await until_ready(http)
         async with http.stream("POST", "/v1/completions", json=BODY) as response:
@@ -251,7 +251,7 @@ def test_where_no_worker_can_be_loaded_again_it_ends_and_says_why():
 
 
 @pytest.mark.parametrize("terminal", [True, False])
-def test_a_hangup_ends_it_in_order_in_a_terminal_and_is_nothing_elsewhere(
+def test_sighup_ends_the_server_only_in_a_terminal(
     monkeypatch: pytest.MonkeyPatch, terminal: bool
 ) -> None:
     monkeypatch.setattr("sys.stderr.isatty", lambda: terminal, raising=False)

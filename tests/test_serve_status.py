@@ -1,6 +1,4 @@
-"""The status page: who may see it, what it says and what it never says, and how it looks to a
-browser.
-"""
+"""The status page: access, what it shows and hides, and how it looks in a browser."""
 
 import asyncio
 import json
@@ -29,9 +27,9 @@ from toolkit.serve.server import Ending
 from toolkit.serve.stats import TOKEN_BUCKETS, Histogram, Stats, finer, quantile
 from toolkit.serve.status import (
     COLUMNS,
-    KEPT,
+    POINTS_MAX,
     SAMPLE_S,
-    TRAILING,
+    WINDOW_POINTS,
     Facts,
     KindFacts,
     MetricHistory,
@@ -90,7 +88,7 @@ def test_the_page_needs_no_key_and_other_routes_still_do():
     in_a_loop(test)
 
 
-def test_where_it_is_off_there_is_no_such_route():
+def test_without_the_page_there_is_no_such_route():
     async def test():
         async with client(page=False) as http:
             assert [(await http.get(path)).status_code for path in ("/", "/status.json")] == [
@@ -121,7 +119,7 @@ def test_where_it_is_off_there_is_no_such_route():
         ("", 200),  # no web page is asked for with it
     ],
 )
-def test_a_page_of_another_name_that_points_here_reads_nothing(host, status):
+def test_a_foreign_host_name_cannot_read_the_page(host, status):
     async def test():
         async with client() as http:
             for path in ("/", "/status.json"):
@@ -132,7 +130,7 @@ def test_a_page_of_another_name_that_points_here_reads_nothing(host, status):
     in_a_loop(test)
 
 
-def test_it_says_what_was_served_and_nothing_of_any_request():
+def test_the_page_shows_totals_and_nothing_of_any_request():
     async def test():
         async with client() as http:
             asked = {
@@ -165,7 +163,7 @@ def test_it_says_what_was_served_and_nothing_of_any_request():
     in_a_loop(test)
 
 
-def test_workers_are_told_apart():
+def test_workers_are_shown_separately():
     async def test():
         workers = HandWorkers(2)
         async with client(workers) as http:
@@ -205,12 +203,12 @@ def test_the_ratio_of_each_worker_is_of_the_last_minute():
     assert last() == [None, None]
     stats.compared[1].took_s, stats.compared[1].predicted_s = 3.0, 2.0
     assert last() == [None, 1.5]
-    for _ in range(TRAILING):
+    for _ in range(WINDOW_POINTS):
         history.sample()
     assert last() == [None, None]
 
 
-def test_a_page_gets_only_the_points_that_it_does_not_have():
+def test_a_page_gets_only_new_points():
     async def test():
         async with client() as http:
             for _ in range(5):
@@ -235,21 +233,25 @@ def test_a_page_gets_only_the_points_that_it_does_not_have():
 def test_history_and_answer_are_bounded():
     stats, clock = Stats(), iter(range(10**6))
     history = MetricHistory(stats, lambda: IDLE, lambda: 2.0 * next(clock))
-    for _ in range(3 * KEPT):
+    for _ in range(3 * POINTS_MAX):
         stats.count_tokens(1, 0.0, float("nan"), 0.5)
         stats.oom_events += 1
         history.sample()
-    assert (len(history.points), history.taken, len(history.happenings)) == (KEPT, 3 * KEPT, 20)
-    assert len(b"".join(map(bytes, history.points))) < 200 * KEPT
+    assert (len(history.points), history.taken, len(history.incidents)) == (
+        POINTS_MAX,
+        3 * POINTS_MAX,
+        20,
+    )
+    assert len(b"".join(map(bytes, history.points))) < 200 * POINTS_MAX
 
 
-def test_percentiles_forget_what_is_older_than_the_window():
+def test_percentiles_cover_only_the_window():
     stats, clock = Stats(), iter(range(10**6))
     history = MetricHistory(stats, lambda: IDLE, lambda: 2.0 * next(clock))
     stats.count_tokens(1, 0.0, float("nan"), 9.0)
     history.sample()
     assert history.recent("ttft_p99_s") == pytest.approx(9.0, rel=0.1)
-    for _ in range(TRAILING):
+    for _ in range(WINDOW_POINTS):
         history.sample()
     assert history.recent("ttft_p99_s") is None
     stats.count_tokens(1, 0.0, float("nan"), 0.02)
@@ -262,7 +264,7 @@ def test_percentiles_forget_what_is_older_than_the_window():
     values=st.lists(st.floats(0.001, 79.0), min_size=1),
     share=st.sampled_from([0.5, 0.95, 0.99, 1.0]),
 )
-def test_a_percentile_is_right_to_a_tenth(values, share):
+def test_a_percentile_is_accurate_to_a_tenth(values, share):
     histogram = Histogram(TOKEN_BUCKETS, finer(TOKEN_BUCKETS))
     for value in values:
         histogram.observe(value)
@@ -285,7 +287,7 @@ REQUEST = st.tuples(
 
 
 @given(request=REQUEST, limits=st.lists(st.floats(0.01, 10), min_size=5, max_size=5))
-def test_within_targets_is_what_the_summaries_call_it(request, limits):
+def test_within_targets_agrees_with_the_summaries(request, limits):
     import numpy as np
 
     arrival, ttft, rest, tokens, gap = request
@@ -307,7 +309,7 @@ def test_within_targets_is_what_the_summaries_call_it(request, limits):
         assert stats.within_targets == meets_sla(Served(*one), sla).sum()
 
 
-def test_a_model_in_a_folder_is_called_by_its_last_part(tmp_path: Path):
+def test_a_model_folder_is_shown_by_its_last_part(tmp_path: Path):
     plan = fake_plan(tmp_path)
     assert facts_of(plan, "/home/somebody/models/my-llama").model == "my-llama"
     assert facts_of(plan, "meta/llama").model == "meta/llama"
@@ -322,7 +324,7 @@ def test_a_model_in_a_folder_is_called_by_its_last_part(tmp_path: Path):
         (["--host", "0.0.0.0", "--api-key", KEY, "--status-page"], True),
     ],
 )
-def test_it_is_on_where_only_this_machine_connects(
+def test_the_page_is_on_by_default_only_on_loopback(
     tmp_path: Path, monkeypatch, capsys, options, shown
 ):
     orders = []
@@ -345,7 +347,7 @@ def test_it_is_on_where_only_this_machine_connects(
 
 
 class LiveServer:
-    """A server in a thread of this process, on a port that stays its own when it is started again."""
+    """A server in a thread of this process, which keeps its port when it is started again."""
 
     def __init__(self, facts: Facts = FACTS) -> None:
         self.port, self.driver, self.facts = 0, None, facts
@@ -402,7 +404,7 @@ class LiveServer:
 
 
 def shows(page, selector: str, text: str) -> None:
-    """Waits until it does. Not by a script in the page: its policy lets none in."""
+    """Wait until it is true. A script in the page is not possible: its policy forbids it."""
     from playwright.sync_api import expect
 
     expect(page.locator(selector).first).to_have_text(text, timeout=60_000)
@@ -476,7 +478,7 @@ def test_each_kind_of_a_fleet_is_named(browser):
             assert seen.complaints == []
 
 
-def test_a_plans_kinds_are_told_in_the_order_of_their_workers(tmp_path: Path):
+def test_kinds_are_listed_in_the_order_of_their_workers(tmp_path: Path):
     kinds = facts_of(orders.fleet(tmp_path), "toy").kinds
     assert [(one.name, one.device, one.workers) for one in kinds] == [
         ("test", "NVIDIA H200", 1),
@@ -486,7 +488,7 @@ def test_a_plans_kinds_are_told_in_the_order_of_their_workers(tmp_path: Path):
 
 
 def with_restart(server: LiveServer, page) -> None:
-    """Another server on the same port: the page goes on with it, and forgets the first."""
+    """Another server on the same port: the page shows it, and forgets the first."""
     while server.loop.is_running():
         pass
     with server.running():
@@ -498,7 +500,7 @@ def with_restart(server: LiveServer, page) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [360, 1600])
-def test_it_fits_and_can_be_read(browser, scheme, width):
+def test_the_page_fits_and_is_readable(browser, scheme, width):
     server = LiveServer()
     with server.running():
         server.load(2)
@@ -516,7 +518,7 @@ def test_it_fits_and_can_be_read(browser, scheme, width):
 
 
 @pytest.mark.slow
-def test_charts_can_be_walked_with_the_keyboard(browser):
+def test_charts_work_with_the_keyboard(browser):
     server = LiveServer()
     with server.running():
         for count in (1, 2):
@@ -528,7 +530,7 @@ def test_charts_can_be_walked_with_the_keyboard(browser):
             assert page.evaluate("document.activeElement.value") == "300"
             page.keyboard.press("Tab")
             now = page.evaluate("document.activeElement.getAttribute('aria-label')")
-            assert now.startswith("Requests a second: served ")
+            assert now.startswith("Requests per second: served ")
             page.keyboard.press("ArrowLeft")
             assert re.fullmatch(
                 r"The last 5 min: \d\d:\d\d:\d\d, \d+ s ago", page.locator("#when").text_content()
@@ -539,10 +541,10 @@ def test_charts_can_be_walked_with_the_keyboard(browser):
 
 
 def test_an_hour_is_kept_and_the_memory_for_it_is_small():
-    assert KEPT * SAMPLE_S == 3600
+    assert POINTS_MAX * SAMPLE_S == 3600
     stats, clock = Stats(), iter(range(10**6))
     history = MetricHistory(stats, lambda: IDLE, lambda: 2.0 * next(clock))
-    for _ in range(KEPT):
+    for _ in range(POINTS_MAX):
         history.sample()
     assert sum(len(bytes(point)) for point in history.points) < 400_000
 
@@ -590,7 +592,7 @@ def test_the_range_is_chosen_and_the_axis_has_clock_times(browser):
 
 
 def live_for(server: LiveServer, seconds: float) -> None:
-    """The server is so old, and has served a request every half minute."""
+    """Make the server this old, with a request every half minute."""
     driver = server.driver
     driver._start_s -= seconds
     stats, clock = Stats(), [0.0]
@@ -631,7 +633,7 @@ def test_a_tile_without_data_says_what_is_missing(browser):
 
 
 @pytest.mark.slow
-def test_targets_are_kept_or_broken_in_words(browser):
+def test_targets_say_kept_or_broken_in_words(browser):
     server = LiveServer(
         replace(FACTS, sla={"ttft_p99_s": 1e-9, "e2e_mean_s": 500.0, "mtpot_p99_s": 1.0})
     )
@@ -669,7 +671,7 @@ def test_values_have_three_digits_and_units(browser):
             ), texts
 
 
-def test_the_columns_that_the_page_reads_are_there():
+def test_the_data_has_the_columns_that_the_page_reads():
     page = (
         Path(__file__)
         .parent.parent.joinpath("templates", "status.html")
@@ -685,7 +687,7 @@ def test_the_columns_that_the_page_reads_are_there():
 
 
 @pytest.mark.slow
-def test_a_real_server_has_it(tmp_path: Path):
+def test_a_real_server_serves_the_page(tmp_path: Path):
     fake_plan(tmp_path)
     with Server(tmp_path / "plan.json", LLMCTL_API_KEY=KEY) as server:
         assert server.ready["status_page"] == f"{server.url}/"

@@ -1,4 +1,4 @@
-"""Streams over raw ASGI: clients that go away, that do not read, that wait long."""
+"""Streams over raw ASGI: clients that disconnect, stop reading, or wait long."""
 
 import asyncio
 import json
@@ -14,9 +14,7 @@ from toolkit.serve.driver import Driver
 
 
 class Client:
-    """One request, seen from the server's socket: what was written, a reader that may stall, a line
-    that may drop.
-    """
+    """One request at the server's socket: what was written; its reader may stall or disconnect."""
 
     def __init__(self, **body: object) -> None:
         self._body = json.dumps({"prompt": "hello", "temperature": 0, **body}).encode()
@@ -72,7 +70,7 @@ def serve(
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_goes_away_frees_its_slot_with_its_batch(stream: bool):
+def test_a_disconnect_frees_the_row_with_its_batch(stream: bool):
     async def test(app, driver: Driver, hands: HandWorkers) -> None:
         client = Client(stream=stream, max_tokens=100)
         answering = client.start(app)
@@ -92,7 +90,7 @@ def test_a_client_that_goes_away_frees_its_slot_with_its_batch(stream: bool):
     serve(test)
 
 
-def test_a_client_that_goes_away_takes_no_other_with_it():
+def test_a_disconnect_does_not_affect_other_streams():
     async def test(app, driver: Driver, hands: HandWorkers) -> None:
         leaves, stays = Client(stream=True, max_tokens=100), Client(stream=True, max_tokens=30)
         answering = [client.start(app) for client in (leaves, stays)]
@@ -107,7 +105,7 @@ def test_a_client_that_goes_away_takes_no_other_with_it():
     serve(test, ToyWorkers)
 
 
-def test_what_comes_while_a_client_does_not_read_is_one_event():
+def test_output_between_two_reads_is_one_event():
     async def test(app, driver: Driver, hands: HandWorkers) -> None:
         client = Client(stream=True, max_tokens=8)
         answering = client.start(app)
@@ -160,7 +158,7 @@ def test_comments_keep_a_waiting_stream_alive():
     serve(test, keepalive_s=0.001)
 
 
-def test_streams_that_are_late_at_the_end_get_a_final_error():
+def test_late_streams_get_a_final_error():
     async def test(app, driver: Driver, hands: HandWorkers) -> None:
         client = Client(stream=True, max_tokens=100)
         answering = client.start(app)
@@ -178,7 +176,7 @@ def test_streams_that_are_late_at_the_end_get_a_final_error():
     serve(test)
 
 
-def test_a_failure_takes_no_text_with_it_that_came_before():
+def test_text_before_a_failure_is_delivered():
     async def test(app, driver: Driver, hands: HandWorkers) -> None:
         client = Client(stream=True, max_tokens=100)
         answering = client.start(app)
@@ -193,7 +191,7 @@ def test_a_failure_takes_no_text_with_it_that_came_before():
     serve(test)
 
 
-def test_a_server_that_drains_takes_nothing_new():
+def test_a_draining_server_accepts_no_requests():
     async def test(app, driver: Driver, hands: HandWorkers) -> None:
         await driver.drain(0.0)
         client = Client()

@@ -1,4 +1,4 @@
-"""Stop strings and counts do not depend on how the tokens were delivered."""
+"""Stop strings and token counts do not depend on how tokens are grouped."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -22,12 +22,12 @@ def find(pieces: list[str], stops: list[str]) -> tuple[str, bool]:
 
 
 @given(PIECES, STOPS)
-def test_a_stop_string_is_found_wherever_the_pieces_end(pieces: list[str], stops: list[str]):
+def test_a_stop_string_is_found_for_every_split(pieces: list[str], stops: list[str]):
     assert find(pieces, stops) == find(list("".join(pieces)), stops)
 
 
 @given(PIECES, STOPS)
-def test_what_is_shown_holds_no_stop_string_and_loses_no_text(pieces: list[str], stops: list[str]):
+def test_shown_text_has_no_stop_string_and_nothing_missing(pieces: list[str], stops: list[str]):
     shown, stopped = find(pieces, stops)
     whole = "".join(pieces)
     assert not any(stop in shown for stop in stops)
@@ -37,14 +37,14 @@ def test_what_is_shown_holds_no_stop_string_and_loses_no_text(pieces: list[str],
 
 
 @given(PIECES, STOPS.filter(bool))
-def test_only_what_may_begin_a_stop_string_is_held_back(pieces: list[str], stops: list[str]):
+def test_only_a_possible_start_of_a_stop_string_is_held_back(pieces: list[str], stops: list[str]):
     finder = StopFinder(stops)
     shown, stopped = finder.feed("".join(pieces))
     held = "".join(pieces)[len(shown) :]
     assert stopped or held == "" or any(stop.startswith(held) for stop in stops)
 
 
-def test_the_first_match_to_be_complete_wins_and_then_the_longer():
+def test_the_match_that_ends_first_wins_then_the_longer():
     assert find(["xabcx"], ["abcx", "b"]) == ("xa", True)
     assert find(["xabx"], ["b", "ab"]) == ("x", True)
 
@@ -63,14 +63,14 @@ def _marked(chunks: list[bytes]) -> list[tuple[bool, bytes]]:
     return [(index == len(chunks) - 1, chunk) for index, chunk in enumerate(chunks)]
 
 
-def test_tokens_are_counted_up_to_the_stop_however_they_come():
+def test_tokens_count_up_to_the_stop_for_every_grouping():
     expected = Shown("ab", 4, "stop")
     assert feed_all([b"abcdef"], "length", stops=["cd"]) == expected
     assert feed_all([b"abc", b"def"], "length", stops=["cd"]) == expected
     assert feed_all([b"a", b"b", b"c", b"d", b"e"], "length", stops=["cd"]) == expected
 
 
-def test_text_that_only_began_like_a_stop_string_is_shown_at_the_end():
+def test_an_incomplete_stop_string_is_shown_at_the_end():
     assert feed_all([b"abc"], "length", stops=["cd"]) == Shown("abc", 3, "length")
 
 
@@ -101,7 +101,7 @@ class Halves:
         return "?" if self.held else ""
 
 
-def test_half_a_character_at_the_end_is_shown_as_what_it_is():
+def test_half_a_character_at_the_end_is_shown_as_a_replacement():
     output = TextOutput(Halves(), ["x"])
     assert output.feed(b"aab", "").text == "a"
     assert output.feed(b"bc", "length") == Shown("b?", 2, "length")

@@ -1,4 +1,4 @@
-"""`llmctl serve` with engine vllm: vLLM's own server with the plan's flags, supervised to its end."""
+"""`llmctl serve` with engine vllm: vLLM's own server with the plan's flags, until its end."""
 
 import json
 import os
@@ -79,7 +79,7 @@ def test_a_policy_of_ours_runs_inside_from_the_same_plan_until_a_signal(tmp_path
     assert "INFO: ready" in said
 
 
-def test_status_and_stop_know_it(tmp_path: Path):
+def test_status_and_stop_find_the_vllm_server(tmp_path: Path):
     def llmctl(*words: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             [sys.executable, "-m", "toolkit", *words], capture_output=True, text=True, timeout=60
@@ -154,14 +154,14 @@ def test_nothing_of_vllm_is_left_when_llmctl_is_killed_and_its_server_cannot_end
         (["--host", "0.0.0.0"], "there is no API key"),
     ],
 )
-def test_what_vllm_cannot_do_is_refused(tmp_path: Path, words: list[str], message: str):
+def test_options_that_vllm_lacks_are_refused(tmp_path: Path, words: list[str], message: str):
     with start(plan_for(tmp_path), *words) as server:
         _, said = server.communicate(timeout=60)
     assert server.returncode == 2
     assert message in said
 
 
-def test_a_version_that_was_not_tried_is_refused(tmp_path: Path):
+def test_an_untested_vllm_version_is_refused(tmp_path: Path):
     with start(plan_for(tmp_path, version="0.33.1")) as server:
         _, said = server.communicate(timeout=60)
     assert server.returncode == 2

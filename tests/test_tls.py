@@ -96,7 +96,7 @@ def test_a_certificate_without_its_key_keeps_the_old_one(tmp_path: Path, ours, o
     before = source.value
     certificate.write_text(other[0].read_text() + ours[1].read_text())
     with pytest.raises(InputError, match="not the key of the certificate"):
-        source.news()
+        source.changed()
     assert source.value is before
 
 
@@ -126,10 +126,10 @@ def test_what_is_no_certificate_is_one_line(tmp_path: Path, ours, other, capsys)
             ["--ssl-certfile", certificate, "--ssl-keyfile", str(locked)],
             "locked.key: the key has a passphrase",
         ),
-        (["--ssl-certfile", certificate], "ours.pem: no certificate and its key"),
+        (["--ssl-certfile", certificate], "ours.pem: not a certificate with its key"),
         (
             ["--ssl-certfile", str(empty), "--ssl-keyfile", str(ours[1])],
-            "no certificate and its key",
+            "not a certificate with its key",
         ),
         (
             ["--ssl-certfile", certificate, "--ssl-keyfile", str(tmp_path)],

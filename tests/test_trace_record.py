@@ -139,6 +139,7 @@ def test_whole_answers_are_counted_row_by_row(tmp_path: Path):
     assert (len(trace), report.dropped) == (2, {})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("words", "processes"), [(10, 0), (10_000, 1)])
 def test_a_large_request_is_read_beside_the_recorder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: int, processes: int
@@ -330,9 +331,9 @@ def test_events_pass_as_they_come_and_not_at_the_end(tmp_path: Path):
 def test_a_role_is_no_token():
     reader = StreamReader(strip=True)
     assert reader.feed(ROLE) == ROLE
-    assert not reader.spoke
+    assert not reader.has_tokens
     reader.feed(event({"choices": [{"index": 0, "delta": {"content": "x"}}]}))
-    assert reader.spoke
+    assert reader.has_tokens
 
 
 EVENTS = st.lists(

@@ -1,7 +1,6 @@
-"""The live server: OpenAI's API in front, the scheduler in the middle, workers behind, on one
-asyncio loop.
+"""The live server: OpenAI's API, the scheduler, and the workers, on one asyncio loop.
 
-`driver` is the second clock of the scheduler (the simulator is the first); `api` speaks HTTP and
-knows no scheduler; `server` starts and ends it all. Replies meet in `reply`: the driver writes, a
-response reads.
+`driver` runs the scheduler on the real clock, as the simulator does on a virtual one. `api` and
+`generation` speak HTTP and do not know the scheduler. The driver writes each answer into a `Reply`
+(`live`), from which a response reads. `launch` starts and stops all of it.
 """

@@ -1,12 +1,17 @@
-"""The HTTP surface: OpenAI's routes, health, metrics. Each route reads a form, calls one thing,
-writes the answer.
+"""The HTTP surface: OpenAI's routes, health, metrics, and the OpenAPI document that describes them.
+
+`make_app` builds the ASGI application. Each method of `Routes` reads a form, makes one call, and
+writes the response. `document` returns the OpenAPI document for client generators and fuzzers: the
+schemas of requests are those of the forms, with this server's own limits. A schema cannot state
+everything (a prompt's length in tokens, one parameter against another); such errors get a 400
+response that names them.
 """
 
 from __future__ import annotations
 
 import copy
 import time
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import msgspec
 from fastapi import FastAPI, Request
@@ -29,7 +34,7 @@ from toolkit.serve.forms import (
     DetokenizeForm,
     GenerationForm,
     Message,
-    asking_for_nothing,
+    harmless_values,
     read_json_bytes,
 )
 from toolkit.serve.generation import (
@@ -37,6 +42,7 @@ from toolkit.serve.generation import (
     EventStream,
     Exchange,
     Generation,
+    Prompts,
     TextChoice,
     Usage,
     json_response,
@@ -47,176 +53,22 @@ from toolkit.serve.metrics import Exposition
 from toolkit.serve.settings import FrontSettings
 from toolkit.serve.status import DATA, PAGE, Status, failure, gauges, state
 
-# What the server says of itself to clients that are generated, and to fuzzers: an OpenAPI
-# document that is true.
-#
-# Requests' schemas are the forms', with this server's own limits; what a schema cannot say (a
-# prompt's length in tokens, one parameter against another) is left to the 400 that names it. What
-# a route answers is what `responses.py` writes.
-
+GenerationFormT = TypeVar("GenerationFormT", bound=GenerationForm)
 Json = dict[str, Any]
 
-_REF = "#/components/schemas/{model}"
-_FORMS = (CompletionForm, ChatForm, DetokenizeForm, Message)
-_ANSWERS = (ErrorBody, TextChoice, ChatChoice, Usage)
+_REQUESTS = (CompletionForm, ChatForm, DetokenizeForm, Message)
+_RESPONSES = (ErrorBody, TextChoice, ChatChoice, Usage)
 _TOKENS: Json = {"type": "array", "items": {"type": "integer", "minimum": 0}}
 _REASONS = {
-    "400": "the request cannot be served as it is",
+    "400": "the request is invalid, or exceeds a limit",
     "401": "no key, or a wrong one",
     "404": "there is no such model",
-    "408": "the body did not come in time",
+    "408": "the body did not arrive in time",
     "413": "the body is too large",
-    "415": "the body is not JSON by its type",
+    "415": "the content-type is not JSON",
     "429": "the key's limit is reached, or the client's share of connections or bytes",
     "503": "loading, draining or overloaded; or the request failed",
 }
-
-
-def document(settings: FrontSettings) -> Json:
-    """The OpenAPI 3.1 document of a server with these settings."""
-    return {
-        "openapi": "3.1.0",
-        "info": {"title": "llmctl", "version": toolkit.__version__},
-        "paths": {
-            "/v1/completions": {"post": _post("CompletionForm", _ref("Completion"), streams=True)},
-            "/v1/chat/completions": {
-                "post": _post("ChatForm", _ref("ChatCompletion"), streams=True)
-            },
-            "/tokenize": {
-                "post": _post("TokenizeForm", _object(count={"type": "integer"}, tokens=_TOKENS))
-            },
-            "/detokenize": {"post": _post("DetokenizeForm", _object(prompt={"type": "string"}))},
-            "/v1/models": {"get": _get(_object(object={"const": "list"}, data={"type": "array"}))},
-            "/v1/models/{name}": {
-                "get": _get(_ref("Model"), "404") | {"parameters": [_name(settings)]}
-            },
-            "/health": {"get": _get(_object(status={"type": "string"}), "503")},
-            "/ready": {"get": _get(_object(status={"type": "string"}), "503")},
-            "/version": {"get": _get(_object(version={"type": "string"}))},
-            "/metrics": {"get": _get({"type": "string"}, kind="text/plain")},
-        },
-        "components": {
-            "schemas": _schemas(settings),
-            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
-        },
-        "security": [{"key": []}, {}],
-    }
-
-
-def _schemas(settings: FrontSettings) -> Json:
-    _, forms = models_json_schema([(form, "validation") for form in _FORMS], ref_template=_REF)
-    _, answers = msgspec.json.schema_components(
-        _ANSWERS, ref_template="#/components/schemas/{name}"
-    )
-    found: Json = copy.deepcopy(forms["$defs"] | answers)  # parts of them are the forms' own
-    for name in ("CompletionForm", "ChatForm"):
-        _limit(found[name]["properties"], settings, chat=name == "ChatForm")
-    found["DetokenizeForm"]["properties"]["tokens"]["maxItems"] = settings.max_model_len
-    for token in _tokens_of(found):
-        token["maximum"] = settings.vocab_size - 1
-    return found | {
-        "TokenizeForm": _tokenize_form(),
-        "Completion": _whole("text_completion", "TextChoice"),
-        "ChatCompletion": _whole("chat.completion", "ChatChoice"),
-        "Model": _object(id={"const": settings.model}, object={"const": "model"}),
-    }
-
-
-def _limit(properties: Json, settings: FrontSettings, *, chat: bool) -> None:
-    """This server's model and bounds, and which values of parameters that it does not have are
-    harmless.
-    """
-    for name, values in asking_for_nothing(chat=chat).items():
-        properties[name] = {"enum": list(values)}
-    properties["model"] = {"enum": [settings.model, None]}
-    for name in ("max_tokens", "max_completion_tokens", "min_tokens"):
-        if name in properties:
-            properties[name]["anyOf"][0]["maximum"] = settings.max_new_tokens
-    if not settings.allow_end_after:
-        properties["llmctl_end_after"] = {"type": "null"}
-
-
-def _tokens_of(found: Json) -> list[Json]:
-    """The schemas of single tokens."""
-    prompt = found["CompletionForm"]["properties"]["prompt"]["anyOf"]
-    stops = [
-        found[name]["properties"]["stop_token_ids"]["anyOf"][0]["items"]
-        for name in ("CompletionForm", "ChatForm")
-    ]
-    return [
-        prompt[2]["items"],
-        prompt[3]["items"]["items"],
-        found["DetokenizeForm"]["properties"]["tokens"]["items"],
-        *stops,
-    ]
-
-
-def _tokenize_form() -> Json:
-    """A prompt or messages, and not both."""
-    null: Json = {"type": "null"}
-    messages: Json = {"type": "array", "items": _ref("Message"), "minItems": 1, "maxItems": 2048}
-    model: Json = {"type": ["string", "null"]}
-    either = {"model": model, "prompt": {"type": "string"}, "messages": null}
-    other = {"model": model, "prompt": null, "messages": messages}
-    return {
-        "anyOf": [
-            {"type": "object", "properties": either, "required": ["prompt"]},
-            {"type": "object", "properties": other, "required": ["messages"]},
-        ]
-    }
-
-
-def _whole(kind: str, choice: str) -> Json:
-    return _object(
-        id={"type": "string"},
-        object={"const": kind},
-        created={"type": "integer"},
-        model={"type": "string"},
-        choices={"type": "array", "items": _ref(choice)},
-        usage=_ref("Usage"),
-    )
-
-
-def _object(**properties: Json) -> Json:
-    return {"type": "object", "properties": properties, "required": list(properties)}
-
-
-def _ref(name: str) -> Json:
-    return {"$ref": f"#/components/schemas/{name}"}
-
-
-def _name(settings: FrontSettings) -> Json:
-    return {
-        "name": "name",
-        "in": "path",
-        "required": True,
-        "schema": {"type": "string", "enum": [settings.model]},
-    }
-
-
-def _post(form: str, answer: Json, *, streams: bool = False) -> Json:
-    body = {"required": True, "content": {"application/json": {"schema": _ref(form)}}}
-    operation = _get(answer, *_REASONS)
-    if streams:
-        operation["responses"]["200"]["content"]["text/event-stream"] = {
-            "schema": {"type": "string"}
-        }
-    return {"requestBody": body, **operation}
-
-
-def _get(answer: Json, *statuses: str, kind: str = "application/json") -> Json:
-    """An operation's answers; health and readiness say what is wrong in their own words."""
-    ok = {"description": "as asked", "content": {kind: {"schema": answer}}}
-    error = {
-        "schema": {"anyOf": [_ref("ErrorBody"), answer]}
-        if statuses == ("503",)
-        else _ref("ErrorBody")
-    }
-    others = {
-        status: {"description": _REASONS[status], "content": {"application/json": error}}
-        for status in ("401", *statuses)
-    }
-    return {"responses": {"200": ok, **others}}
 
 
 def make_app(
@@ -227,11 +79,15 @@ def make_app(
     keyring: Keyring | None = None,
     read_large: ReadLarge | None = None,
 ) -> ASGIApp:
-    """The application over a driver that somebody else starts and stops, and the page of a
-    `status`.
+    """The ASGI application over a driver that the caller starts and stops.
 
-    Who may call is who has a key of `keyring`, whose keys may be replaced at any time; by default,
-    of the settings. Large bodies are read by `read_large`, by default in a thread.
+    Args:
+        driver: serves the requests.
+        tokenizer: the model's.
+        settings: names, limits and keys.
+        status: the status page, if there should be one.
+        keyring: the accepted keys, which may be replaced at any time; by default the settings'.
+        read_large: reads large bodies; by default in a thread.
     """
     app = FastAPI(title="llmctl", openapi_url=None, redirect_slashes=False)
     app.add_exception_handler(ApiError, on_api_error)
@@ -268,7 +124,7 @@ def make_app(
 
 
 class Routes:
-    """What the routes share."""
+    """The route handlers, and what they share."""
 
     def __init__(
         self,
@@ -297,28 +153,14 @@ class Routes:
         )
 
     async def completions(self, request: Request) -> Response:
-        body, prompts = await self._body(request), None
-        if len(body) > LARGE_BODY_BYTES:
-            self._generation.check_room()
-            form, prompts = await self._read_large("completion", body)
-        else:
-            form = self._reader.form(CompletionForm, body)
-        return await self._answer(
-            request,
-            form,
-            self._generation.completion(form, KeyedRequest.of(request.scope), prompts),
-        )
+        form, prompts = await self._form(request, "completion", CompletionForm)
+        exchange = self._generation.completion(form, KeyedRequest.of(request.scope), prompts)
+        return await self._respond(request, form, exchange)
 
     async def chat_completions(self, request: Request) -> Response:
-        body, prompts = await self._body(request), None
-        if len(body) > LARGE_BODY_BYTES:
-            self._generation.check_room()
-            form, prompts = await self._read_large("chat", body)
-        else:
-            form = self._reader.form(ChatForm, body)
-        return await self._answer(
-            request, form, self._generation.chat(form, KeyedRequest.of(request.scope), prompts)
-        )
+        form, prompts = await self._form(request, "chat", ChatForm)
+        exchange = self._generation.chat(form, KeyedRequest.of(request.scope), prompts)
+        return await self._respond(request, form, exchange)
 
     async def models(self) -> Response:
         return _json({"object": "list", "data": [self._model()]})
@@ -330,25 +172,28 @@ class Routes:
 
     async def tokenize(self, request: Request) -> Response:
         """The tokens of a prompt, or of messages in the model's chat template."""
-        return await self._worked(request, "tokenize")
+        return await self._translate(request, "tokenize")
 
     async def detokenize(self, request: Request) -> Response:
         """The text of tokens."""
-        return await self._worked(request, "detokenize")
+        return await self._translate(request, "detokenize")
 
     async def health(self) -> Response:
-        """200 as long as the front can serve: that it answers is the news. Workers are /ready's
-        affair.
+        """200 while the front works: this response proves that its event loop runs.
+
+        Workers do not count here; /ready reports them.
         """
-        found = failure(self._driver)
-        return _json({"status": found or "ok"}, 503 if found else 200)
+        reason = failure(self._driver)
+        return _json({"status": reason or "ok"}, 503 if reason else 200)
 
     async def ready(self) -> Response:
-        """200 from when all workers are loaded until the end is announced, while one of them is
-        alive.
+        """200 while the server should get requests.
+
+        That is from when all workers are loaded until the end is announced, as long as a worker
+        is alive.
         """
-        found = state(self._driver)
-        return _json({"status": found}, 200 if found == "ready" else 503)
+        word = state(self._driver)
+        return _json({"status": word}, 200 if word == "ready" else 503)
 
     async def metrics(self) -> Response:
         return Response(generate_latest(self._registry), media_type=CONTENT_TYPE_LATEST)
@@ -357,19 +202,33 @@ class Routes:
         return _json({"version": toolkit.__version__})
 
     async def openapi(self) -> Response:
-        """What may be asked here, with this server's limits."""
+        """The OpenAPI document, with this server's limits."""
         return _json(self._document)
 
-    async def _body(self, request: Request) -> bytes:
-        return await read_json_bytes(request, self._settings.max_body_bytes)
+    async def _form(
+        self, request: Request, kind: Literal["completion", "chat"], form: type[GenerationFormT]
+    ) -> tuple[GenerationFormT, Prompts | None]:
+        """The form of a request, and its prompts in tokens if the body was large."""
+        body = await read_json_bytes(request, self._settings.max_body_bytes)
+        if len(body) <= LARGE_BODY_BYTES:
+            return self._reader.form(form, body), None
+        self._generation.check_room()
+        read: tuple[GenerationFormT, Prompts] = await self._read_large(kind, body)
+        return read
 
-    async def _worked(self, request: Request, kind: Literal["tokenize", "detokenize"]) -> Response:
-        body = await self._body(request)
-        large = len(body) > LARGE_BODY_BYTES
-        found = await self._read_large(kind, body) if large else getattr(self._reader, kind)(body)
-        return Response(found, media_type="application/json")
+    async def _translate(
+        self, request: Request, kind: Literal["tokenize", "detokenize"]
+    ) -> Response:
+        body = await read_json_bytes(request, self._settings.max_body_bytes)
+        if len(body) > LARGE_BODY_BYTES:
+            content = await self._read_large(kind, body)
+        else:
+            content = getattr(self._reader, kind)(body)
+        return Response(content, media_type="application/json")
 
-    async def _answer(self, request: Request, form: GenerationForm, exchange: Exchange) -> Response:
+    async def _respond(
+        self, request: Request, form: GenerationForm, exchange: Exchange
+    ) -> Response:
         if not form.stream:
             return await json_response(exchange, request.receive)
         return EventStream(
@@ -390,3 +249,133 @@ class Routes:
 
 def _json(content: object, status: int = 200) -> Response:
     return Response(msgspec.json.encode(content), status, media_type="application/json")
+
+
+def document(settings: FrontSettings) -> Json:
+    """The OpenAPI 3.1 document of a server with these settings."""
+    model_names = {"type": "string", "enum": [settings.model]}
+    name = {"name": "name", "in": "path", "required": True, "schema": model_names}
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "llmctl", "version": toolkit.__version__},
+        "paths": {
+            "/v1/completions": {"post": _post("CompletionForm", _ref("Completion"), streams=True)},
+            "/v1/chat/completions": {
+                "post": _post("ChatForm", _ref("ChatCompletion"), streams=True)
+            },
+            "/tokenize": {
+                "post": _post("TokenizeForm", _object(count={"type": "integer"}, tokens=_TOKENS))
+            },
+            "/detokenize": {"post": _post("DetokenizeForm", _object(prompt={"type": "string"}))},
+            "/v1/models": {"get": _get(_object(object={"const": "list"}, data={"type": "array"}))},
+            "/v1/models/{name}": {"get": _get(_ref("Model"), "404") | {"parameters": [name]}},
+            "/health": {"get": _get(_object(status={"type": "string"}), "503")},
+            "/ready": {"get": _get(_object(status={"type": "string"}), "503")},
+            "/version": {"get": _get(_object(version={"type": "string"}))},
+            "/metrics": {"get": _get({"type": "string"}, kind="text/plain")},
+        },
+        "components": {
+            "schemas": _schemas(settings),
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+        },
+        "security": [{"key": []}, {}],
+    }
+
+
+def _schemas(settings: FrontSettings) -> Json:
+    _, forms = models_json_schema(
+        [(form, "validation") for form in _REQUESTS], ref_template="#/components/schemas/{model}"
+    )
+    _, responses = msgspec.json.schema_components(
+        _RESPONSES, ref_template="#/components/schemas/{name}"
+    )
+    # A copy, since pydantic and msgspec share parts of these with the classes.
+    schemas: Json = copy.deepcopy(forms["$defs"] | responses)
+    detokenized = schemas["DetokenizeForm"]["properties"]["tokens"]
+    detokenized["maxItems"] = settings.max_model_len
+    prompt = schemas["CompletionForm"]["properties"]["prompt"]["anyOf"]
+    single_tokens = [prompt[2]["items"], prompt[3]["items"]["items"], detokenized["items"]]
+    for name in ("CompletionForm", "ChatForm"):
+        properties = schemas[name]["properties"]
+        _limit(properties, settings, chat=name == "ChatForm")
+        single_tokens.append(properties["stop_token_ids"]["anyOf"][0]["items"])
+    for token in single_tokens:
+        token["maximum"] = settings.vocab_size - 1
+    return schemas | {
+        "TokenizeForm": _tokenize_form(),
+        "Completion": _response("text_completion", "TextChoice"),
+        "ChatCompletion": _response("chat.completion", "ChatChoice"),
+        "Model": _object(id={"const": settings.model}, object={"const": "model"}),
+    }
+
+
+def _limit(properties: Json, settings: FrontSettings, *, chat: bool) -> None:
+    """Set this server's model and bounds, and the harmless values of unsupported parameters."""
+    for name, values in harmless_values(chat=chat).items():
+        properties[name] = {"enum": list(values)}
+    properties["model"] = {"enum": [settings.model, None]}
+    for name in ("max_tokens", "max_completion_tokens", "min_tokens"):
+        if name in properties:
+            properties[name]["anyOf"][0]["maximum"] = settings.max_new_tokens
+    if not settings.allow_end_after:
+        properties["llmctl_end_after"] = {"type": "null"}
+
+
+def _tokenize_form() -> Json:
+    """Either a prompt or messages."""
+    null: Json = {"type": "null"}
+    messages: Json = {"type": "array", "items": _ref("Message"), "minItems": 1, "maxItems": 2048}
+    model: Json = {"type": ["string", "null"]}
+    with_prompt = {"model": model, "prompt": {"type": "string"}, "messages": null}
+    with_messages = {"model": model, "prompt": null, "messages": messages}
+    return {
+        "anyOf": [
+            {"type": "object", "properties": with_prompt, "required": ["prompt"]},
+            {"type": "object", "properties": with_messages, "required": ["messages"]},
+        ]
+    }
+
+
+def _response(kind: str, choice: str) -> Json:
+    return _object(
+        id={"type": "string"},
+        object={"const": kind},
+        created={"type": "integer"},
+        model={"type": "string"},
+        choices={"type": "array", "items": _ref(choice)},
+        usage=_ref("Usage"),
+    )
+
+
+def _object(**properties: Json) -> Json:
+    return {"type": "object", "properties": properties, "required": list(properties)}
+
+
+def _ref(name: str) -> Json:
+    return {"$ref": f"#/components/schemas/{name}"}
+
+
+def _post(form: str, response: Json, *, streams: bool = False) -> Json:
+    body = {"required": True, "content": {"application/json": {"schema": _ref(form)}}}
+    operation = _get(response, *_REASONS)
+    if streams:
+        operation["responses"]["200"]["content"]["text/event-stream"] = {
+            "schema": {"type": "string"}
+        }
+    return {"requestBody": body, **operation}
+
+
+def _get(response: Json, *statuses: str, kind: str = "application/json") -> Json:
+    """The responses of an operation. /health and /ready describe a problem in their own format."""
+    ok = {"description": "as asked", "content": {kind: {"schema": response}}}
+    error = _ref("ErrorBody")
+    if statuses == ("503",):
+        error = {"anyOf": [error, response]}
+    others = {
+        status: {
+            "description": _REASONS[status],
+            "content": {"application/json": {"schema": error}},
+        }
+        for status in ("401", *statuses)
+    }
+    return {"responses": {"200": ok, **others}}

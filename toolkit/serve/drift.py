@@ -1,15 +1,14 @@
-"""Does the fit still hold? A few of its points are measured again through the workers before a
-server takes requests.
+"""Check that the fit still holds: measure a few of its points before the server takes requests.
 
-Each point is a slice, or for a continuous policy a round from an empty batch, on all workers at
-once, as the fit's own overhead was measured: so many rows of so many tokens for so many steps. The
-median of its times is held against the law that the scheduler asks. Memory is not tried, nor are
-points that would take too long.
+`checks_of` chooses the points: a slice each, or for a continuous policy a round from an empty
+batch, as the fit's own overhead was measured. `CheckedWorkers` runs every point several times, on
+all workers of a kind at once. `judge` compares each point's median time with the law that the
+scheduler uses. The check does not measure memory, and leaves out points that would take too long.
 
-The stated error is one that 5 % of held-out slices exceed. Of four points one alone would exceed it
-by chance at 17 of 100 starts of a healthy machine, several at one or two. What makes a machine
-slower (other programs, heat, another clock) shows at most points. So one of several is told, and
-not held against the fit.
+The fit's stated error is one that 5 % of held-out slices exceed. With four points, one alone would
+exceed it by chance at 17 of 100 starts of a healthy machine, and several at one or two. A slower
+machine (other programs, heat, another clock rate) shows at most points. So one outlier among
+several points is reported, but does not count against the fit.
 """
 
 from __future__ import annotations
@@ -42,19 +41,18 @@ from toolkit.workers.protocol import (
 )
 from toolkit.workers.supervisor import SilentWorkerError
 
-STEPS = 16  # of a point, at most
+POINT_STEPS_MAX = 16
 RUNS_MIN, RUNS_MAX = 3, 9  # of each point
-LEAST_PERCENT = 10.0  # a fit of a quiet hour promises less than the next hour holds
-BUDGET_S = 3.0
-MAY_EXCEED = 1  # of several points
-
+ALLOWED_PERCENT_MIN = 10.0  # a fit made in a quiet hour states too small an error for a busy one
+BUDGET_S = 3.0  # of all points, as the laws predict it
+OUTLIERS_MAX = 1  # among several points
 
 OnFound = Callable[["list[MeasuredPoint]"], None]
-Ended = tuple[Failure, float]  # how a batch ended, and when
+BatchEnd = tuple[Failure, float]  # how a batch ended, and when, in seconds on the check's clock
 
 
 class DriftPoint(NamedTuple):
-    """Rows of `length` tokens that run for `steps`."""
+    """Rows of `length` tokens each that run for `steps` steps."""
 
     rows: int
     length: int
@@ -63,9 +61,7 @@ class DriftPoint(NamedTuple):
 
 @dataclass(slots=True, frozen=True)
 class MeasuredPoint:
-    """A point's median time beside what the law says, and how far the fit's stated error reaches.
-    In seconds.
-    """
+    """A point's median time and the law's prediction, in seconds, and the error that is allowed."""
 
     point: DriftPoint
     seconds: float
@@ -74,7 +70,7 @@ class MeasuredPoint:
 
     @property
     def percent(self) -> float:
-        """By how much it took longer than predicted."""
+        """By how many percent it took longer than predicted."""
         return 100.0 * (self.seconds / self.expected_s - 1.0)
 
     @property
@@ -82,15 +78,17 @@ class MeasuredPoint:
         return abs(self.percent) > self.allowed_percent
 
     def text(self) -> str:
-        """For a line: which point, and how far off."""
-        return f"{self.point.rows} x {self.point.length} tokens for {self.point.steps} steps {self.percent:+.0f} %"
+        """The point and its deviation, for a message."""
+        rows, length, steps = self.point
+        return f"{rows} x {length} tokens for {steps} steps {self.percent:+.0f} %"
 
 
 @dataclass(slots=True, frozen=True)
 class DriftCheck:
-    """What is measured again: the plan's points, as its policy has them run.
+    """The points to measure on workers of one kind, in slices or rounds as the policy runs them.
 
-    The fit's stated error is the 95th percentile of its held-out slices or rounds, at least 10 %.
+    `allowed_percent` is the fit's stated error: the 95th percentile over its held-out slices or
+    rounds, but at least `ALLOWED_PERCENT_MIN`.
     """
 
     points: tuple[DriftPoint, ...]
@@ -99,10 +97,10 @@ class DriftCheck:
     in_rounds: bool
     vocab_size: int
     allowed_percent: float
-    workers: tuple[int, ...] = (0,)  # whom it is about: of a fleet those of one kind
+    workers: tuple[int, ...] = (0,)
 
     def expected_s(self, point: DriftPoint) -> float:
-        """What the law says of the point."""
+        """The law's prediction of a point, in seconds."""
         rows, length, steps = point
         if not self.in_rounds:
             return serving_s(self.law, rows, length, steps)
@@ -115,7 +113,7 @@ class DriftCheck:
         )
 
     def rows(self, point: DriftPoint, first: int) -> list[Row]:
-        """The point's rows, whose names count from `first`; in a round all end with its last step."""
+        """The rows of a point, with ids from `first`. In a round all end at its last step."""
         tokens = tuple(position % self.vocab_size for position in range(point.length))
         limit = point.steps + (self.in_rounds and self.law.prefill_emits_token)
         sampling = SamplingParams(ignore_eos=True)
@@ -123,99 +121,104 @@ class DriftCheck:
 
 
 def checks_of(plan: Plan, budget_s: float = BUDGET_S) -> list[DriftCheck]:
-    """A check of each kind of the plan's workers, which share the time.
+    """One check for each kind of the plan's workers; they share `budget_s` seconds.
 
-    Points of the recipe's grid, as many as by the laws take `budget_s` in all; none where all take
-    longer.
+    The points come from the recipe's grid: as many as fit into the budget by the laws, or none if
+    even one takes longer.
     """
-    policy, kinds, checks = make_policy(plan.policy.name, plan.policy.parameters), plan.kinds, []
-    first = 0
-    for kind in kinds:
+    policy = make_policy(plan.policy.name, plan.policy.parameters)
+    checks, first = [], 0
+    for kind in plan.kinds:
         workers = tuple(range(first, first + kind.workers))
-        checks.append(replace(_check_of(kind, policy, budget_s / len(kinds)), workers=workers))
+        checks.append(_check_of(kind, policy, budget_s / len(plan.kinds), workers))
         first += kind.workers
     return checks
 
 
-def _check_of(kind: Kind, policy: Policy, budget_s: float) -> DriftCheck:
-    laws, fit = laws_from_fit(kind.fit), kind.fit
-    law = laws.rounds if policy.continuous else laws.latency
-    overhead = fit.rounds.overhead if policy.continuous and fit.rounds else fit.overhead
-    memory = laws.round_memory if policy.continuous else laws.memory
-    spec = kind.recipe.profile
-    steps = min(STEPS, *spec.slice_tokens)
-    allowed = max(overhead.error.p95_percent, LEAST_PERCENT)
+def _check_of(kind: Kind, policy: Policy, budget_s: float, workers: tuple[int, ...]) -> DriftCheck:
+    laws, fit, spec = laws_from_fit(kind.fit), kind.fit, kind.recipe.profile
+    law: LatencyLaw = laws.latency
+    memory, overhead = laws.memory, fit.overhead
+    if policy.continuous:
+        law, memory = laws.rounds, laws.round_memory
+        overhead = fit.rounds.overhead if fit.rounds else fit.overhead
+    steps = min(POINT_STEPS_MAX, *spec.slice_tokens)
 
     def fits(rows: int, length: int) -> bool:
         if length + steps > fit.engine.max_model_len:
             return False
-        if policy.continuous:  # newcomers are prefilled beside the batch that they join
+        if policy.continuous:  # new rows are prefilled beside the batch that they join
             return 2 * rows * (length + steps) <= memory.usable_tokens and rows <= laws.slots
         return rows <= int(memory.max_batch(np.array([length]), steps, 0.0)[0])
 
     sizes, lengths = sorted(spec.batch_sizes), sorted(spec.input_lengths)
-    small, usual = lengths[0], lengths[len(lengths) // 2]
-    wanted = [
-        (sizes[0], usual),
-        (sizes[len(sizes) // 2], small),
-        (sizes[len(sizes) // 2], usual),
-        (sizes[-1], small),
-    ]
-    chosen = [
-        DriftPoint(rows, length, steps)
-        for rows, length in dict.fromkeys(wanted)
-        if fits(rows, length)
-    ]
-    check = DriftCheck((), RUNS_MIN, law, policy.continuous, fit.engine.vocab_size, allowed)
-    chosen.sort(key=check.expected_s)
-    while chosen and RUNS_MIN * sum(map(check.expected_s, chosen)) > budget_s:
-        chosen.pop()
-    once_s = sum(map(check.expected_s, chosen))
+    middle_size, middle_length = sizes[len(sizes) // 2], lengths[len(lengths) // 2]
+    wanted = dict.fromkeys(
+        [
+            (sizes[0], middle_length),
+            (middle_size, lengths[0]),
+            (middle_size, middle_length),
+            (sizes[-1], lengths[0]),
+        ]
+    )
+    check = DriftCheck(
+        points=(),
+        runs=RUNS_MIN,
+        law=law,
+        in_rounds=policy.continuous,
+        vocab_size=fit.engine.vocab_size,
+        allowed_percent=max(overhead.error.p95_percent, ALLOWED_PERCENT_MIN),
+        workers=workers,
+    )
+    points = [DriftPoint(*shape, steps) for shape in wanted if fits(*shape)]
+    points.sort(key=check.expected_s)
+    while points and RUNS_MIN * sum(map(check.expected_s, points)) > budget_s:
+        points.pop()
+    once_s = sum(map(check.expected_s, points))
     runs = min(int(budget_s / once_s), RUNS_MAX) if once_s > 0 else 0
-    return DriftCheck(tuple(chosen), runs, law, policy.continuous, fit.engine.vocab_size, allowed)
+    return replace(check, points=tuple(points), runs=runs)
 
 
 def judge(found: Sequence[MeasuredPoint], *, strict: bool, say: Callable[[str], None]) -> None:
-    """Say what was found; with `strict`, `TargetMissedError` where points are beyond the fit's
-    stated error.
+    """Report the result of a check through `say`.
+
+    With `strict`, raises `TargetMissedError` if points exceed the fit's stated error.
     """
     if not found:
         say("fit: no point of it could be measured again in the time given")
         return
-    allowed = " and ".join(
-        f"{percent:.0f}" for percent in sorted({one.allowed_percent for one in found})
-    )
-    wrong = [one for one in found if one.drifted]
-    if len(wrong) <= MAY_EXCEED < len(found):
-        but = "".join(
-            f"; but for {one.text()}, as one of {len(found)} may by chance" for one in wrong
+    percents = sorted({measured.allowed_percent for measured in found})
+    allowed = " and ".join(f"{percent:.0f}" for percent in percents)
+    drifted = [measured for measured in found if measured.drifted]
+    points = "one point" if len(found) == 1 else f"{len(found)} points"
+    if not drifted or len(drifted) <= OUTLIERS_MAX < len(found):
+        outliers = "".join(
+            f", except {measured.text()} (one of {len(found)} points may exceed it by chance)"
+            for measured in drifted
         )
-        say(
-            f"fit: measured again at {len(found)} points, within its stated error of {allowed} %{but}"
-        )
+        say(f"fit: measured again at {points}, within its stated error of {allowed} %{outliers}")
         return
-    if not wrong:
-        say(f"fit: measured again at one point, within its stated error of {allowed} %")
-        return
-    told = f"beyond its stated error of {allowed} %: {', '.join(one.text() for one in wrong)}"
+    deviations = ", ".join(measured.text() for measured in drifted)
+    text = f"beyond its stated error of {allowed} %: {deviations}"
     if strict:
         raise TargetMissedError(
-            f"the fit does not hold: {told}", "profile and fit again; or serve without --strict"
+            f"the fit does not hold: {text}", "profile and fit again; or serve without --strict"
         )
     say(
-        f"warning: the fit does not hold, {told}; predictions and policies that ask the laws are off by as much"
+        f"warning: the fit does not hold, {text}; "
+        "predictions, and policies that use the laws, are wrong by as much"
     )
 
 
 @dataclass(slots=True, eq=False)
 class CheckedWorkers:
-    """`Workers` that measure a check's points when they have started, before anybody else may use
-    them.
+    """`Workers` that run the checks in `start`, before the driver may use them.
 
     Args:
-        workers: who runs them.
-        checks: what is measured, one after the other, each on its workers at once.
+        workers: the workers that run the points.
+        checks: run one after the other, each on its workers at once.
         on_found: gets the result; what it raises, `start` raises.
+        clock: in seconds.
     """
 
     workers: Workers
@@ -223,23 +226,22 @@ class CheckedWorkers:
     on_found: OnFound
     clock: Callable[[], float] = time.perf_counter
     size: int = field(init=False)
-    _waits: dict[int, asyncio.Future[Ended]] = field(
-        default_factory=dict
-    )  # by worker, while it runs something
-    _batches: int = 0
-    _rows: int = 0
+    # The end of each worker's running batch.
+    _ends: dict[int, asyncio.Future[BatchEnd]] = field(default_factory=dict)
+    _batches: int = 0  # sent so far
+    _rows: int = 0  # sent so far
 
     def __post_init__(self) -> None:
         self.size = self.workers.size
 
     async def start(self, on_event: OnEvent) -> None:
-        """Start the workers, then measure. `EngineError` if one cannot start."""
+        """Start the workers, then measure. Raises `EngineError` if one cannot start."""
 
         def route(event: WorkerEvent) -> None:
             if not measuring:
                 on_event(event)
             elif isinstance(event, BatchDone | RoundDone):
-                self._waits.pop(event.worker).set_result((event.failure, self.clock()))
+                self._ends.pop(event.worker).set_result((event.failure, self.clock()))
             elif not isinstance(event, BatchProgress):
                 on_event(event)
 
@@ -254,62 +256,52 @@ class CheckedWorkers:
         for point in check.points * check.runs:
             seconds = await self._run(check, point)
             if None in seconds:
-                # out of memory, or a worker is gone: the pool starts it again, and the rest is not
-                # measured
+                # Out of memory, or a worker was lost and the pool restarts it: skip the rest.
                 break
-            times.setdefault(point, []).extend(one for one in seconds if one is not None)
+            times.setdefault(point, []).extend(took_s for took_s in seconds if took_s is not None)
         return [
             MeasuredPoint(point, median(seconds), check.expected_s(point), check.allowed_percent)
             for point, seconds in times.items()
         ]
 
     async def _run(self, check: DriftCheck, point: DriftPoint) -> list[float | None]:
-        """The point on every worker of the check at once; seconds from dispatch to result, None
-        where it failed.
+        """Run a point on every worker of the check at once.
+
+        Returns the seconds from dispatch to result of each worker, or None where it failed.
         """
         begun_s: list[float] = []
-        waits: list[asyncio.Future[Ended]] = []
-        first_row = self._rows
+        ends: list[asyncio.Future[BatchEnd]] = []
+        first_row, expected_s = self._rows, check.expected_s(point)
         for worker in check.workers:
             rows = check.rows(point, self._rows)
             numbers = tuple(range(self._rows, self._rows + len(rows)))
             self._rows += len(rows)
-            waits.append(self._expect(worker))
+            ends.append(self._expect_end(worker))
             begun_s.append(self.clock())
             if check.in_rounds:
                 plan = Round(point.steps, tuple(rows), numbers)
-                self.workers.run_round(worker, self._batches, plan, check.expected_s(point))
+                self.workers.run_round(worker, self._batches, plan, expected_s)
             else:
-                expected_s = check.expected_s(point)
                 self.workers.run(worker, self._batches, rows, point.steps, expected_s)
-        ended = await asyncio.gather(*waits)
-        if check.in_rounds:
-            short = [
-                worker
-                for worker, (failure, _) in zip(check.workers, ended, strict=True)
-                if failure == "oom"
-            ]
-            await self._evict(short, tuple(range(first_row, self._rows)))
+        ended = await asyncio.gather(*ends)
+        # A round that ran out of memory leaves rows on its worker: remove them.
+        evictions = []
+        for worker, (failure, _) in zip(check.workers, ended, strict=True):
+            if check.in_rounds and failure == "oom":
+                evictions.append(self._expect_end(worker))
+                plan = Round(0, evict=tuple(range(first_row, self._rows)))
+                self.workers.run_round(worker, self._batches, plan)
+        await asyncio.gather(*evictions)
         return [
             None if failure else end_s - begin_s
             for begin_s, (failure, end_s) in zip(begun_s, ended, strict=True)
         ]
 
-    async def _evict(self, workers: Sequence[int], numbers: tuple[int, ...]) -> None:
-        """Rounds of these ran out of memory and left rows that had room: nobody may meet them
-        later.
-        """
-        waits = []
-        for worker in workers:
-            waits.append(self._expect(worker))
-            self.workers.run_round(worker, self._batches, Round(0, evict=numbers))
-        await asyncio.gather(*waits)
-
-    def _expect(self, worker: int) -> asyncio.Future[Ended]:
-        """The end of a batch that the worker will be given next."""
+    def _expect_end(self, worker: int) -> asyncio.Future[BatchEnd]:
+        """The end of the batch that the worker gets next, numbered `_batches`."""
         self._batches += 1
-        self._waits[worker] = wait = asyncio.get_running_loop().create_future()
-        return wait
+        self._ends[worker] = end = asyncio.get_running_loop().create_future()
+        return end
 
     def run(
         self,

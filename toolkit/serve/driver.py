@@ -1,10 +1,12 @@
-"""The scheduler on the real clock: asyncio moves requests, batches and tokens between clients,
-scheduler and workers.
+"""Drive the scheduler on the real clock: move requests, batches and tokens on one asyncio loop.
 
-All decisions are the scheduler's. The driver tells it what happened, starts the batches that it
-wants (`underway`), and passes tokens on as they come (`lives`). Each request's tokens are kept, so
-a slice that was lost goes on from what its client has seen. Everything runs on one event loop and
-nothing here waits for a client.
+The scheduler makes all decisions. `Driver` reports events to it, starts the batches that it returns
+and passes tokens to clients as they arrive. `WorkerActivity` sends batches to the workers and turns
+their events into tokens of requests and results for the scheduler. `ResidentRows` maps requests to
+the row numbers of one worker that keeps its rows between rounds.
+
+The driver keeps each request's tokens, so a request whose slice was lost continues after the last
+token that its client has seen. Nothing here waits for a client.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Literal, NamedTuple
 
@@ -44,285 +46,28 @@ from toolkit.workers.protocol import (
 )
 from toolkit.workers.supervisor import SilentWorkerError
 
-# The rows that a worker keeps between rounds: which request has which number there, and what came
-# of a round.
-#
-# The scheduler speaks of jobs, the engine of numbers, which a row gets when it enters and loses
-# when its cache is gone.
-
-
-class ResidentRows:
-    """One worker's rows, and the round that it runs."""
-
-    def __init__(self) -> None:
-        self._numbers: dict[str, int] = {}  # by request
-        self._lives: dict[int, ActiveRequest] = {}
-        self._next = 0
-        self._prefilling: dict[int, None] = {}  # whose first token has not come since they entered
-        self._waited: tuple[int, ...] = ()  # those of them when the round began
-        self._received: dict[int, int] = {}  # tokens in this round, by number
-        self._ended: list[int] = []  # in this round
-        self._steps = (
-            0  # decode steps as the scheduler counts them, who decides where a round may stop
-        )
-
-    def begin(self, batch: Batch, live_of: Callable[[str], ActiveRequest]) -> Round:
-        """The round for the engine. `live_of` knows the requests of those who enter."""
-        evict = (*self._forget(batch.evict), *self._forget(batch.release))
-        moves = batch.moves
-        kept = self._numbers_of
-        lives = [live_of(job.request_id) for job in batch.jobs]
-        entered = tuple(range(self._next, self._next + len(lives)))
-        self._next += len(lives)
-        self._lives.update(zip(entered, lives, strict=True))
-        self._numbers.update(
-            (job.request_id, number) for job, number in zip(batch.jobs, entered, strict=True)
-        )
-        self._prefilling.update(dict.fromkeys(entered))
-        self._waited = tuple(self._prefilling)
-        self._received, self._ended = {}, []
-        return Round(
-            batch.steps,
-            tuple(live.row() for live in lives),
-            entered,
-            evict,
-            kept(moves.pause) if moves else (),
-            kept(moves.swap_out) if moves else (),
-            kept(moves.swap_in) if moves else (),
-            kept(moves.resume) if moves else (),
-            bool(moves and moves.overlap),
-            batch.stop_every,
-            batch.chunk_tokens,
-            self._steps,
-        )
-
-    def receive(self, number: int, tokens: int, *, ended: bool) -> ActiveRequest:
-        """So many tokens came for a row; whose it is."""
-        self._received[number] = self._received.get(number, 0) + tokens
-        self._prefilling.pop(number, None)
-        if ended:
-            self._ended.append(number)
-        return self._lives[number]
-
-    def result(self, batch: Batch, output: RoundOutput) -> RoundResult:
-        """What a round did, in the scheduler's words."""
-        joined = self._joined(dict(output.joined))
-        for number, _ in output.joined:
-            self._prefilling.pop(number, None)
-        dropped = tuple([self._lives[number].ask.request_id for number in output.dropped])
-        for number, request_id in zip(output.dropped, dropped, strict=True):
-            del self._numbers[request_id]
-            self._drop(number)
-        failure: Failure = "oom" if output.is_short else ""
-        self._steps += output.steps
-        ended = self._end(output.ended)
-        return RoundResult(
-            batch.batch_id, batch.worker, output.steps, ended, joined, failure, dropped=dropped
-        )
-
-    def crashed(self, batch: Batch) -> RoundResult:
-        """What came of a round before its worker was lost, by the tokens that came. All rows went
-        with it.
-        """
-        received, waited = self._received, self._waited
-        first = {
-            number: received[number] - 1 for number in waited if number in received
-        }  # steps since they joined
-        went_on = [count for number, count in received.items() if number not in waited]
-        steps = max([*first.values(), *went_on], default=0)
-        joined = self._joined({number: steps - since for number, since in first.items()})
-        ended = self._end(self._ended)
-        self._numbers.clear()
-        self._lives.clear()
-        self._prefilling.clear()
-        self._steps += steps
-        return RoundResult(batch.batch_id, batch.worker, steps, ended, joined, "crashed")
-
-    def _joined(self, after: Mapping[int, int]) -> tuple[tuple[str, int], ...] | None:
-        """Whose prefill ended after how many steps, by request; None: everybody's before the first."""
-        if len(after) == len(self._waited) and not any(after.values()):
-            return None
-        return tuple(
-            [(self._lives[number].ask.request_id, steps) for number, steps in after.items()]
-        )
-
-    def _end(self, numbers: Iterable[int]) -> tuple[str, ...]:
-        """These rows have ended; whose they were."""
-        ended = tuple(self._lives.pop(number).ask.request_id for number in numbers)
-        for request_id in ended:
-            del self._numbers[request_id]
-        return ended
-
-    def _numbers_of(self, jobs: Iterable[Job]) -> tuple[int, ...]:
-        return tuple(self._numbers[job.request_id] for job in jobs)
-
-    def _forget(self, jobs: Iterable[Job]) -> list[int]:
-        """The numbers of jobs whose caches are dropped; some have gone already."""
-        found = [
-            self._numbers.pop(job.request_id) for job in jobs if job.request_id in self._numbers
-        ]
-        for number in found:
-            self._drop(number)
-        return found
-
-    def _drop(self, number: int) -> None:
-        del self._lives[number]
-        self._prefilling.pop(number, None)
-
-
-# What runs on the workers: batches are sent, and what workers say of them becomes tokens of
-# requests and results.
-#
-# Nothing is decided here, and nothing reaches a client: the driver says what starts, delivers the
-# tokens, and hands the results to the scheduler. A slice's rows go by their places in the batch,
-# a round's by numbers that `ResidentRows` gives.
-
-
-class News(NamedTuple):
-    """New tokens of a request, and how it ended, or ''."""
-
-    live: ActiveRequest
-    tokens: list[int]
-    finish: FinishReason
-
-
-class WorkerActivity:
-    """The batches that run now, at most one per worker.
-
-    Args:
-        workers: who run them.
-        live_of: the request of an id, while it is on its way.
-    """
-
-    def __init__(self, workers: Workers, live_of: Callable[[str], ActiveRequest]) -> None:
-        self.flights: dict[int, InFlightBatch] = {}  # by worker
-        self._workers = workers
-        self._live_of = live_of
-        self._kept = [ResidentRows() for _ in range(workers.size)]  # of workers that run rounds
-        self._just_freed: set[int] = set()
-
-    @property
-    def rows_in_slices(self) -> int:
-        """Requests that slices run now."""
-        return sum(not live.status for flight in self.flights.values() for live in flight.lives)
-
-    def launch(self, batches: Iterable[Batch]) -> list[ActiveRequest]:
-        """Send what a tick wants started; whose requests begin to run. A worker it had nothing for
-        waits for work.
-        """
-        started: list[ActiveRequest] = []
-        for batch in batches:
-            lives = tuple(self._live_of(job.request_id) for job in batch.jobs)
-            follows = batch.worker in self._just_freed
-            if batch.keep_cache:
-                self._launch_round(batch, InFlightBatch(batch, (), [], follows))
-            else:
-                self._launch_slice(batch, InFlightBatch(batch, lives, [0] * len(lives), follows))
-            started += lives
-        self._just_freed.clear()
-        return started
-
-    def _launch_slice(self, batch: Batch, flight: InFlightBatch) -> None:
-        self.flights[batch.worker] = flight
-        for live in flight.lives:
-            live.flight = flight
-        rows = [live.row() for live in flight.lives]
-        self._workers.run(batch.worker, batch.batch_id, rows, batch.steps, batch.estimated_s)
-
-    def _launch_round(self, batch: Batch, flight: InFlightBatch) -> None:
-        self.flights[batch.worker] = flight
-        plan = self._kept[batch.worker].begin(batch, self._live_of)
-        self._workers.run_round(batch.worker, batch.batch_id, plan, batch.estimated_s)
-
-    def interrupt(self, worker: int) -> None:
-        """Its round should end at the next step where it may."""
-        self._workers.interrupt(worker, self.flights[worker].batch.batch_id)
-
-    def unwanted(self, live: ActiveRequest) -> None:
-        """Nobody reads what a slice gives for it."""
-        flight = live.flight
-        if flight:
-            self._workers.cancel(flight.batch.worker, flight.batch.batch_id, (live.ask.request_id,))
-
-    def progress(self, event: BatchProgress) -> list[News]:
-        """Tokens that came while a batch runs; of one that is over, nothing."""
-        flight = self.flights.get(event.worker)
-        if flight is None or flight.batch.batch_id != event.batch_id:
-            return []
-        news = []
-        for row, (tokens, finish) in merge(event.steps).items():
-            if flight.batch.keep_cache:
-                live = self._kept[event.worker].receive(row, len(tokens), ended=bool(finish))
-            else:
-                flight.received[row] += len(tokens)
-                live = flight.lives[row]
-            news.append(News(live, tokens, finish))
-        return news
-
-    def slice_done(self, event: BatchDone) -> tuple[InFlightBatch, list[News]]:
-        """A slice is over: what it was, and the tokens that had not come. After these comes
-        `slice_result`.
-        """
-        flight = self._land(event.worker)
-        for live in flight.lives:
-            live.flight = None
-        rows = zip(
-            flight.lives, flight.received, event.output.tokens, event.output.finish, strict=True
-        )
-        return flight, [
-            News(live, list(tokens[received:]), finish) for live, received, tokens, finish in rows
-        ]
-
-    def round_done(self, event: RoundDone) -> tuple[InFlightBatch, RoundResult]:
-        """A round is over, whose tokens have all come: what it was, and its result."""
-        flight, kept = self._land(event.worker), self._kept[event.worker]
-        if event.output is None:
-            return flight, kept.crashed(flight.batch)
-        return flight, kept.result(flight.batch, event.output)
-
-    def _land(self, worker: int) -> InFlightBatch:
-        self._just_freed.add(worker)
-        return self.flights.pop(worker)
-
-
-def slice_result(flight: InFlightBatch, event: BatchDone) -> BatchResult:
-    """A slice in the scheduler's words, once its last tokens were delivered: a stop string ends a
-    request, too.
-
-    What came behind a stop string does not count.
-    """
-    kept = zip(flight.lives, flight.batch.jobs, strict=True)
-    return BatchResult(
-        event.batch_id,
-        event.worker,
-        tuple(len(live.tokens) - job.generated for live, job in kept),
-        tuple(bool(live.status) for live in flight.lives),
-        event.failure,
-    )
-
-
 SHUTTING_DOWN = "the server is shutting down"
 TIMED_OUT = "it was not done at its deadline"
-State = Literal["loading", "ready", "draining", "stopped"]
+TIMER_SLACK_S = 0.001  # a timer may fire this early, and a tick before its time decides nothing
 
-TIMER_SLACK_S = 0.001  # event loops may fire this early, and a tick before its time decides nothing
+State = Literal["loading", "ready", "draining", "stopped"]
 
 
 class RefusedError(Exception):
-    """A request that can never be served; the message may be shown to its client."""
+    """A request that can never be served. The client may see the message."""
 
 
 class Driver:
-    """Owns the scheduler and the workers.
+    """Owns the scheduler and the workers of one server.
 
     Args:
-        scheduler: in its first state; a `Recorder` for a log that replays.
+        scheduler: in its first state; a `RecordingScheduler` writes a log that can be replayed.
         workers: as many as the scheduler has.
-        stats: what is counted.
-        on_end: called with each request that has ended, whatever became of it, and when `now_s` was 0, on
-            `time.monotonic`'s clock.
-        limits: what requests are promised, which admission looks at.
-        accept: called with what the loaded engines say of themselves, by worker, before any request; may raise.
+        stats: counts what happens.
+        on_end: called with each request that has ended, however it ended, and with the time of
+            `start` on the clock of `time.monotonic`.
+        limits: the latency targets of admission.
+        accept: called before any request with the facts of each worker's loaded engine; may raise.
     """
 
     def __init__(
@@ -343,51 +88,54 @@ class Driver:
         self.stats = stats
         self.forecast = Forecast(scheduler, limits)
         self.state: State = "loading"
-        # the end was announced: balancers should look elsewhere, though requests are still taken
+        # The end was announced: load balancers should stop sending, though requests still run.
         self.leaving = False
-        self.facts: dict[int, EngineFacts] = {}
-        self.bug: Exception | None = (
-            None  # what ended the driver, which whoever started it must then stop
-        )
-        self.failed: EngineError | None = None  # the same of workers that cannot be loaded any more
+        self.facts: dict[int, EngineFacts] = {}  # by worker
+        # Set when the driver cannot go on; the owner then has to stop it.
         self.broke = asyncio.Event()
+        self.bug: Exception | None = None  # an exception of the scheduler or the driver
+        self.failed: EngineError | None = None  # no worker is left and none can be loaded
         self._workers = workers
         self._on_end = on_end
         self._accept = accept
-        self._lives = ActiveRequests(stats, self.forecast, self._ended)
-        self._under_way = WorkerActivity(workers, self._lives.__getitem__)
+        self._active = ActiveRequests(stats, self.forecast, self._ended)
+        self._activity = WorkerActivity(workers, self._active.__getitem__)
         self._start_s = 0.0
-        self._tick_soon: asyncio.Handle | None = None
+        self._next_tick: asyncio.Handle | None = None
         self._wake: asyncio.TimerHandle | None = None
 
     @property
     def now_s(self) -> float:
-        """Seconds since `start`. The loop's own clock is no finer than a millisecond on uvloop."""
+        """Seconds since `start`. The loop's own clock has a resolution of 1 ms on uvloop."""
         return time.monotonic() - self._start_s
 
     @property
     def flights(self) -> dict[int, InFlightBatch]:
-        """What each worker runs now."""
-        return self._under_way.flights
+        """The batch that each worker runs now."""
+        return self._activity.flights
 
     def silent(self) -> list[SilentWorkerError]:
-        """Workers that take too long now, for what they do."""
+        """Workers that take longer than their work should take."""
         return self._workers.silent()
 
     @property
     def running(self) -> int:
         """Requests in batches that run now."""
-        rounds = (worker for worker, flight in self.flights.items() if flight.batch.keep_cache)
-        in_rounds = sum(len(self.scheduler.workers[worker].residents) for worker in rounds)
-        return self._under_way.rows_in_slices + in_rounds
+        running = 0
+        for worker, flight in self.flights.items():
+            if flight.batch.keep_cache:
+                running += len(self.scheduler.workers[worker].residents)
+            else:
+                running += sum(not active.status for active in flight.requests)
+        return running
 
     @property
     def waiting(self) -> int:
         """Requests that no worker runs now: new ones, and ones between two slices."""
-        return len(self._lives) - self.running
+        return len(self._active) - self.running
 
     async def start(self) -> None:
-        """Load the workers. `EngineError` if one cannot, and whatever `accept` raises."""
+        """Load the workers. Raises `EngineError` if one cannot load, and what `accept` raises."""
         self._start_s = time.monotonic()
         await self._workers.start(self._on_event)
         if self._accept:
@@ -395,134 +143,129 @@ class Driver:
         self.state = "ready"
 
     async def drain(self, timeout_s: float) -> int:
-        """Take nothing new, and wait until all requests have ended; those that have not in time
-        fail. How many did.
+        """Accept no more requests, and wait up to `timeout_s` seconds until all have ended.
+
+        Requests that have not ended by then fail. Returns how many failed.
         """
         self.state = "draining"
         try:
-            await asyncio.wait_for(self._lives.empty.wait(), timeout_s)
+            await asyncio.wait_for(self._active.empty.wait(), timeout_s)
         except TimeoutError:
-            late = list(self._lives)
-            for live in late:
-                self._give_up(live, SHUTTING_DOWN)
+            late = list(self._active)
+            for active in late:
+                self._fail(active, SHUTTING_DOWN)
             return len(late)
         return 0
 
     async def stop(self) -> None:
-        """End the workers; whoever still waits, fails."""
+        """Stop the workers. Requests that have not ended fail."""
         self.state = "stopped"
-        for live in self._lives:
-            self._give_up(live, SHUTTING_DOWN)
-        for handle in (self._tick_soon, self._wake):
+        for active in self._active:
+            self._fail(active, SHUTTING_DOWN)
+        for handle in (self._next_tick, self._wake):
             if handle:
                 handle.cancel()
         await self._workers.stop()
 
     def submit(
-        self, ask: GenerationRequest, output: TextOutput, reply: Reply, index: int
+        self, request: GenerationRequest, output: TextOutput, reply: Reply, index: int
     ) -> ActiveRequest:
-        """A request whose text goes to choice `index` of `reply`. `RefusedError` if it can never
-        fit.
+        """Submit a request; its text goes to choice `index` of `reply`.
+
+        Raises `RefusedError` if it can never fit.
         """
         if self.state != "ready":
             raise ValueError(f"submitted while the driver is {self.state}")
         now_s = self.now_s
-        told = self.forecast.raw(now_s)
-        request = Request(ask.request_id, now_s, len(ask.prompt), ask.max_new_tokens, ask.priority)
-        refusal = self.scheduler.submit(request, now_s)
+        predicted = self.forecast.predict_by_laws(now_s)
+        refusal = self.scheduler.submit(
+            Request(
+                request.request_id,
+                now_s,
+                len(request.prompt),
+                request.max_new_tokens,
+                request.priority,
+            ),
+            now_s,
+        )
         if refusal:
             raise RefusedError(refusal.reason)
         self.stats.arrived += 1
-        live = ActiveRequest(ask, output, reply, index, now_s, told)
-        self._lives.begin(live)
-        if ask.timeout_s < math.inf:
+        active = ActiveRequest(request, output, reply, index, now_s, predicted)
+        self._active.begin(active)
+        if request.timeout_s < math.inf:
             loop = asyncio.get_running_loop()
-            live.deadline = loop.call_later(ask.timeout_s, self._expire, live)
+            active.deadline = loop.call_later(request.timeout_s, self._expire, active)
         self._tick_later()
-        return live
+        return active
 
-    def _expire(self, live: ActiveRequest) -> None:
-        """Its deadline has come: to the scheduler that is a cancel like any other."""
-        self._give_up(live, f"{TIMED_OUT}, {live.ask.timeout_s:g} s after it came")
+    def _expire(self, active: ActiveRequest) -> None:
+        """The deadline of a request has passed. The scheduler sees a cancellation."""
+        self._fail(active, f"{TIMED_OUT}, {active.request.timeout_s:g} s after it came")
         self._tick_later()
 
-    def cancel(self, live: ActiveRequest) -> None:
-        """Its client is gone. A row that runs ends with its batch, or sooner where the worker can."""
-        if live.status:
+    def cancel(self, active: ActiveRequest) -> None:
+        """The client has disconnected.
+
+        A running row ends with its batch, or earlier where the worker can stop it.
+        """
+        if active.status:
             return
-        self.scheduler.cancel(live.ask.request_id, self.now_s)
-        self._under_way.unwanted(live)
-        self._lives.end(live, "cancelled")
+        self.scheduler.cancel(active.request.request_id, self.now_s)
+        self._activity.cancel_row(active)
+        self._active.end(active, "cancelled")
         self._tick_later()
 
-    def _give_up(self, live: ActiveRequest, reason: str) -> None:
-        self.scheduler.cancel(live.ask.request_id, self.now_s)
-        self._under_way.unwanted(live)
-        self._lives.fail(live, reason)
+    def _fail(self, active: ActiveRequest, reason: str) -> None:
+        self.scheduler.cancel(active.request.request_id, self.now_s)
+        self._activity.cancel_row(active)
+        self._active.fail(active, reason)
 
-    def _ended(self, live: ActiveRequest) -> None:
-        if live.deadline:
-            live.deadline.cancel()
-            live.deadline = None
+    def _ended(self, active: ActiveRequest) -> None:
+        if active.deadline:
+            active.deadline.cancel()
+            active.deadline = None
         if self._on_end:
-            self._on_end(live, self._start_s)
+            self._on_end(active, self._start_s)
 
     def _tick_later(self) -> None:
-        """One tick for all that happens in this turn of the loop."""
-        if self._tick_soon is None and self.state != "stopped":
-            self._tick_soon = asyncio.get_running_loop().call_soon(self._tick)
-
-    def _tick_now(self) -> None:
-        """A worker waits: it gets its next batch before anything is written to clients, or anybody
-        else is heard.
-        """
-        if self._tick_soon:
-            self._tick_soon.cancel()
-        if self.state != "stopped":
-            self._tick()
+        """Tick once for everything that happens in this turn of the event loop."""
+        if self._next_tick is None and self.state != "stopped":
+            self._next_tick = asyncio.get_running_loop().call_soon(self._tick)
 
     def _tick(self) -> None:
-        with self._loud():
-            self._tick_soon = None
+        with self._stop_on_bug():
+            self._next_tick = None
             now_s = self.now_s
-            with self._deciding():
+            with self._timing_scheduler():
                 batches = self.scheduler.tick(now_s)
-            self._launch(batches, now_s)
+            for batch in batches:
+                self.stats.count_start(batch)
+                self.forecast.started(batch)
+            for active in self._activity.launch(batches, self.stats.arrived):
+                if math.isnan(active.started_s):
+                    active.started_s = now_s
+                    self.stats.queue.observe(now_s - active.arrival_s)
             for worker in self.scheduler.take_interrupts():
-                self._under_way.interrupt(worker)
+                self._activity.interrupt(worker)
             for refusal in self.scheduler.take_refusals():
-                if refusal.request_id in self._lives:
-                    self._lives.fail(self._lives[refusal.request_id], refusal.reason)
-            self._arm(now_s)
-
-    def _arm(self, now_s: float) -> None:
-        if self._wake:
-            self._wake.cancel()
-            self._wake = None
-        wake_at_s = self.scheduler.wake_at_s
-        if wake_at_s < math.inf:
-            delay_s = max(wake_at_s - now_s, 0.0) + TIMER_SLACK_S
-            self._wake = asyncio.get_running_loop().call_later(delay_s, self._tick_later)
-
-    def _launch(self, batches: Sequence[Batch], now_s: float) -> None:
-        for batch in batches:
-            self.stats.count_start(batch)
-            self.forecast.started(batch)
-        started = self._under_way.launch(batches)
-        for batch in batches:
-            self.flights[batch.worker].arrived = self.stats.arrived
-        for live in started:
-            if math.isnan(live.started_s):
-                live.started_s = now_s
-                self.stats.queue.observe(now_s - live.arrival_s)
+                if refusal.request_id in self._active:
+                    self._active.fail(self._active[refusal.request_id], refusal.reason)
+            if self._wake:
+                self._wake.cancel()
+                self._wake = None
+            wake_at_s = self.scheduler.wake_at_s
+            if wake_at_s < math.inf:
+                delay_s = max(wake_at_s - now_s, 0.0) + TIMER_SLACK_S
+                self._wake = asyncio.get_running_loop().call_later(delay_s, self._tick_later)
 
     def _on_event(self, event: WorkerEvent) -> None:
-        with self._loud():
+        with self._stop_on_bug():
             match event:
                 case BatchProgress():
                     self._progress(event)
                 case BatchDone():
-                    self._done(event)
+                    self._slice_done(event)
                 case RoundDone():
                     self._round_done(event)
                 case WorkerReady():
@@ -540,30 +283,36 @@ class Driver:
 
     def _progress(self, event: BatchProgress) -> None:
         now_s = self.now_s
-        for live, tokens, finish in self._under_way.progress(event):
-            if not self._lives.deliver(live, tokens, finish, now_s):
+        for active, tokens, finish in self._activity.progress(event):
+            if not self._active.deliver(active, tokens, finish, now_s):
                 continue
-            if live.flight:  # its slice's result will say so
-                self._under_way.unwanted(live)
+            if active.flight:  # the scheduler learns it from the slice's result
+                self._activity.cancel_row(active)
             else:
-                self.scheduler.end(live.ask.request_id, len(live.tokens), now_s)
+                self.scheduler.end(active.request.request_id, len(active.tokens), now_s)
                 self._tick_later()
 
-    def _done(self, event: BatchDone) -> None:
-        flight, news = self._under_way.slice_done(event)
+    def _slice_done(self, event: BatchDone) -> None:
+        flight, output = self._activity.slice_done(event)
         now_s = self.now_s
-        for live, tokens, finish in news:
-            self._lives.deliver(live, tokens, finish, now_s)
-        result = slice_result(flight, event)
-        law, arrived = (
-            self.scheduler.workers[event.worker].latency,
-            self.stats.arrived - flight.arrived,
+        for active, tokens, finish in output:
+            self._active.deliver(active, tokens, finish, now_s)
+        # A stop string may have ended a request: tokens after it do not count.
+        rows = zip(flight.requests, flight.batch.jobs, strict=True)
+        result = BatchResult(
+            event.batch_id,
+            event.worker,
+            tuple(len(active.tokens) - job.generated for active, job in rows),
+            tuple(bool(active.status) for active in flight.requests),
+            event.failure,
         )
+        law = self.scheduler.workers[event.worker].latency
+        arrived = self.stats.arrived - flight.submitted_before
         self.stats.count_batch(flight.batch, result, event.steps, now_s, law, arrived)
         self._complete(flight, event, result, now_s)
 
     def _round_done(self, event: RoundDone) -> None:
-        flight, result = self._under_way.round_done(event)
+        flight, result = self._activity.round_done(event)
         now_s = self.now_s
         self.stats.count_round(flight.batch, result, now_s, self.scheduler.workers[event.worker])
         self._complete(flight, event, result, now_s)
@@ -577,23 +326,28 @@ class Driver:
     ) -> None:
         self.stats.count_engine(event, follows=flight.follows)
         self.forecast.pace.ran(self.stats.batch_s, self.stats.predicted_batch_s)
-        with self._deciding():
+        with self._timing_scheduler():
             self.scheduler.complete(result, now_s)
         if event.failure == "crashed":
-            self._tick_later()  # the scheduler has yet to hear that the worker is lost
-        else:
-            self._tick_now()
+            self._tick_later()  # the event that reports the worker's loss comes next
+            return
+        # The worker is idle: give it a batch before writing to clients or reading from them.
+        if self._next_tick:
+            self._next_tick.cancel()
+        if self.state != "stopped":
+            self._tick()
 
     @contextmanager
-    def _deciding(self) -> Iterator[None]:
+    def _timing_scheduler(self) -> Iterator[None]:
         start_s = time.perf_counter()
         yield
         self.stats.deciding.observe(time.perf_counter() - start_s)
 
     @contextmanager
-    def _loud(self) -> Iterator[None]:
-        """An event loop logs what its callbacks raise and goes on; a scheduler in an unknown state
-        must not.
+    def _stop_on_bug(self) -> Iterator[None]:
+        """Stop the driver at an exception, since the scheduler's state is then unknown.
+
+        An event loop would only log an exception of a callback and go on.
         """
         try:
             yield
@@ -601,3 +355,243 @@ class Driver:
             self.bug = self.bug or error
             self.broke.set()
             raise
+
+
+class RowOutput(NamedTuple):
+    """New tokens of a request, and how it ended, or ''."""
+
+    active: ActiveRequest
+    tokens: list[int]
+    finish: FinishReason
+
+
+class WorkerActivity:
+    """The batches that run now, at most one per worker.
+
+    It decides nothing and writes nothing to clients: the driver says what starts, delivers the
+    tokens, and gives the results to the scheduler. A row of a slice is its index in the batch; a
+    row of a round has a number from `ResidentRows`.
+
+    Args:
+        workers: run the batches.
+        find: returns the active request with an id.
+    """
+
+    def __init__(self, workers: Workers, find: Callable[[str], ActiveRequest]) -> None:
+        self.flights: dict[int, InFlightBatch] = {}  # by worker
+        self._workers = workers
+        self._find = find
+        self._resident = [ResidentRows() for _ in range(workers.size)]  # of workers with rounds
+        self._just_freed: set[int] = set()
+
+    def launch(self, batches: Iterable[Batch], submitted: int) -> list[ActiveRequest]:
+        """Send the batches of a tick, and return the requests that begin to run.
+
+        `submitted` is the number of requests submitted so far. A worker that gets no batch stays
+        idle, so its next batch does not follow the last one at once.
+        """
+        started: list[ActiveRequest] = []
+        for batch in batches:
+            worker, follows = batch.worker, batch.worker in self._just_freed
+            requests = tuple(self._find(job.request_id) for job in batch.jobs)
+            started += requests
+            if batch.keep_cache:
+                self.flights[worker] = InFlightBatch(batch, (), [], follows, submitted)
+                plan = self._resident[worker].begin(batch, self._find)
+                self._workers.run_round(worker, batch.batch_id, plan, batch.estimated_s)
+                continue
+            received = [0] * len(requests)
+            flight = InFlightBatch(batch, requests, received, follows, submitted)
+            self.flights[worker] = flight
+            for active in requests:
+                active.flight = flight
+            rows = [active.row() for active in requests]
+            self._workers.run(worker, batch.batch_id, rows, batch.steps, batch.estimated_s)
+        self._just_freed.clear()
+        return started
+
+    def interrupt(self, worker: int) -> None:
+        """Ask the worker to end its round at the next step where the round may stop."""
+        self._workers.interrupt(worker, self.flights[worker].batch.batch_id)
+
+    def cancel_row(self, active: ActiveRequest) -> None:
+        """Tell the worker of a request's slice that the rest of its output is not needed."""
+        if active.flight:
+            batch = active.flight.batch
+            self._workers.cancel(batch.worker, batch.batch_id, (active.request.request_id,))
+
+    def progress(self, event: BatchProgress) -> list[RowOutput]:
+        """The tokens of a running batch. Events of a batch that has ended are ignored."""
+        flight = self.flights.get(event.worker)
+        if flight is None or flight.batch.batch_id != event.batch_id:
+            return []
+        output = []
+        for row, (tokens, finish) in merge(event.steps).items():
+            if flight.batch.keep_cache:
+                resident = self._resident[event.worker]
+                active = resident.receive(row, len(tokens), ended=bool(finish))
+            else:
+                flight.received[row] += len(tokens)
+                active = flight.requests[row]
+            output.append(RowOutput(active, tokens, finish))
+        return output
+
+    def slice_done(self, event: BatchDone) -> tuple[InFlightBatch, list[RowOutput]]:
+        """A slice has ended. Returns it, and the tokens that had not arrived before."""
+        flight = self._take(event.worker)
+        for active in flight.requests:
+            active.flight = None
+        rows = zip(
+            flight.requests, flight.received, event.output.tokens, event.output.finish, strict=True
+        )
+        return flight, [
+            RowOutput(active, list(tokens[received:]), finish)
+            for active, received, tokens, finish in rows
+        ]
+
+    def round_done(self, event: RoundDone) -> tuple[InFlightBatch, RoundResult]:
+        """A round has ended, and all its tokens have arrived. Returns it and its result."""
+        flight, resident = self._take(event.worker), self._resident[event.worker]
+        if event.output is None:
+            return flight, resident.crashed(flight.batch)
+        return flight, resident.result(flight.batch, event.output)
+
+    def _take(self, worker: int) -> InFlightBatch:
+        self._just_freed.add(worker)
+        return self.flights.pop(worker)
+
+
+class ResidentRows:
+    """The rows that one worker keeps between rounds, and the round that it runs.
+
+    The scheduler identifies a job by its request, the engine by a row number. A row gets its number
+    when it enters, and loses it when its cache is dropped.
+    """
+
+    def __init__(self) -> None:
+        self._numbers: dict[str, int] = {}  # by request id
+        self._requests: dict[int, ActiveRequest] = {}  # by row number
+        self._next_number = 0
+        self._prefilling: dict[int, None] = {}  # rows without a token since they entered
+        self._prefilling_before: tuple[int, ...] = ()  # those of them when the round began
+        self._received: dict[int, int] = {}  # tokens in this round, by row number
+        self._ended: list[int] = []  # rows that ended in this round
+        self._steps = 0  # decode steps over all rounds, by which a round's possible stops count
+
+    def begin(self, batch: Batch, find: Callable[[str], ActiveRequest]) -> Round:
+        """The round for the engine. `find` returns the active request with an id."""
+        evicted = (*self._forget(batch.evict), *self._forget(batch.release))
+        entering = [find(job.request_id) for job in batch.jobs]
+        entered = tuple(range(self._next_number, self._next_number + len(entering)))
+        self._next_number += len(entering)
+        self._requests.update(zip(entered, entering, strict=True))
+        for job, number in zip(batch.jobs, entered, strict=True):
+            self._numbers[job.request_id] = number
+        self._prefilling.update(dict.fromkeys(entered))
+        self._prefilling_before = tuple(self._prefilling)
+        self._received, self._ended = {}, []
+
+        def numbers(jobs: Iterable[Job]) -> tuple[int, ...]:
+            return tuple(self._numbers[job.request_id] for job in jobs)
+
+        moves = batch.moves
+        return Round(
+            batch.steps,
+            tuple(active.row() for active in entering),
+            entered,
+            evicted,
+            numbers(moves.pause) if moves else (),
+            numbers(moves.swap_out) if moves else (),
+            numbers(moves.swap_in) if moves else (),
+            numbers(moves.resume) if moves else (),
+            bool(moves and moves.overlap),
+            batch.stop_every,
+            batch.chunk_tokens,
+            self._steps,
+        )
+
+    def receive(self, number: int, tokens: int, *, ended: bool) -> ActiveRequest:
+        """Count `tokens` new tokens of a row, and return its request."""
+        self._received[number] = self._received.get(number, 0) + tokens
+        self._prefilling.pop(number, None)
+        if ended:
+            self._ended.append(number)
+        return self._requests[number]
+
+    def result(self, batch: Batch, output: RoundOutput) -> RoundResult:
+        """The result of a round, for the scheduler."""
+        joined = self._joined(dict(output.joined))
+        for number, _ in output.joined:
+            self._prefilling.pop(number, None)
+        dropped = []
+        for number in output.dropped:
+            active = self._drop(number)
+            dropped.append(active.request.request_id)
+            del self._numbers[active.request.request_id]
+        failure: Failure = "oom" if output.is_short else ""
+        self._steps += output.steps
+        ended = self._end(output.ended)
+        return RoundResult(
+            batch.batch_id,
+            batch.worker,
+            output.steps,
+            ended,
+            joined,
+            failure,
+            dropped=tuple(dropped),
+        )
+
+    def crashed(self, batch: Batch) -> RoundResult:
+        """The result of a round whose worker was lost, from the tokens that arrived before.
+
+        All rows are lost with the worker.
+        """
+        received, prefilling = self._received, self._prefilling_before
+        # Steps that a row ran after its prefill ended: one token came from the prefill itself.
+        steps_after = {number: received[number] - 1 for number in prefilling if number in received}
+        decoded = [count for number, count in received.items() if number not in prefilling]
+        steps = max([*steps_after.values(), *decoded], default=0)
+        joined = self._joined({number: steps - after for number, after in steps_after.items()})
+        ended = self._end(self._ended)
+        self._numbers.clear()
+        self._requests.clear()
+        self._prefilling.clear()
+        self._steps += steps
+        return RoundResult(batch.batch_id, batch.worker, steps, ended, joined, "crashed")
+
+    def _joined(self, steps_before: Mapping[int, int]) -> tuple[tuple[str, int], ...] | None:
+        """After how many steps each prefill ended, by request id.
+
+        None means that every prefill ended before the first step.
+        """
+        if len(steps_before) == len(self._prefilling_before) and not any(steps_before.values()):
+            return None
+        return tuple(
+            [
+                (self._requests[number].request.request_id, steps)
+                for number, steps in steps_before.items()
+            ]
+        )
+
+    def _end(self, numbers: Iterable[int]) -> tuple[str, ...]:
+        """Remove rows that have ended, and return the ids of their requests."""
+        ended = tuple(self._requests.pop(number).request.request_id for number in numbers)
+        for request_id in ended:
+            del self._numbers[request_id]
+        return ended
+
+    def _forget(self, jobs: Iterable[Job]) -> list[int]:
+        """Remove the rows of jobs whose caches are dropped, and return their numbers.
+
+        Jobs that have no row any more are skipped.
+        """
+        numbers = [
+            self._numbers.pop(job.request_id) for job in jobs if job.request_id in self._numbers
+        ]
+        for number in numbers:
+            self._drop(number)
+        return numbers
+
+    def _drop(self, number: int) -> ActiveRequest:
+        self._prefilling.pop(number, None)
+        return self._requests.pop(number)

@@ -1,5 +1,6 @@
-"""Errors as OpenAI's clients know them: {"error": {"message", "type", "param", "code"}}, and
-nothing else ever.
+"""Error responses in OpenAI's format: {"error": {"message", "type", "param", "code"}}.
+
+Every response of the server that reports an error has this body.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-KINDS = {
+RETRY_AFTER_S = 5
+TYPES = {  # the body's `type`, by status
     401: "authentication_error",
     404: "not_found_error",
     500: "server_error",
@@ -22,10 +24,15 @@ KINDS = {
 
 
 class ApiError(Exception):
-    """An answer that is not 200. `message` is for the client: the value, the limit, never a path of
-    this machine.
+    """A response with an error status.
 
-    `kind` is the body's `type`, where it is not what goes with the status.
+    Args:
+        message: for the client: the value and the limit, never a path of this machine.
+        status: the HTTP status.
+        param: the field of the request that is wrong.
+        kind: the body's `type`; by default the one in `TYPES`.
+        code: a machine-readable reason.
+        headers: additional response headers.
     """
 
     def __init__(
@@ -42,9 +49,15 @@ class ApiError(Exception):
         self.message = message
         self.status = status
         self.param = param
-        self.kind = kind or KINDS.get(status, "invalid_request_error")
+        self.kind = kind or TYPES.get(status, "invalid_request_error")
         self.code = code
         self.headers = dict(headers or {})
+
+
+def overloaded(text: str, retry_after_s: int = RETRY_AFTER_S) -> ApiError:
+    """The error for a request that exceeds what the server can take now."""
+    headers = {"Retry-After": str(retry_after_s)}
+    return ApiError(text, status=503, code="overloaded", headers=headers)
 
 
 class ErrorDetail(msgspec.Struct, frozen=True):
@@ -70,7 +83,7 @@ def error_response(error: ApiError) -> Response:
 
 
 def from_validation(error: ValidationError) -> ApiError:
-    """The first thing that is wrong with a request's fields."""
+    """The first error in a request's fields."""
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
     param = ".".join(str(part) for part in first["loc"])
     text = first["msg"].removeprefix("Value error, ").replace("Input should", "should")
@@ -83,14 +96,14 @@ async def on_api_error(_: Request, error: Exception) -> Response:
 
 
 async def on_http_exception(request: Request, error: Exception) -> Response:
-    """What the router raises: no such route, or not with this method."""
+    """Errors of the router: no such route, or not with this method."""
     assert isinstance(error, HTTPException)
-    said = {404: "there is no such route", 405: "this route does not take this method"}
-    where = f"{request.method} {request.url.path[:80]}"
-    text = f"{said.get(error.status_code, error.detail)}: {where}"
+    reasons = {404: "there is no such route", 405: "this route does not take this method"}
+    reason = reasons.get(error.status_code, error.detail)
+    text = f"{reason}: {request.method} {request.url.path[:80]}"
     return error_response(ApiError(text, status=error.status_code, headers=error.headers))
 
 
 async def on_bug(_: Request, __: Exception) -> Response:
-    """The edge: whatever else was raised is logged by the server, and tells the client nothing."""
+    """Any other exception. The server logs it; the client learns no details."""
     return error_response(ApiError("internal error", status=500))

@@ -1,11 +1,17 @@
-"""What a newcomer would wait for, by the fitted laws: the backlog that overload is refused by.
+"""Predict the latency of a request that arrives now. Admission refuses requests by this forecast.
 
-A slice-level worker serves all who wait in turn, so a newcomer's first token comes after one turn:
-what the workers were given, and the batches that the pool makes. A continuous worker serves who is
-there to the end, so he waits until enough of those before him have left. Lengths to come are the
-mean of those that were. How much slower than its laws the machine is, the last batches say, at
-once; what is beside them (the front's delay) is learnt from what earlier requests were told and
-got, which is known only when they got it. It only reads the scheduler.
+`Forecast` reads the scheduler and never changes it. The fitted laws give a first estimate:
+
+- Slice-level policies serve all waiting requests in turn. A new request gets its first token after
+  one turn: the work that the workers already hold, and the batches that the pool makes.
+- Continuous policies keep a request on its worker until it ends. A new request waits until enough
+  earlier requests have left.
+
+Output lengths that are not known yet are taken as the mean of finished requests. Two corrections
+follow. `Pace` compares recent batches with the laws, so it reacts at once to a slow machine.
+`Delay` covers what happens outside batches, such as delay in the front. It learns from the
+difference between predicted and measured latency, which is known only after a request got its
+tokens.
 """
 
 from __future__ import annotations
@@ -23,256 +29,251 @@ from toolkit.sched.queues import requests_per_s
 from toolkit.sched.scheduler import Scheduler
 from toolkit.sched.types import Batch, Worker
 
-MARGIN = 0.9  # of a target
-MEMORY = 0.98  # how much the past weighs against one more request in a mean
-LOOKS_BACK = 256  # requests
-UNLUCKY = 0.97  # of which quantile the forecast is
-MOST = 0.5  # of a limit: what is learnt stays within it
-TELLING = 0.125  # of a limit: who was told less says nothing of those for whom it matters
-# of batches: what weighs as much as the laws do at first, and as e times what ran so long before
-PACE_S = 4.0
+TARGET_SHARE_MAX = 0.9  # refuse a request that is predicted to take more than this of a target
+MEAN_DECAY = 0.98  # weight that a mean of lengths keeps with each new request
+DELAY_WINDOW_REQUESTS = 256  # a delay is learnt from this many recent requests
+DELAY_UPDATE_REQUESTS = 8  # and computed anew after this many
+DELAY_QUANTILE = 0.97  # of the differences between measured and predicted latency
+DELAY_SHARE_MAX = 0.5  # bound on a learnt delay, as a share of the latency limit
+# A delay ignores predictions below this share of the limit: they say nothing about overload.
+INFORMATIVE_SHARE_MIN = 0.125
+# Time constant of the pace, in seconds of predicted batch time. The laws alone have this weight at
+# the start, and the weight of a batch falls by a factor of e for each such span that follows it.
+PACE_TIME_CONSTANT_S = 4.0
 
 
 class PredictedLatency(NamedTuple):
-    """Seconds from arrival to the first token, and to the last, for a request of mean lengths; how
-    many for others.
-    """
+    """Predicted latency of a request with mean lengths, in seconds from its arrival."""
 
     ttft_s: float
     e2e_s: float
-    others_s: float  # of `e2e_s`: what it would not take if nobody else were there
+    contention_s: float  # the part of `e2e_s` that other requests cause
 
 
-NOTHING = PredictedLatency(0.0, 0.0, 0.0)
+NO_PREDICTION = PredictedLatency(0.0, 0.0, 0.0)
 
 
 class LatencyLimits(NamedTuple):
-    """The latency targets that a server refuses by; infinity: none."""
+    """The latency targets of admission, in seconds. Infinity means no target."""
 
     ttft_s: float = math.inf
     e2e_s: float = math.inf
 
     @classmethod
     def of(cls, sla: Mapping[str, float]) -> LatencyLimits:
-        """The strictest of a recipe's targets."""
+        """The strictest TTFT target and the strictest E2E target of a recipe."""
 
-        def least(metric: str) -> float:
-            return min(
-                (limit for key, limit in sla.items() if key.startswith(f"{metric}_")),
-                default=math.inf,
-            )
+        def strictest(metric: str) -> float:
+            limits = (limit for key, limit in sla.items() if key.startswith(f"{metric}_"))
+            return min(limits, default=math.inf)
 
-        return cls(least("ttft"), least("e2e"))
+        return cls(strictest("ttft"), strictest("e2e"))
 
-    def excess_s(self, told: PredictedLatency) -> float:
-        """How long until a newcomer would keep them, if nobody else came; 0: he would now, or
-        nobody is in his way.
+    def excess_s(self, predicted: PredictedLatency) -> float:
+        """Seconds until a new request would meet the limits if no other request came.
+
+        0 means that it meets them now, or that no other request delays it.
         """
-        late_s = max(told.ttft_s - MARGIN * self.ttft_s, told.e2e_s - MARGIN * self.e2e_s)
-        return max(min(late_s, told.others_s), 0.0)
+        late_s = max(
+            predicted.ttft_s - TARGET_SHARE_MAX * self.ttft_s,
+            predicted.e2e_s - TARGET_SHARE_MAX * self.e2e_s,
+        )
+        return max(min(late_s, predicted.contention_s), 0.0)
 
 
 UNLIMITED = LatencyLimits()
 
-
-@dataclass(slots=True)
-class Mean:
-    """An average that forgets. Before anything came it is `value`."""
-
-    value: float
-    weight: float = 0.0
-
-    def add(self, value: float) -> None:
-        self.weight = MEMORY * self.weight + 1.0
-        self.value += (value - self.value) / self.weight
-
-
-class Pace:
-    """How long batches take for each second that the laws say."""
-
-    def __init__(self) -> None:
-        self._took_s = self._expected_s = PACE_S
-        self._took_in_all_s = self._expected_in_all_s = 0.0
-
-    @property
-    def value(self) -> float:
-        return self._took_s / self._expected_s
-
-    def ran(self, took_s: float, expected_s: float) -> None:
-        """What all batches so far took, and what the laws say."""
-        took_s, self._took_in_all_s = took_s - self._took_in_all_s, took_s
-        expected_s, self._expected_in_all_s = expected_s - self._expected_in_all_s, expected_s
-        keep = math.exp(-expected_s / PACE_S)
-        self._took_s = keep * self._took_s + took_s
-        self._expected_s = keep * self._expected_s + expected_s
-
-
-class Delay:
-    """By how many seconds the unlucky among the last requests waited longer than they had been
-    told.
-    """
-
-    def __init__(self, limit_s: float) -> None:
-        self._limit_s = limit_s
-        self._late_s: deque[float] = deque(maxlen=LOOKS_BACK)
-        self._added = 0
-        self.value_s = 0.0
-
-    def add(self, told_s: float, came_s: float) -> None:
-        if told_s < TELLING * self._limit_s:
-            return
-        self._late_s.append(came_s - told_s)
-        self._added += 1
-        if self._added % 8 == 0:
-            most_s = MOST * self._limit_s
-            self.value_s = min(max(float(np.quantile(self._late_s, UNLUCKY)), -most_s), most_s)
-
-
-Telling = Callable[
-    [Sequence[Worker], float, int], PredictedLatency
-]  # by workers of one kind, for so many who wait
+# Predicts from workers of one kind, the time in seconds, and the number of waiting requests.
+Predictor = Callable[[Sequence[Worker], float, int], PredictedLatency]
 
 
 class Forecast:
-    """One server's. The driver tells it what starts, comes and ends.
+    """The forecast of one server. The driver reports what starts, arrives and ends.
 
     Args:
-        scheduler: whose backlog it looks at.
-        limits: what it is held against.
-        typical_tokens: an output's length while none has ended.
+        scheduler: its backlog is read.
+        limits: what admission compares the forecast with.
+        typical_tokens: the assumed prompt and output length before the first request.
     """
 
     def __init__(
         self, scheduler: Scheduler, limits: LatencyLimits = UNLIMITED, typical_tokens: int = 128
     ) -> None:
         self.limits = limits
+        self.pace = Pace()
         self._scheduler = scheduler
         self._continuous = scheduler.policy.continuous
-        self._alike = all(worker.is_like(scheduler.workers[0]) for worker in scheduler.workers)
-        self._prompt = Mean(typical_tokens)
-        self._output = Mean(typical_tokens)
-        self._steps = typical_tokens  # of the last slice
-        self._first, self._last = Delay(limits.ttft_s), Delay(limits.e2e_s)
-        self.pace = Pace()
+        self._uniform = all(worker.is_like(scheduler.workers[0]) for worker in scheduler.workers)
+        self._prompt_tokens = Mean(typical_tokens)
+        self._output_tokens = Mean(typical_tokens)
+        self._slice_steps = typical_tokens  # of the last slice
+        self._ttft_delay, self._e2e_delay = Delay(limits.ttft_s), Delay(limits.e2e_s)
 
-    def raw(self, now_s: float) -> PredictedLatency:
-        """By the laws, at the pace of the last batches."""
-        return PredictedLatency(*(self.pace.value * seconds for seconds in self._lawful(now_s)))
-
-    def _lawful(self, now_s: float) -> PredictedLatency:
-        workers = [
-            worker for worker in self._scheduler.workers if worker.alive
-        ] or self._scheduler.workers
-        waiting = self._scheduler.waiting_jobs
-        if not self._continuous:
-            waiting = max(
-                waiting - sum(batch.size for worker in workers for batch in worker.queue), 0
-            )
-        tell = self._rounds if self._continuous else self._slices
-        return (
-            tell(workers, now_s, waiting)
-            if self._alike
-            else self._of_kinds(tell, workers, now_s, waiting)
-        )
-
-    def now(self, now_s: float) -> PredictedLatency:
-        """With what was learnt, for all but the unlucky."""
-        ttft_s, e2e_s, others_s = self.raw(now_s)
-        last_s = self._last.value_s
+    def predict(self, now_s: float) -> PredictedLatency:
+        """The forecast with both corrections; only few requests should take longer."""
+        ttft_s, e2e_s, contention_s = self.predict_by_laws(now_s)
+        e2e_delay_s = self._e2e_delay.value_s
         return PredictedLatency(
-            max(ttft_s + self._first.value_s, 0.0),
-            max(e2e_s + last_s, 0.0),
-            max(others_s + last_s, 0.0),
+            max(ttft_s + self._ttft_delay.value_s, 0.0),
+            max(e2e_s + e2e_delay_s, 0.0),
+            max(contention_s + e2e_delay_s, 0.0),
         )
+
+    def predict_by_laws(self, now_s: float) -> PredictedLatency:
+        """What the laws predict, at the pace of recent batches."""
+        all_workers = self._scheduler.workers
+        workers = [worker for worker in all_workers if worker.alive] or all_workers
+        waiting = self._scheduler.waiting_jobs
+        predictor = self._predict_rounds
+        if not self._continuous:
+            predictor = self._predict_slices
+            queued = sum(batch.size for worker in workers for batch in worker.queue)
+            waiting = max(waiting - queued, 0)
+        predicted = (
+            predictor(workers, now_s, waiting)
+            if self._uniform
+            else self._predict_fleet(predictor, workers, now_s, waiting)
+        )
+        return PredictedLatency(*(self.pace.value * seconds for seconds in predicted))
 
     def submitted(self, prompt_tokens: int) -> None:
-        self._prompt.add(prompt_tokens)
+        """A request was accepted."""
+        self._prompt_tokens.add(prompt_tokens)
 
     def started(self, batch: Batch) -> None:
+        """A batch was sent to its worker."""
         if not batch.keep_cache:
-            self._steps = max(batch.steps, 1)
+            self._slice_steps = max(batch.steps, 1)
 
-    def first_token(self, told: PredictedLatency, after_s: float) -> None:
-        self._first.add(told.ttft_s, after_s)
+    def first_token(self, predicted: PredictedLatency, after_s: float) -> None:
+        """A request got its first token `after_s` seconds after it arrived."""
+        self._ttft_delay.add(predicted.ttft_s, after_s)
 
-    def ended(self, told: PredictedLatency, after_s: float, tokens: int) -> None:
-        """A request ended well."""
-        self._last.add(told.e2e_s, after_s)
-        self._output.add(tokens)
+    def ended(self, predicted: PredictedLatency, after_s: float, tokens: int) -> None:
+        """A request ended well, `after_s` seconds after it arrived, with `tokens` of output."""
+        self._e2e_delay.add(predicted.e2e_s, after_s)
+        self._output_tokens.add(tokens)
 
-    def _of_kinds(
-        self, tell: Telling, workers: Sequence[Worker], now_s: float, waiting: int
+    def _predict_fleet(
+        self, predictor: Predictor, workers: Sequence[Worker], now_s: float, waiting: int
     ) -> PredictedLatency:
-        """The mean over the kinds of workers, each with its share of those who wait, by how fast it
-        is.
+        """The mean over the kinds of workers, weighted by their throughput.
+
+        Each kind gets the same share of the waiting requests.
         """
         kinds: list[list[Worker]] = []
         for worker in workers:
-            like = next((kind for kind in kinds if kind[0].is_like(worker)), None)
-            if like is None:
+            kind = next((kind for kind in kinds if kind[0].is_like(worker)), None)
+            if kind is None:
                 kinds.append([worker])
             else:
-                like.append(worker)
-        prompt, output = self._prompt.value, max(self._output.value, 1.0)
-        paces = np.array([len(kind) * requests_per_s(kind[0], prompt, output) for kind in kinds])
-        shares = paces / paces.sum()
-        told = [
-            tell(kind, now_s, round(waiting * share))
+                kind.append(worker)
+        prompt, output = self._prompt_tokens.value, max(self._output_tokens.value, 1.0)
+        rates = np.array([len(kind) * requests_per_s(kind[0], prompt, output) for kind in kinds])
+        shares = rates / rates.sum()
+        predicted = [
+            predictor(kind, now_s, round(waiting * share))
             for kind, share in zip(kinds, shares, strict=True)
         ]
-        return PredictedLatency(*(shares @ np.array(told)).tolist())
+        return PredictedLatency(*(shares @ np.array(predicted)).tolist())
 
-    def _slices(self, workers: Sequence[Worker], now_s: float, waiting: int) -> PredictedLatency:
+    def _predict_slices(
+        self, workers: Sequence[Worker], now_s: float, waiting: int
+    ) -> PredictedLatency:
         pooled = waiting + 1
-        law, length, steps = (
-            workers[0].latency,
-            int(self._prompt.value + self._output.value / 2),
-            self._steps,
-        )
-        rows = min(_fitting(workers[0], length, steps), math.ceil(pooled / len(workers)))
+        law, steps = workers[0].latency, self._slice_steps
+        length = int(self._prompt_tokens.value + self._output_tokens.value / 2)
+        fitting = max(int(workers[0].memory.max_batch(np.array([length]), steps, 0.0)[0]), 1)
+        rows = min(fitting, math.ceil(pooled / len(workers)))
         prefill_s = law.prefill_s(rows, length)
         batch_s = prefill_s + law.decode_s(rows, length, steps)
-        start_s = _last_start_s(
-            [worker.left_s(now_s) for worker in workers], batch_s, math.ceil(pooled / rows)
-        )
-        turn_s = start_s + batch_s
-        slices = math.ceil(self._output.value / steps)
-        alone_s = slices * (law.prefill_s(1, length) + law.decode_s(1, length, steps))
-        return PredictedLatency(start_s + prefill_s, slices * turn_s, slices * turn_s - alone_s)
 
-    def _rounds(self, workers: Sequence[Worker], now_s: float, ahead: int) -> PredictedLatency:
-        prompt, output = self._prompt.value, self._output.value
+        # Each pooled batch goes to the worker that is free first; the new request is in the last.
+        free_after_s = [worker.left_s(now_s) for worker in workers]
+        heapify(free_after_s)
+        for _ in range(math.ceil(pooled / rows) - 1):
+            heapreplace(free_after_s, free_after_s[0] + batch_s)
+        start_s = free_after_s[0]
+
+        slices = math.ceil(self._output_tokens.value / steps)
+        e2e_s = slices * (start_s + batch_s)
+        alone_s = slices * (law.prefill_s(1, length) + law.decode_s(1, length, steps))
+        return PredictedLatency(start_s + prefill_s, e2e_s, e2e_s - alone_s)
+
+    def _predict_rounds(
+        self, workers: Sequence[Worker], now_s: float, waiting: int
+    ) -> PredictedLatency:
+        prompt, output = self._prompt_tokens.value, self._output_tokens.value
         law, length = workers[0].latency, int(prompt + output / 2)
         prefill_s = law.prefill_s(1, prompt)
 
         def stay_s(rows: int) -> float:
-            """How long a row is there that decodes beside others, of whom each is prefilled once
-            meanwhile.
-            """
+            """How long a row stays among `rows`, each of which is prefilled once meanwhile."""
             return output * law.decode_s(rows, length, 1) + rows * prefill_s
 
-        places = [_places(worker, prompt + output) for worker in workers]
-        free = sum(places) - sum(len(worker.residents) for worker in workers)
-        rate_rps = sum(rows / stay_s(rows) for rows in places)
-        entering = math.ceil((min(ahead, max(free, 0)) + 1) / len(workers))
-        wait_s = max(ahead + 1 - free, 0) / rate_rps
-        met = min(max(len(worker.residents) for worker in workers) + entering, max(places))
-        e2e_s = wait_s + stay_s(met)
+        resident = [len(worker.residents) for worker in workers]
+        places = []  # rows that each worker has at most, if each grows to mean lengths
+        for worker, rows in zip(workers, resident, strict=True):
+            fitting = int(worker.capacity_tokens // (prompt + output))
+            places.append(max(rows, min(fitting, worker.slots), 1))
+        free = sum(places) - sum(resident)
+        leaving_per_s = sum(rows / stay_s(rows) for rows in places)
+        entering = math.ceil((min(waiting, max(free, 0)) + 1) / len(workers))
+        wait_s = max(waiting + 1 - free, 0) / leaving_per_s
+        rows = min(max(resident) + entering, max(places))
+        e2e_s = wait_s + stay_s(rows)
         return PredictedLatency(wait_s + entering * prefill_s, e2e_s, e2e_s - stay_s(1))
 
 
-def _last_start_s(left_s: list[float], batch_s: float, batches: int) -> float:
-    """When the last of so many batches starts, each going to whoever is free first."""
-    heapify(left_s)
-    for _ in range(batches - 1):
-        heapreplace(left_s, left_s[0] + batch_s)
-    return left_s[0]
+@dataclass(slots=True)
+class Mean:
+    """A mean in which older values lose weight. `value` is the initial estimate."""
+
+    value: float
+    weight: float = 0.0
+
+    def add(self, value: float) -> None:
+        self.weight = MEAN_DECAY * self.weight + 1.0
+        self.value += (value - self.value) / self.weight
 
 
-def _fitting(worker: Worker, length: float, steps: int) -> int:
-    return max(int(worker.memory.max_batch(np.array([int(length)]), steps, 0.0)[0]), 1)
+class Pace:
+    """Measured over predicted time of recent batches."""
+
+    def __init__(self) -> None:
+        self._took_s = self._expected_s = PACE_TIME_CONSTANT_S
+        self._took_total_s = self._expected_total_s = 0.0
+
+    @property
+    def value(self) -> float:
+        return self._took_s / self._expected_s
+
+    def ran(self, took_total_s: float, expected_total_s: float) -> None:
+        """The seconds that all batches took so far, and what the laws predict for them."""
+        took_s = took_total_s - self._took_total_s
+        expected_s = expected_total_s - self._expected_total_s
+        self._took_total_s, self._expected_total_s = took_total_s, expected_total_s
+        keep = math.exp(-expected_s / PACE_TIME_CONSTANT_S)
+        self._took_s = keep * self._took_s + took_s
+        self._expected_s = keep * self._expected_s + expected_s
 
 
-def _places(worker: Worker, tokens: float) -> int:
-    """Rows that a continuous worker has at most, if each grows to so many tokens."""
-    return max(len(worker.residents), min(int(worker.capacity_tokens // tokens), worker.slots), 1)
+class Delay:
+    """By how many seconds requests take longer than predicted: a high quantile of recent ones."""
+
+    def __init__(self, limit_s: float) -> None:
+        self._limit_s = limit_s
+        self._late_s: deque[float] = deque(maxlen=DELAY_WINDOW_REQUESTS)
+        self._added = 0
+        self.value_s = 0.0
+
+    def add(self, predicted_s: float, measured_s: float) -> None:
+        """The predicted and the measured latency of one request."""
+        if predicted_s < INFORMATIVE_SHARE_MIN * self._limit_s:
+            return
+        self._late_s.append(measured_s - predicted_s)
+        self._added += 1
+        if self._added % DELAY_UPDATE_REQUESTS == 0:
+            bound_s = DELAY_SHARE_MAX * self._limit_s
+            late_s = float(np.quantile(self._late_s, DELAY_QUANTILE))
+            self.value_s = min(max(late_s, -bound_s), bound_s)

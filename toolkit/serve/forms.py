@@ -1,8 +1,11 @@
-"""What requests may say, with bounds on everything; and which of OpenAI's parameters are refused
-rather than ignored.
+"""Read the bodies of requests: strict JSON, bounded fields, and prompts in tokens.
 
-Fields that nobody here knows are ignored, as OpenAI's own servers do. Fields that would change the
-answer, and that this server cannot honour, are errors that name them.
+`read_json_bytes` reads a body up to a size limit. `parse_json` accepts only JSON on which no two
+parsers can disagree: UTF-8 without a byte-order mark, no NaN, no duplicate key, no half of a
+surrogate pair, bounded nesting. The forms bound every field. They ignore unknown fields, as
+OpenAI's own servers do; a parameter of OpenAI's that would change the answer and that this server
+does not support is an error that names it. `BodyReader` turns a body into a form, and its prompts
+into tokens, without I/O, in the server and in the helper process.
 """
 
 from __future__ import annotations
@@ -21,11 +24,6 @@ from toolkit.engines.tokenizer import Tokenizer
 from toolkit.errors import InputError
 from toolkit.serve.errors import ApiError, from_validation
 
-# A request's body, read within a limit and parsed strictly.
-#
-# Strict means that two parsers cannot read it differently: UTF-8 without a mark, no NaN, no key
-# twice, no half of a surrogate pair, bounded nesting. What is left is plain JSON values.
-
 Json = dict[str, object]
 
 MAX_DEPTH = 32
@@ -33,7 +31,7 @@ _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 async def read_json_bytes(request: Request, max_bytes: int) -> bytes:
-    """The body, which says that it is JSON. `ApiError` with 400, 413 or 415."""
+    """The body of a request whose content-type is JSON. Raises `ApiError` with 400, 413 or 415."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json" and not kind.endswith("+json"):
         raise ApiError(f"content-type is '{kind[:80]}', and must be application/json", status=415)
@@ -41,9 +39,7 @@ async def read_json_bytes(request: Request, max_bytes: int) -> bytes:
 
 
 async def read_body(request: Request, max_bytes: int) -> bytes:
-    """The bytes, given up on as soon as they are too many: the length that a client states proves
-    nothing.
-    """
+    """The body. Raises `ApiError` as soon as it exceeds `max_bytes`, whatever length it states."""
     stated = request.headers.get("content-length", "")
     if stated.isdecimal() and int(stated[:20]) > max_bytes:
         raise _too_large(max_bytes)
@@ -64,18 +60,18 @@ def _too_large(max_bytes: int) -> ApiError:
 
 
 def parse_json(body: bytes) -> Json:
-    """The JSON object that `body` is. `ApiError` where it is not, or where parsers could disagree
-    on it.
-    """
+    """The body as a JSON object. Raises `ApiError` if it is none, or if parsers could disagree."""
     try:
         text = body.decode("utf-8")
         data = json.loads(text, object_pairs_hook=_object, parse_constant=_no_constant)
         if _SURROGATE.search(text):
-            _check_surrogates(data)
+            json.dumps(data, ensure_ascii=False).encode("utf-8")  # raises for half a pair
     except RecursionError:
         raise ApiError(f"the body nests deeper than {MAX_DEPTH} levels") from None
     except UnicodeEncodeError:
-        raise ApiError("the body holds half of a surrogate pair, which is no character") from None
+        raise ApiError(
+            "the body holds half of a surrogate pair, which is not a character"
+        ) from None
     except UnicodeDecodeError as error:
         raise ApiError(f"the body is not UTF-8: byte {error.start}") from None
     except json.JSONDecodeError as error:
@@ -92,17 +88,13 @@ def _object(pairs: list[tuple[str, object]]) -> Json:
     result = dict(pairs)
     if len(result) < len(pairs):
         seen: set[str] = set()
-        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-        raise ValueError(f"the key {twice[:80]!r} comes twice")
+        duplicate = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        raise ValueError(f"the key {duplicate[:80]!r} occurs twice")
     return result
 
 
 def _no_constant(name: str) -> object:
     raise ValueError(f"{name} is not a JSON number")
-
-
-def _check_surrogates(data: object) -> None:
-    json.dumps(data, ensure_ascii=False).encode("utf-8")
 
 
 def _check_depth(data: object) -> None:
@@ -127,9 +119,9 @@ MAX_TIMEOUT_S = 86_400.0
 
 Prompt = str | list[int]
 
-# Parameter to the values with which it asks for nothing. Those of chats and of completions differ
-# in one.
-REFUSED: dict[str, tuple[object, ...]] = {
+# Unsupported parameters, and the values with which each has no effect. `logprobs` is missing here,
+# because its values differ between chats and completions.
+UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "audio": (None,),
     "bad_words": (None, []),
     "best_of": (None, 1),
@@ -155,13 +147,13 @@ REFUSED: dict[str, tuple[object, ...]] = {
 }
 
 
-def asking_for_nothing(*, chat: bool) -> dict[str, tuple[object, ...]]:
-    """`REFUSED`, and what the one endpoint in question adds to it."""
-    return REFUSED | {"logprobs": (None, False) if chat else (None,)}
+def harmless_values(*, chat: bool) -> dict[str, tuple[object, ...]]:
+    """The unsupported parameters of an endpoint, and the values with which each has no effect."""
+    return UNSUPPORTED | {"logprobs": (None, False) if chat else (None,)}
 
 
-def _some(items: JsonSchemaValue, most: int | None = None) -> JsonSchemaValue:
-    limit = {} if most is None else {"maxItems": most}
+def _some(items: JsonSchemaValue, max_items: int | None = None) -> JsonSchemaValue:
+    limit = {} if max_items is None else {"maxItems": max_items}
     return {"type": "array", "items": items, "minItems": 1, **limit}
 
 
@@ -205,7 +197,7 @@ def _prompts(value: object) -> list[Prompt]:
 
 
 def _tokens(value: object) -> list[int]:
-    """One error for all items: an error for each would be larger than the body."""
+    """Validate tokens with one error for all: one for each would be larger than the body."""
     if not _is_tokens(value):
         raise ValueError("should be a list of tokens, which are integers")
     return value  # type: ignore[return-value]
@@ -235,15 +227,13 @@ def _content(value: object) -> str:
             or part.get("type") != "text"
             or not isinstance(part.get("text"), str)
         ):
-            raise ValueError(
-                "holds a part that is not of type 'text', which is all that this model reads"
-            )
+            raise ValueError("holds a part that is not of type 'text'; this model reads only text")
         texts.append(part["text"])
     return "\n".join(texts)
 
 
 class Form(BaseModel):
-    """Values as they are: no "5" for 5, no NaN; unknown fields ignored; null is the same as absent."""
+    """Strict types (no "5" for 5) and no NaN. Unknown fields are ignored, and null means absent."""
 
     model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False, frozen=True)
 
@@ -253,7 +243,7 @@ class StreamOptions(Form):
 
 
 class GenerationForm(Form):
-    """What completions and chat completions have in common."""
+    """The fields that completions and chat completions share."""
 
     model: Annotated[str, Field(max_length=256)] | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -325,7 +315,7 @@ FormT = TypeVar("FormT", bound=Form)
 
 
 def validate(form: type[FormT], data: Json) -> FormT:
-    """`data` as a form. `ApiError` for the first thing that is wrong with it."""
+    """`data` as a form. Raises `ApiError` for the first error in it."""
     if issubclass(form, GenerationForm):
         refuse_unsupported(data, chat=form is ChatForm)
     try:
@@ -335,8 +325,8 @@ def validate(form: type[FormT], data: Json) -> FormT:
 
 
 def refuse_unsupported(data: Json, *, chat: bool) -> None:
-    """`ApiError` for a parameter that would change the answer and cannot be honoured."""
-    harmless = asking_for_nothing(chat=chat)
+    """Raise `ApiError` for an unsupported parameter with a value that would change the answer."""
+    harmless = harmless_values(chat=chat)
     for name in data.keys() & harmless.keys():
         if not any(_same(data[name], value) for value in harmless[name]):
             raise ApiError(
@@ -344,23 +334,20 @@ def refuse_unsupported(data: Json, *, chat: bool) -> None:
             )
 
 
-def _same(one: object, other: object) -> bool:
-    """Equal as JSON: in Python true is 1."""
-    return one == other and isinstance(one, bool) == isinstance(other, bool)
+def _same(value: object, other: object) -> bool:
+    """Whether two values are equal as JSON. In Python True equals 1."""
+    return value == other and isinstance(value, bool) == isinstance(other, bool)
 
 
-# From a request's body to a form and its prompts in tokens. No I/O: it runs in the server and in
-# the helper alike.
+MAX_RESPONSE_TOKENS = 1 << 20  # of /tokenize, unless the model's context is longer
 
-MAX_ANSWERED_TOKENS = 1 << 20  # by /tokenize, unless the model takes more
+EMPTY_MESSAGE = Message(role="user", content="")
 
-NOTHING_SAID = Message(role="user", content="")
-
-Worked = TypeVar("Worked")
+EncodedT = TypeVar("EncodedT")
 
 
 class BodyReader:
-    """Reads bodies for one model, within its limits. Everything it raises is an `ApiError`."""
+    """Reads bodies for one model, within its limits. Raises only `ApiError`."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, max_model_len: int) -> None:
         self._tokenizer = tokenizer
@@ -371,7 +358,7 @@ class BodyReader:
         return validate(kind, parse_json(body))
 
     def completion(self, body: bytes) -> tuple[CompletionForm, list[list[int]]]:
-        """The form, with nothing for its prompts, and their tokens."""
+        """The form without its prompts, and the tokens of the prompts."""
         form = self.form(CompletionForm, body)
         prompts = self.prompts(form.prompt)
         for prompt in prompts:
@@ -379,14 +366,14 @@ class BodyReader:
         return form.model_copy(update={"prompt": [""]}), prompts
 
     def chat(self, body: bytes) -> tuple[ChatForm, list[list[int]]]:
-        """The form, with nothing for its messages, and the tokens that they are."""
+        """The form without its messages, and their tokens as one prompt."""
         form = self.form(ChatForm, body)
         prompt = self.chat_tokens(form.messages)
         check_room(len(prompt), self._max_model_len)
-        return form.model_copy(update={"messages": [NOTHING_SAID]}), [prompt]
+        return form.model_copy(update={"messages": [EMPTY_MESSAGE]}), [prompt]
 
     def tokenize(self, body: bytes) -> bytes:
-        """The answer's JSON."""
+        """The JSON of the response."""
         form = self.form(TokenizeForm, body)
         if (form.prompt is None) == (form.messages is None):
             raise ApiError("one of 'prompt' and 'messages' is needed", param="prompt")
@@ -394,69 +381,77 @@ class BodyReader:
             tokens = self.chat_tokens(form.messages)
         else:
             tokens = self._encoded(lambda: self._tokenizer.encode(form.prompt or ""), "prompt")
-        limit = max(MAX_ANSWERED_TOKENS, self._max_model_len)
+        limit = max(MAX_RESPONSE_TOKENS, self._max_model_len)
         if len(tokens) > limit:
-            text = f"the text has {len(tokens)} tokens; an answer holds at most {limit}"
+            text = f"the text has {len(tokens)} tokens; a response holds at most {limit}"
             raise ApiError(text, param="messages" if form.messages is not None else "prompt")
         return msgspec.json.encode(
             {"count": len(tokens), "max_model_len": self._max_model_len, "tokens": tokens}
         )
 
     def detokenize(self, body: bytes) -> bytes:
-        """The answer's JSON."""
+        """The JSON of the response."""
         tokens = self.form(DetokenizeForm, body).tokens
         if len(tokens) > self._max_model_len:
-            text = f"'tokens' holds {len(tokens)} tokens; the limit is {self._max_model_len}, as of prompt + output"
+            text = (
+                f"'tokens' holds {len(tokens)} tokens; "
+                f"the limit is {self._max_model_len}, as for prompt + output"
+            )
             raise ApiError(text, param="tokens")
         self.check_tokens(tokens, "tokens")
         return msgspec.json.encode({"prompt": self._tokenizer.decode(tokens)})
 
     def prompts(self, prompts: Sequence[Prompt]) -> list[list[int]]:
-        """All prompts as tokens."""
+        """The tokens of all prompts."""
         for prompt in prompts:
             if not isinstance(prompt, str):
                 self.check_tokens(prompt, "prompt")
         encode = self._tokenizer.encode
         return self._encoded(
-            lambda: [encode(one) if isinstance(one, str) else one for one in prompts], "prompt"
+            lambda: [encode(text) if isinstance(text, str) else text for text in prompts], "prompt"
         )
 
     def chat_tokens(self, messages: Sequence[Message]) -> list[int]:
-        """The messages in the model's chat template. 'developer' is what newer clients call
-        'system'.
+        """The tokens of messages in the model's chat template.
+
+        Newer clients call the role 'system' 'developer'.
         """
         roles = {"developer": "system"}
         plain = [
-            {"role": roles.get(one.role, one.role), "content": one.content} for one in messages
+            {"role": roles.get(message.role, message.role), "content": message.content}
+            for message in messages
         ]
         return self._encoded(lambda: self._tokenizer.encode_chat(plain), "messages")
 
     def check_tokens(self, tokens: Sequence[int], param: str) -> None:
-        """`ApiError` for a token that the model does not have."""
+        """Raise `ApiError` for a token that is not in the model's vocabulary."""
         size = self._vocab_size
         if tokens and not (min(tokens) >= 0 and max(tokens) < size):
-            token = next(one for one in tokens if not 0 <= one < size)
+            token = next(token for token in tokens if not 0 <= token < size)
             raise ApiError(
                 f"'{param}' holds token {short(token)}; tokens here are 0 to {size - 1}",
                 param=param,
             )
 
-    def _encoded(self, work: Callable[[], Worked], param: str) -> Worked:
+    def _encoded(self, encode: Callable[[], EncodedT], param: str) -> EncodedT:
         try:
-            return work()
+            return encode()
         except InputError as error:
             raise ApiError(error.message, param=param) from None
 
 
 def check_room(prompt_tokens: int, max_model_len: int) -> None:
-    """`ApiError` for a prompt that leaves no room for a token."""
+    """Raise `ApiError` for an empty prompt, or one that leaves no room for a new token."""
     if prompt_tokens < 1:
         raise ApiError("the prompt has no tokens", param="prompt")
     if prompt_tokens >= max_model_len:
-        text = f"the prompt has {prompt_tokens} tokens; the limit of prompt + output is {max_model_len}"
+        text = (
+            f"the prompt has {prompt_tokens} tokens; "
+            f"the limit of prompt + output is {max_model_len}"
+        )
         raise ApiError(text, param="prompt", code="context_length_exceeded")
 
 
 def short(number: int) -> str:
-    """A number for a message; JSON's may have thousands of digits."""
+    """A number for a message. A number in JSON may have thousands of digits."""
     return str(number) if abs(number) < 10**20 else "too large a number"

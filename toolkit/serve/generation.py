@@ -1,8 +1,16 @@
-"""From a validated form to submitted requests: limits, tokens, sampling, one request per prompt and
-choice.
+"""From a validated form to submitted requests, and from their replies to a response.
 
-What can be refused is refused before the work is done: a full queue before tokenizing, all of a
-request or none of it.
+`Generation` checks limits, tokenizes prompts, and submits one request per prompt and choice. It
+refuses what it can before the work is done: a full queue before tokenizing. It submits all choices
+of a request or none.
+
+`json_response` and `EventStream` write the response: one JSON body when all choices have ended, or
+a stream of server-sent events. Both cancel the requests when the client disconnects. An event
+carries everything that arrived since the last one, so a slow reader gets fewer and larger events. A
+reader that stops is disconnected by `toolkit.serve.http`.
+
+`CompletionFormat` and `ChatFormat` write the JSON objects of the two endpoints through one
+interface. Their structs mirror OpenAI's objects.
 """
 
 from __future__ import annotations
@@ -26,7 +34,7 @@ from toolkit.engines.protocol import FinishReason, SamplingParams
 from toolkit.engines.tokenizer import Tokenizer
 from toolkit.serve.access import KeyedRequest
 from toolkit.serve.driver import SHUTTING_DOWN, TIMED_OUT, Driver, RefusedError
-from toolkit.serve.errors import ApiError, error_body
+from toolkit.serve.errors import ApiError, error_body, overloaded
 from toolkit.serve.forms import (
     BodyReader,
     ChatForm,
@@ -38,10 +46,325 @@ from toolkit.serve.forms import (
 from toolkit.serve.live import ActiveRequest, Delta, GenerationRequest, Reply, TextOutput
 from toolkit.serve.settings import FrontSettings
 
-# What completions and chat completions look like on the wire: whole, and as stream events.
-#
-# The structs mirror OpenAI's objects; msgspec writes them. Two shapes with the same methods, so
-# that nothing else has to know which of the two endpoints it serves.
+MAX_RETRY_AFTER_S = 60
+MAX_CHOICES = 1024  # of one request: all are submitted at once, at 20 us each
+MAX_SEED = (1 << 63) - 1
+DONE = b"data: [DONE]\n\n"
+STILL_WAITING = b": waiting\n\n"
+CLIENT_CLOSED_REQUEST = 499  # nginx's status for a response that no client reads
+
+Prompts = Sequence[Sequence[int]]
+
+
+class Generation:
+    """Submits the requests of forms. A server has one.
+
+    No method awaits anything, so the counts that admitted a request still hold when it is
+    submitted.
+    """
+
+    def __init__(
+        self, driver: Driver, tokenizer: Tokenizer, settings: FrontSettings, reader: BodyReader
+    ) -> None:
+        self._driver = driver
+        self._tokenizer = tokenizer
+        self._settings = settings
+        self._reader = reader
+
+    def completion(
+        self, form: CompletionForm, keyed: KeyedRequest, prompts: Prompts | None = None
+    ) -> Exchange:
+        """Submit a completion. `prompts` are in tokens; None: the form has them as text.
+
+        Raises `ApiError` for a request that cannot be served, and then submits nothing.
+        """
+        self._admit(form, len(form.prompt if prompts is None else prompts), form.max_tokens, keyed)
+        prompts = self._reader.prompts(form.prompt) if prompts is None else prompts
+        limits = [self._limit(len(prompt), form.max_tokens, 16) for prompt in prompts]
+        return self._submit(form, prompts, limits, CompletionFormat(self._head("cmpl")), keyed)
+
+    def chat(self, form: ChatForm, keyed: KeyedRequest, prompts: Prompts | None = None) -> Exchange:
+        """As `completion`, for a chat. `prompts` has one element."""
+        max_tokens = form.max_completion_tokens or form.max_tokens
+        self._admit(form, 1, max_tokens, keyed)
+        prompts = [self._reader.chat_tokens(form.messages)] if prompts is None else prompts
+        limits = [
+            self._limit(len(prompt), max_tokens, self._settings.max_new_tokens)
+            for prompt in prompts
+        ]
+        return self._submit(form, prompts, limits, ChatFormat(self._head("chatcmpl")), keyed)
+
+    def check_room(self, choices: int = 1) -> None:
+        """Raise `ApiError` if the server does not accept `choices` more requests now."""
+        self._check_ready()
+        settings, driver = self._settings, self._driver
+        if driver.waiting + choices > settings.max_waiting:
+            text = (
+                f"{driver.waiting} requests wait; with {choices} more it would exceed "
+                f"{settings.max_waiting}"
+            )
+            raise self._overloaded(text, driver.forecast.predict(driver.now_s).ttft_s)
+
+    def _admit(
+        self, form: GenerationForm, prompts: int, max_tokens: int | None, keyed: KeyedRequest
+    ) -> None:
+        """Refuse by what is known before tokenizing.
+
+        That is the model, the server's state, the key's limits, the queue and the forecast.
+        """
+        settings, driver = self._settings, self._driver
+        if form.model not in (None, settings.model):
+            raise unknown_model(form.model)
+        if form.llmctl_end_after is not None and not settings.allow_end_after:
+            text = "'llmctl_end_after' needs a server that was started with --allow-end-after"
+            raise ApiError(text, param="llmctl_end_after")
+        self._check_ready()
+        choices = prompts * (form.n or 1)
+        if choices > MAX_CHOICES:
+            text = f"{prompts} prompts with n {form.n} are {choices} choices"
+            raise ApiError(f"{text}; the limit is {MAX_CHOICES}", param="n")
+        keyed.check_priority(form.priority or 0)
+        keyed.admit(choices, choices * (max_tokens or 1))
+        self.check_room(choices)
+        predicted = driver.forecast.predict(driver.now_s)
+        excess_s = driver.forecast.limits.excess_s(predicted)
+        if excess_s:
+            text = (
+                f"too many requests wait: the first token would come in {predicted.ttft_s:.1f} s, "
+                f"the last in {predicted.e2e_s:.1f} s"
+            )
+            raise self._overloaded(text, excess_s)
+
+    def _overloaded(self, text: str, wait_s: float) -> ApiError:
+        self._driver.stats.refused += 1
+        return overloaded(text, math.ceil(min(max(wait_s, 1.0), MAX_RETRY_AFTER_S)))
+
+    def _check_ready(self) -> None:
+        if self._driver.state != "ready":
+            text = f"the server is {self._driver.state}"
+            headers = {"Retry-After": "5"}
+            if self._driver.state == "draining":
+                headers["Connection"] = "close"
+            raise ApiError(text, status=503, code="unavailable", headers=headers)
+
+    def _head(self, prefix: str) -> ResponseHead:
+        return ResponseHead(
+            f"{prefix}-{secrets.token_hex(12)}", int(time.time()), self._settings.model
+        )
+
+    def _submit(
+        self,
+        form: GenerationForm,
+        prompts: Prompts,
+        limits: Sequence[int],
+        shape: CompletionFormat | ChatFormat,
+        keyed: KeyedRequest,
+    ) -> Exchange:
+        """Submit all choices of all prompts; `limits` bounds the new tokens for each prompt."""
+        n, prompt_tokens = form.n or 1, sum(map(len, prompts))
+        sampling = self._sampling(form, min(limits))
+        reply = Reply(len(prompts) * n, patient=not form.stream)
+        tokens = [tuple(prompt) for prompt in prompts]
+        choices: list[ActiveRequest] = []
+
+        def used() -> int:
+            return sum(active.output.tokens for active in choices) + prompt_tokens * bool(choices)
+
+        def cancel() -> None:
+            for active in choices:
+                self._driver.cancel(active)
+
+        keyed.reserve(prompt_tokens + n * sum(limits), used)
+        try:
+            for index in range(reply.choices):
+                request = GenerationRequest(
+                    f"{shape.head.id}-{index}",
+                    tokens[index // n],
+                    limits[index // n],
+                    _choice_sampling(sampling, index % n),
+                    form.priority or 0,
+                    form.llmctl_end_after,
+                    min(form.timeout or math.inf, self._settings.request_timeout_s),
+                )
+                detokenizer = self._tokenizer.detokenizer()
+                output = TextOutput(detokenizer, form.stop, request.sampling.min_tokens)
+                choices.append(self._driver.submit(request, output, reply, index))
+        except RefusedError as error:
+            cancel()
+            choices.clear()
+            raise ApiError(str(error), code="context_length_exceeded") from None
+        return Exchange(reply, shape, prompt_tokens, cancel)
+
+    def _limit(self, prompt_tokens: int, wanted: int | None, default: int) -> int:
+        """How many tokens may be generated. Raises `ApiError` if `wanted` exceeds a limit."""
+        settings = self._settings
+        check_room(prompt_tokens, settings.max_model_len)
+        room = settings.max_model_len - prompt_tokens
+        if wanted is None:
+            return min(default, settings.max_new_tokens, room)
+        if wanted > settings.max_new_tokens:
+            text = f"max_tokens is {short(wanted)}; the limit is {settings.max_new_tokens}"
+            raise ApiError(text, param="max_tokens")
+        if wanted > room:
+            text = (
+                f"the prompt has {prompt_tokens} tokens and max_tokens is {wanted}, together "
+                f"{prompt_tokens + wanted}; the limit is {settings.max_model_len}"
+            )
+            raise ApiError(text, param="max_tokens", code="context_length_exceeded")
+        return wanted
+
+    def _sampling(self, form: GenerationForm, limit: int) -> SamplingParams:
+        """The form's sampling parameters, with OpenAI's defaults.
+
+        Sampling without a seed gets a random one here, so that a slice that runs again draws the
+        same tokens.
+        """
+        stop_token_ids = form.stop_token_ids or []
+        self._reader.check_tokens(stop_token_ids, "stop_token_ids")
+        min_tokens = form.min_tokens or 0
+        if min_tokens > limit:
+            text = f"min_tokens is {short(min_tokens)}; max_tokens is {limit}"
+            raise ApiError(text, param="min_tokens")
+        temperature = 1.0 if form.temperature is None else form.temperature
+        seed = random.getrandbits(62) if form.seed is None and temperature else form.seed or 0
+        return SamplingParams(
+            temperature=temperature,
+            top_p=1.0 if form.top_p is None else form.top_p,
+            top_k=max(form.top_k or 0, 0),
+            min_p=form.min_p or 0.0,
+            repetition_penalty=form.repetition_penalty or 1.0,
+            seed=seed & MAX_SEED,
+            ignore_eos=bool(form.ignore_eos),
+            min_tokens=min_tokens,
+            stop_token_ids=tuple(stop_token_ids),
+        )
+
+
+def unknown_model(name: str | None) -> ApiError:
+    text = f"there is no model {str(name)[:80]!r} here; GET /v1/models lists the models"
+    return ApiError(text, status=404, param="model", code="model_not_found")
+
+
+def _choice_sampling(sampling: SamplingParams, choice: int) -> SamplingParams:
+    """The sampling of one of several choices of a prompt: each gets a seed of its own."""
+    if not choice or not sampling.temperature:
+        return sampling
+    return msgspec.structs.replace(sampling, seed=(sampling.seed + choice) & MAX_SEED)
+
+
+@dataclass(slots=True, frozen=True)
+class Exchange:
+    """A submitted request: the source of its text, the format of its response, and its cancel."""
+
+    reply: Reply
+    shape: ResponseFormat
+    prompt_tokens: int
+    cancel: Callable[[], None]  # has no effect on choices that have ended
+
+    def usage(self, completion_tokens: int) -> Usage:
+        return Usage(self.prompt_tokens, completion_tokens, self.prompt_tokens + completion_tokens)
+
+
+@asynccontextmanager
+async def watched(exchange: Exchange, receive: Receive) -> AsyncIterator[None]:
+    """Close the reply if the client disconnects; cancel choices that have not ended on leaving."""
+
+    async def watch() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        exchange.reply.close()
+
+    watcher = asyncio.create_task(watch())
+    try:
+        yield
+    finally:
+        watcher.cancel()
+        exchange.cancel()
+
+
+def request_failed(reason: str) -> ApiError:
+    """The error of an accepted request that failed.
+
+    A client should retry only if the server is shutting down, because then another server answers.
+    """
+    if reason.startswith(TIMED_OUT):
+        headers = {"x-should-retry": "false"}  # it would take as long again
+        return ApiError(
+            f"the request failed: {reason}", status=504, code="deadline_exceeded", headers=headers
+        )
+    headers = {} if reason == SHUTTING_DOWN else {"x-should-retry": "false"}
+    return ApiError(
+        f"the request failed: {reason}", status=503, code="request_failed", headers=headers
+    )
+
+
+async def json_response(exchange: Exchange, receive: Receive) -> Response:
+    """The response when all choices have ended. Raises `ApiError` if one fails."""
+    choices: dict[int, Delta] = {}
+    async with watched(exchange, receive):
+        while exchange.reply.open or not choices:
+            for delta in await exchange.reply.take(3600.0):
+                if delta.failure:
+                    raise request_failed(delta.failure)
+                choices[delta.index] = delta
+            if exchange.reply.closed:
+                return Response(status_code=CLIENT_CLOSED_REQUEST)
+    ordered = [choices[index] for index in sorted(choices)]
+    usage = exchange.usage(sum(choice.tokens for choice in ordered))
+    return Response(exchange.shape.whole(ordered, usage), media_type="application/json")
+
+
+class EventStream(Response):
+    """The choices as server-sent events: `data: ` lines of JSON, of which the last is `[DONE]`.
+
+    Args:
+        exchange: the request to answer.
+        include_usage: every chunk carries `usage: null`, and a last one without choices the usage.
+        keepalive_s: a comment is sent after this many seconds without new output.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, exchange: Exchange, *, include_usage: bool, keepalive_s: float) -> None:
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+        self._exchange = exchange
+        self._include_usage = include_usage
+        self._keepalive_s = keepalive_s
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with watched(self._exchange, receive):
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            async for events, more in self._events():
+                await send({"type": "http.response.body", "body": events, "more_body": more})
+
+    async def _events(self) -> AsyncIterator[tuple[bytes, bool]]:
+        """Yield the bytes to write, and whether more follow."""
+        reply = self._exchange.reply
+        left, tokens = reply.choices, 0
+        while left:
+            deltas = await reply.take(self._keepalive_s)
+            if reply.closed:
+                return
+            failed = next((delta.failure for delta in deltas if delta.failure), "")
+            if failed:
+                texts = b"".join(self._event(delta) for delta in deltas if delta.tokens)
+                yield texts + b"data: " + error_body(request_failed(failed)) + b"\n\n" + DONE, False
+                return
+            left -= sum(bool(delta.finish) for delta in deltas)
+            tokens += sum(delta.tokens for delta in deltas)
+            events = b"".join(map(self._event, deltas)) or STILL_WAITING
+            if not left:
+                if self._include_usage:
+                    usage = self._exchange.usage(tokens)
+                    events += b"data: " + self._exchange.shape.last_chunk(usage) + b"\n\n"
+                events += DONE
+            yield events, left > 0
+
+    def _event(self, delta: Delta) -> bytes:
+        usage = None if self._include_usage else UNSET
+        return b"data: " + self._exchange.shape.chunk(delta, usage) + b"\n\n"
+
 
 _encode = msgspec.json.Encoder().encode
 
@@ -85,7 +408,7 @@ class ChatDeltaChoice(Struct, frozen=True):
 
 
 class Completion(Struct, frozen=True):
-    """The object of both endpoints, whole or as a chunk."""
+    """The object of both endpoints: a whole response or a chunk of a stream."""
 
     id: str
     object: str
@@ -97,7 +420,7 @@ class Completion(Struct, frozen=True):
 
 @dataclass(slots=True, frozen=True)
 class ResponseHead:
-    """What all objects of one response share."""
+    """The fields that all objects of one response share."""
 
     id: str
     created: int
@@ -105,7 +428,7 @@ class ResponseHead:
 
 
 class ResponseFormat(Protocol):
-    """One endpoint's objects, as JSON."""
+    """Writes the objects of one endpoint as JSON."""
 
     def chunk(self, delta: Delta, usage: UnsetType | None) -> bytes: ...
 
@@ -128,7 +451,8 @@ class CompletionFormat:
 
     def whole(self, choices: Sequence[Delta], usage: Usage) -> bytes:
         return self._object(
-            [TextChoice(one.index, one.text, one.finish or None) for one in choices], usage
+            [TextChoice(choice.index, choice.text, choice.finish or None) for choice in choices],
+            usage,
         )
 
     def _object(self, choices: list[TextChoice], usage: Usage | UnsetType | None) -> bytes:
@@ -140,8 +464,10 @@ class CompletionFormat:
 
 @dataclass(slots=True, frozen=True)
 class ChatFormat:
-    """/v1/chat/completions. A choice's first chunk carries the role; clients take it for the first
-    token.
+    """/v1/chat/completions.
+
+    A choice's first chunk carries the role with the first text, because clients count the first
+    chunk as the first token.
     """
 
     head: ResponseHead
@@ -158,7 +484,8 @@ class ChatFormat:
 
     def whole(self, choices: Sequence[Delta], usage: Usage) -> bytes:
         messages = [
-            ChatChoice(one.index, ChatMessage(one.text), one.finish or None) for one in choices
+            ChatChoice(choice.index, ChatMessage(choice.text), choice.finish or None)
+            for choice in choices
         ]
         return self._object("chat.completion", messages, usage)
 
@@ -170,348 +497,3 @@ class ChatFormat:
     ) -> bytes:
         head = self.head
         return _encode(Completion(head.id, kind, head.created, head.model, choices, usage))
-
-
-# The two ways to answer: a stream of server-sent events, or one JSON body when all choices have
-# ended.
-#
-# Both watch for the client to go away, and free what it had asked for. An event carries all that
-# came since the last one was written, so a slow reader gets fewer and larger events; one that
-# stops reading is given up by the connection.
-
-DONE = b"data: [DONE]\n\n"
-STILL_WAITING = b": waiting\n\n"
-CLIENT_GONE = 499  # nginx's number for what nobody will read
-
-
-@dataclass(slots=True, frozen=True)
-class Exchange:
-    """A request that was submitted: where its text comes from, how it is written, how it is given
-    up.
-    """
-
-    reply: Reply
-    shape: ResponseFormat
-    prompt_tokens: int
-    cancel: Callable[[], None]  # harmless for what has ended
-
-    def usage(self, completion_tokens: int) -> Usage:
-        return Usage(self.prompt_tokens, completion_tokens, self.prompt_tokens + completion_tokens)
-
-
-@asynccontextmanager
-async def attended(exchange: Exchange, receive: Receive) -> AsyncIterator[None]:
-    """While inside, a client that goes away closes the reply; on leaving, whatever has not ended is
-    cancelled.
-    """
-
-    async def watch() -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
-        exchange.reply.close()
-
-    watcher = asyncio.create_task(watch())
-    try:
-        yield
-    finally:
-        watcher.cancel()
-        exchange.cancel()
-
-
-def failure(reason: str) -> ApiError:
-    """A request that was accepted and could not be served. Trying again helps only where another
-    server answers.
-    """
-    if reason.startswith(TIMED_OUT):
-        headers = {"x-should-retry": "false"}  # it had its time, and would take as long again
-        return ApiError(
-            f"the request failed: {reason}", status=504, code="deadline_exceeded", headers=headers
-        )
-    headers = {} if reason == SHUTTING_DOWN else {"x-should-retry": "false"}
-    return ApiError(
-        f"the request failed: {reason}", status=503, code="request_failed", headers=headers
-    )
-
-
-async def json_response(exchange: Exchange, receive: Receive) -> Response:
-    """Wait for all choices. `ApiError` if one fails."""
-    choices: dict[int, Delta] = {}
-    async with attended(exchange, receive):
-        while exchange.reply.open or not choices:
-            for delta in await exchange.reply.take(3600.0):
-                if delta.failure:
-                    raise failure(delta.failure)
-                choices[delta.index] = delta
-            if exchange.reply.closed:
-                return Response(status_code=CLIENT_GONE)
-    ordered = [choices[index] for index in sorted(choices)]
-    usage = exchange.usage(sum(choice.tokens for choice in ordered))
-    return Response(exchange.shape.whole(ordered, usage), media_type="application/json")
-
-
-class EventStream(Response):
-    """The choices as server-sent events, in `data: ` lines of JSON, the last one `[DONE]`.
-
-    Args:
-        exchange: what is written.
-        include_usage: chunks carry `usage: null`, and one more without choices carries the usage.
-        keepalive_s: a comment is sent after this long without news.
-    """
-
-    media_type = "text/event-stream"
-
-    def __init__(self, exchange: Exchange, *, include_usage: bool, keepalive_s: float) -> None:
-        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
-        del self.headers["content-length"]
-        self._exchange = exchange
-        self._include_usage = include_usage
-        self._keepalive_s = keepalive_s
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with attended(self._exchange, receive):
-            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            async for events, more in self._events():
-                await send({"type": "http.response.body", "body": events, "more_body": more})
-
-    async def _events(self) -> AsyncIterator[tuple[bytes, bool]]:
-        """Bytes to write at once, and whether more follow."""
-        reply = self._exchange.reply
-        left, tokens = reply.choices, 0
-        while left:
-            news = await reply.take(self._keepalive_s)
-            if reply.closed:
-                return
-            failed = next((delta.failure for delta in news if delta.failure), "")
-            if failed:
-                texts = b"".join(self._event(delta) for delta in news if delta.tokens)
-                yield texts + b"data: " + error_body(failure(failed)) + b"\n\n" + DONE, False
-                return
-            left -= sum(bool(delta.finish) for delta in news)
-            tokens += sum(delta.tokens for delta in news)
-            events = b"".join(map(self._event, news)) or STILL_WAITING
-            yield (events if left else events + self._end(tokens)), left > 0
-
-    def _event(self, delta: Delta) -> bytes:
-        return (
-            b"data: "
-            + self._exchange.shape.chunk(delta, None if self._include_usage else UNSET)
-            + b"\n\n"
-        )
-
-    def _end(self, tokens: int) -> bytes:
-        if not self._include_usage:
-            return DONE
-        return (
-            b"data: "
-            + self._exchange.shape.last_chunk(self._exchange.usage(tokens))
-            + b"\n\n"
-            + DONE
-        )
-
-
-MAX_RETRY_AFTER_S = 60
-MAX_CHOICES = 1024  # of one request: all of them are submitted at once, which takes 20 us each
-MAX_SEED = (1 << 63) - 1
-
-Prompts = Sequence[Sequence[int]]
-
-
-class Generation:
-    """Submits what forms ask for. One per server.
-
-    Nothing here waits, so what was counted when a request was admitted still holds when it is
-    submitted.
-    """
-
-    def __init__(
-        self, driver: Driver, tokenizer: Tokenizer, settings: FrontSettings, reader: BodyReader
-    ) -> None:
-        self._driver = driver
-        self._tokenizer = tokenizer
-        self._settings = settings
-        self._reader = reader
-
-    def completion(
-        self, form: CompletionForm, visit: KeyedRequest, prompts: Prompts | None = None
-    ) -> Exchange:
-        """`prompts`, where they are tokens already; else the form has them.
-
-        `ApiError` where it cannot be served; nothing of it is submitted then.
-        """
-        self._admit(form, len(form.prompt if prompts is None else prompts), form.max_tokens, visit)
-        prompts = self._reader.prompts(form.prompt) if prompts is None else prompts
-        limits = [self._limit(len(prompt), form.max_tokens, 16) for prompt in prompts]
-        return self._submit(form, prompts, limits, CompletionFormat(self._head("cmpl")), visit)
-
-    def chat(self, form: ChatForm, visit: KeyedRequest, prompts: Prompts | None = None) -> Exchange:
-        """As `completion`; of `prompts` there is one."""
-        asked = form.max_completion_tokens or form.max_tokens
-        self._admit(form, 1, asked, visit)
-        prompts = [self._reader.chat_tokens(form.messages)] if prompts is None else prompts
-        limits = [
-            self._limit(len(prompt), asked, self._settings.max_new_tokens) for prompt in prompts
-        ]
-        return self._submit(form, prompts, limits, ChatFormat(self._head("chatcmpl")), visit)
-
-    def check_room(self, choices: int = 1) -> None:
-        """`ApiError` where so many more requests would not be taken now, whatever they are."""
-        self._check_ready()
-        settings, driver = self._settings, self._driver
-        if driver.waiting + choices > settings.max_waiting:
-            text = f"{driver.waiting} requests wait; with {choices} more it would exceed {settings.max_waiting}"
-            raise self._overloaded(text, driver.forecast.now(driver.now_s).ttft_s)
-
-    def _admit(
-        self, form: GenerationForm, prompts: int, max_tokens: int | None, visit: KeyedRequest
-    ) -> None:
-        """Refuse by what is known before any tokenizing: the model, the server's state, the key's
-        limits, the queue.
-        """
-        settings, driver = self._settings, self._driver
-        if form.model not in (None, settings.model):
-            raise unknown_model(form.model)
-        if form.llmctl_end_after is not None and not settings.allow_end_after:
-            text = "'llmctl_end_after' needs a server that was started with --allow-end-after"
-            raise ApiError(text, param="llmctl_end_after")
-        self._check_ready()
-        choices = prompts * (form.n or 1)
-        if choices > MAX_CHOICES:
-            text = f"{prompts} prompts with n {form.n} are {choices} choices; the limit is {MAX_CHOICES}"
-            raise ApiError(text, param="n")
-        visit.check_priority(form.priority or 0)
-        visit.admit(choices, choices * (max_tokens or 1))
-        self.check_room(choices)
-        told = driver.forecast.now(driver.now_s)
-        excess_s = driver.forecast.limits.excess_s(told)
-        if excess_s:
-            text = f"too many wait: the first token would come in {told.ttft_s:.1f} s, the last in {told.e2e_s:.1f} s"
-            raise self._overloaded(text, excess_s)
-
-    def _overloaded(self, text: str, wait_s: float) -> ApiError:
-        self._driver.stats.refused += 1
-        return ApiError(
-            text, status=503, code="overloaded", headers={"Retry-After": _whole_seconds(wait_s)}
-        )
-
-    def _check_ready(self) -> None:
-        if self._driver.state != "ready":
-            text = f"the server is {self._driver.state}"
-            headers = {"Retry-After": "5"} | (
-                {"Connection": "close"} if self._driver.state == "draining" else {}
-            )
-            raise ApiError(text, status=503, code="unavailable", headers=headers)
-
-    def _head(self, prefix: str) -> ResponseHead:
-        return ResponseHead(
-            f"{prefix}-{secrets.token_hex(12)}", int(time.time()), self._settings.model
-        )
-
-    def _submit(
-        self,
-        form: GenerationForm,
-        prompts: Prompts,
-        limits: Sequence[int],
-        shape: CompletionFormat | ChatFormat,
-        visit: KeyedRequest,
-    ) -> Exchange:
-        """All choices of all prompts; `limits` are how many tokens each prompt's may have."""
-        n, prompt_tokens = form.n or 1, sum(map(len, prompts))
-        sampling = self._sampling(form, min(limits))
-        reply = Reply(len(prompts) * n, patient=not form.stream)
-        tokens = [tuple(prompt) for prompt in prompts]
-        asks = [
-            GenerationRequest(
-                f"{shape.head.id}-{index}",
-                tokens[index // n],
-                limits[index // n],
-                _another_seed(sampling, index % n),
-                form.priority or 0,
-                form.llmctl_end_after,
-                min(form.timeout or math.inf, self._settings.request_timeout_s),
-            )
-            for index in range(reply.choices)
-        ]
-        lives: list[ActiveRequest] = []
-        visit.reserve(
-            prompt_tokens + n * sum(limits),
-            lambda: sum(live.output.tokens for live in lives) + (prompt_tokens if lives else 0),
-        )
-        lives += self._submit_all(asks, form.stop, reply)
-
-        def cancel() -> None:
-            for live in lives:
-                self._driver.cancel(live)
-
-        return Exchange(reply, shape, prompt_tokens, cancel)
-
-    def _submit_all(
-        self, asks: Sequence[GenerationRequest], stops: Sequence[str], reply: Reply
-    ) -> list[ActiveRequest]:
-        lives: list[ActiveRequest] = []
-        try:
-            for index, ask in enumerate(asks):
-                output = TextOutput(self._tokenizer.detokenizer(), stops, ask.sampling.min_tokens)
-                lives.append(self._driver.submit(ask, output, reply, index))
-        except RefusedError as error:
-            for live in lives:
-                self._driver.cancel(live)
-            raise ApiError(str(error), code="context_length_exceeded") from None
-        return lives
-
-    def _limit(self, prompt_tokens: int, asked: int | None, default: int) -> int:
-        """How many tokens may be generated. `ApiError` naming the limit where that is not possible."""
-        settings = self._settings
-        check_room(prompt_tokens, settings.max_model_len)
-        room = settings.max_model_len - prompt_tokens
-        if asked is None:
-            return min(default, settings.max_new_tokens, room)
-        if asked > settings.max_new_tokens:
-            text = f"max_tokens is {short(asked)}; the limit is {settings.max_new_tokens}"
-            raise ApiError(text, param="max_tokens")
-        if asked > room:
-            text = (
-                f"the prompt has {prompt_tokens} tokens and max_tokens is {asked}, together "
-                f"{prompt_tokens + asked}; the limit is {settings.max_model_len}"
-            )
-            raise ApiError(text, param="max_tokens", code="context_length_exceeded")
-        return asked
-
-    def _sampling(self, form: GenerationForm, limit: int) -> SamplingParams:
-        """OpenAI's defaults. Without a seed sampling gets one here, so that a slice run again draws
-        the same.
-        """
-        stop_token_ids = form.stop_token_ids or []
-        self._reader.check_tokens(stop_token_ids, "stop_token_ids")
-        min_tokens = form.min_tokens or 0
-        if min_tokens > limit:
-            text = f"min_tokens is {short(min_tokens)}; max_tokens is {limit}"
-            raise ApiError(text, param="min_tokens")
-        temperature = 1.0 if form.temperature is None else form.temperature
-        return SamplingParams(
-            temperature=temperature,
-            top_p=1.0 if form.top_p is None else form.top_p,
-            top_k=max(form.top_k or 0, 0),
-            min_p=form.min_p or 0.0,
-            repetition_penalty=form.repetition_penalty or 1.0,
-            seed=(random.getrandbits(62) if form.seed is None and temperature else form.seed or 0)
-            & MAX_SEED,
-            ignore_eos=bool(form.ignore_eos),
-            min_tokens=min_tokens,
-            stop_token_ids=tuple(stop_token_ids),
-        )
-
-
-def unknown_model(name: str | None) -> ApiError:
-    text = f"there is no model {str(name)[:80]!r} here; GET /v1/models lists those there are"
-    return ApiError(text, status=404, param="model", code="model_not_found")
-
-
-def _whole_seconds(wait_s: float) -> str:
-    return str(math.ceil(min(max(wait_s, 1.0), MAX_RETRY_AFTER_S)))
-
-
-def _another_seed(sampling: SamplingParams, choice: int) -> SamplingParams:
-    """Choices of one prompt draw apart from each other; greedy ones are equal anyway."""
-    if not choice or not sampling.temperature:
-        return sampling
-    return msgspec.structs.replace(sampling, seed=(sampling.seed + choice) & MAX_SEED)

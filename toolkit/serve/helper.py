@@ -1,14 +1,13 @@
-"""A process beside the server that reads large bodies, so that none stops the server's event loop.
+"""A process that reads large bodies, so that they do not block the event loop of the server.
 
-The recorder has one of its own (`recorder/large.py`).
+Parsing holds Python's global lock from a body's first byte to its last, also in a thread. So the
+server sends a body of more than `LARGE_BODY_BYTES` to its `Helper`, which parses and checks it and
+turns its text into tokens. The server gets the form and the tokens, or the error. A helper reads
+one body after the other. The recorder has a `ReadingProcess` of its own
+(`toolkit.serve.recording`).
 
-Parsing holds Python's lock from a body's first byte to its last, in a thread as well. So a body of
-more than `LARGE_BODY_BYTES` is sent to the helper, which parses and checks it and turns its text
-into tokens; the server gets the form and the tokens, or the error. Bodies are read one after the
-other.
-
-The helper ends when its standard input does, and `toolkit.guard` ends it with the server: also when
-that is killed.
+`work` is the main loop of such a process. It ends when its standard input ends, and `toolkit.guard`
+ends it with the server, also when the server is killed.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ import struct
 import sys
 from array import array
 from collections.abc import Awaitable, Callable
-from functools import partial
 from typing import Any, BinaryIO
 
 import msgspec
@@ -31,23 +29,21 @@ import msgspec
 from toolkit import guard
 from toolkit.engines.tokenizer import load_tokenizer
 from toolkit.files.recipe import ModelSpec
-from toolkit.serve.errors import ApiError
+from toolkit.serve.errors import ApiError, overloaded
 from toolkit.serve.forms import BodyReader, ChatForm, CompletionForm
 
 LARGE_BODY_BYTES = 1 << 15
 MAX_WAITING_BODIES = 64
 READING_TIMEOUT_S = 60.0  # for one body
-RETRY_AFTER_S = 5
 PIPE_BYTES = 1 << 18
-TRIM_BYTES = 1 << 20  # after a body of this size memory goes back to the system
+TRIM_BYTES = 1 << 20  # after a larger body the process returns memory to the system
 
-ReadLarge = Callable[
-    [str, bytes], Awaitable[Any]
-]  # a method of `BodyReader` and the body, to what it returns
+# From the name of a method of `BodyReader` and a body to what the method returns.
+ReadLarge = Callable[[str, bytes], Awaitable[Any]]
 
 
 def in_thread(reader: BodyReader) -> ReadLarge:
-    """Without a helper: the same in a thread, which holds others up while it parses."""
+    """Read in a thread instead of a helper. It blocks other requests while it parses."""
 
     async def read(kind: str, body: bytes) -> Any:
         return await asyncio.to_thread(getattr(reader, kind), body)
@@ -56,12 +52,11 @@ def in_thread(reader: BodyReader) -> ReadLarge:
 
 
 class ReadingProcess:
-    """The process, as the server sees it. It is started with the first body, and again when it has
-    died.
+    """The process, seen from the server. It starts with the first body, and again if it has died.
 
     Args:
-        module: what it runs, which calls `work`.
-        begin: the first thing that it is told.
+        module: what the process runs; it has to call `work`.
+        begin: the first message to the process.
     """
 
     def __init__(self, module: str, begin: bytes) -> None:
@@ -90,25 +85,26 @@ class ReadingProcess:
             guard.forget(process.pid)
 
     async def ask(self, kind: str, body: bytes) -> bytes | Read:
-        """What the process makes of the body. Its own `ApiError`, or one where it is busy or has
-        died.
+        """The process's answer to a body.
+
+        Raises `ApiError` if the body is refused, or if the process is too busy or has died.
         """
         if self._waiting >= MAX_WAITING_BODIES:
             text = f"{self._waiting} large bodies wait to be read; try again later"
-            raise ApiError(
-                text, status=503, code="overloaded", headers={"Retry-After": str(RETRY_AFTER_S)}
-            )
+            raise overloaded(text)
         self._waiting += 1
         try:
             async with self._turn:
-                reply = await self._ask(_framed(msgspec.msgpack.encode(_Job(kind, body))))
+                answer = await self._exchange(_framed(msgspec.msgpack.encode(_Job(kind, body))))
         finally:
             self._waiting -= 1
-        if isinstance(reply, _Refused):
-            raise ApiError(reply.message, status=reply.status, param=reply.param, code=reply.code)
-        return reply
+        if isinstance(answer, _Refused):
+            raise ApiError(
+                answer.message, status=answer.status, param=answer.param, code=answer.code
+            )
+        return answer
 
-    async def _ask(self, frame: bytes) -> bytes | Read | _Refused:
+    async def _exchange(self, frame: bytes) -> bytes | Read | _Refused:
         try:
             if self._process is None or self._process.returncode is not None:
                 await self.start()
@@ -119,53 +115,53 @@ class ReadingProcess:
             async with asyncio.timeout(READING_TIMEOUT_S):
                 stdin.write(frame)
                 await stdin.drain()
-                size, whole = _HEAD.unpack(await stdout.readexactly(_HEAD.size))
-                found = await stdout.readexactly(size)
-            await asyncio.sleep(0)  # a large answer was copied just now: others first
-            return found if whole else msgspec.msgpack.decode(found, type=Read | _Refused)
+                size, is_content = _HEAD.unpack(await stdout.readexactly(_HEAD.size))
+                data = await stdout.readexactly(size)
+            await asyncio.sleep(0)  # copying a large answer took time: serve other tasks first
+            return data if is_content else msgspec.msgpack.decode(data, type=Read | _Refused)
         except (
             OSError,
-            RuntimeError,
+            RuntimeError,  # of uvloop, for a closed pipe
             asyncio.IncompleteReadError,
             TimeoutError,
-        ):  # uvloop's of a closed pipe is the second
+        ):
             await self.stop()
             text = "the request failed: its body could not be read"
             headers = {"x-should-retry": "false"}
             raise ApiError(text, status=503, code="request_failed", headers=headers) from None
         except asyncio.CancelledError:
-            await self.stop()  # its answer would be taken for the next one's
+            await self.stop()  # otherwise the next body would get this one's answer
             raise
 
 
 class Helper(ReadingProcess):
-    """The server's: it parses and checks, and turns text into tokens."""
+    """The server's process: it parses and checks bodies, and turns text into tokens."""
 
     def __init__(self, model: ModelSpec, vocab_size: int, max_model_len: int) -> None:
         begin = _Begin(model.model_dump_json(), vocab_size, max_model_len)
         super().__init__("toolkit.serve.helper", msgspec.msgpack.encode(begin))
 
     async def __call__(self, kind: str, body: bytes) -> Any:
-        """What `BodyReader`'s method `kind` makes of the body, prompts as tuples. `ApiError` as
-        there.
+        """The result of `BodyReader`'s method `kind`, with prompts as tuples.
+
+        Raises `ApiError` as that method does.
         """
-        reply = await self.ask(kind, body)
-        if isinstance(reply, bytes):
-            return reply
-        form = (CompletionForm if kind == "completion" else ChatForm).model_validate_json(
-            reply.form
-        )
+        answer = await self.ask(kind, body)
+        if isinstance(answer, bytes):
+            return answer
+        form_type = CompletionForm if kind == "completion" else ChatForm
+        form = form_type.model_validate_json(answer.form)
         prompts = []
-        for data in reply.prompts:
+        for data in answer.prompts:
             tokens = array("q")
             tokens.frombytes(data)
             prompts.append(tuple(tokens))
-            await asyncio.sleep(0)  # all of them at once may be millions of tokens
+            await asyncio.sleep(0)  # all prompts together may have millions of tokens
         return form, prompts
 
 
 class _Begin(msgspec.Struct):
-    """The first thing that the server's helper is told."""
+    """The first message to the server's helper."""
 
     model: str  # a `ModelSpec`, as JSON
     vocab_size: int
@@ -178,7 +174,7 @@ class _Job(msgspec.Struct):
 
 
 class Read(msgspec.Struct, tag=True):
-    """A form, as JSON, and its prompts' tokens, eight bytes each."""
+    """A form as JSON, and the tokens of its prompts, in eight bytes each."""
 
     form: bytes
     prompts: list[bytes]
@@ -193,18 +189,17 @@ class _Refused(msgspec.Struct, tag=True):
     code: str | None
 
 
-Worked = Callable[
-    [str, bytes], bytes | Read
-]  # a job's kind and its body, to the answer; or an `ApiError`
-_HEAD = struct.Struct("<Q?")  # a frame's size, and whether it is an answer's body
+# From the kind of a job and its body to the answer. Raises `ApiError`.
+ReadBody = Callable[[str, bytes], bytes | Read]
+_HEAD = struct.Struct("<Q?")  # a frame's size, and whether it is the content of a response
 
 
-def _framed(data: bytes, *, whole: bool = False) -> bytes:
-    return _HEAD.pack(len(data), whole) + data
+def _framed(data: bytes, *, is_content: bool = False) -> bytes:
+    return _HEAD.pack(len(data), is_content) + data
 
 
-def _read(pipe: BinaryIO) -> bytes | None:
-    """The next frame; None when there is no next one."""
+def _read_frame(pipe: BinaryIO) -> bytes | None:
+    """The next frame, or None at the end."""
     head = pipe.read(_HEAD.size)
     if len(head) < _HEAD.size:
         return None
@@ -213,48 +208,36 @@ def _read(pipe: BinaryIO) -> bytes | None:
     return data if len(data) == size else None
 
 
-def _worked(reader: BodyReader, kind: str, body: bytes) -> bytes | Read:
-    found = getattr(reader, kind)(body)
-    if isinstance(found, bytes):
-        return found
-    form, prompts = found
-    told = form.model_dump_json(exclude_none=True).encode()
-    return Read(told, [array("q", prompt).tobytes() for prompt in prompts])
-
-
-def _answer(worked: Worked, job: _Job) -> bytes:
-    """The frame of the answer."""
+def _answer(read_body: ReadBody, job: _Job) -> bytes:
+    """The frame of the answer to a job."""
     try:
-        found = worked(job.kind, job.body)
+        answer = read_body(job.kind, job.body)
     except ApiError as error:
-        return _framed(
-            msgspec.msgpack.encode(_Refused(error.message, error.status, error.param, error.code))
-        )
-    return (
-        _framed(found, whole=True)
-        if isinstance(found, bytes)
-        else _framed(msgspec.msgpack.encode(found))
-    )
+        refused = _Refused(error.message, error.status, error.param, error.code)
+        return _framed(msgspec.msgpack.encode(refused))
+    if isinstance(answer, bytes):
+        return _framed(answer, is_content=True)
+    return _framed(msgspec.msgpack.encode(answer))
 
 
-def work(prepare: Callable[[bytes], Worked]) -> None:
-    """A helper's own life: `prepare` gets the first thing that it is told, and returns what reads
-    each body.
+def work(prepare: Callable[[bytes], ReadBody]) -> None:
+    """Answer the frames on standard input until it ends.
 
-    Only the server's end ends it, since what the server has read is to be answered.
+    `prepare` gets the first message, and returns what reads each body. Signals are ignored: only
+    the end of the server ends the process, because accepted requests still get answers.
     """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     pipe, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # whatever a library prints is no answer
+    os.dup2(2, 1)  # a library that prints must not write among the answers
     with contextlib.suppress(BrokenPipeError):
-        begin = _read(pipe)
+        begin = _read_frame(pipe)
         if begin is None:
             return
-        worked = prepare(begin)
-        while (frame := _read(pipe)) is not None:
+        read_body = prepare(begin)
+        while (frame := _read_frame(pipe)) is not None:
             job = msgspec.msgpack.decode(frame, type=_Job)
-            answers.write(_answer(worked, job))
+            answers.write(_answer(read_body, job))
             answers.flush()
             if len(frame) > TRIM_BYTES:
                 del frame, job
@@ -263,11 +246,21 @@ def work(prepare: Callable[[bytes], Worked]) -> None:
                     ctypes.CDLL(None).malloc_trim(0)
 
 
-def _with_tokens(begin: bytes) -> Worked:
-    told = msgspec.msgpack.decode(begin, type=_Begin)
-    tokenizer = load_tokenizer(ModelSpec.model_validate_json(told.model))
-    return partial(_worked, BodyReader(tokenizer, told.vocab_size, told.max_model_len))
+def _prepare(begin: bytes) -> ReadBody:
+    settings = msgspec.msgpack.decode(begin, type=_Begin)
+    tokenizer = load_tokenizer(ModelSpec.model_validate_json(settings.model))
+    reader = BodyReader(tokenizer, settings.vocab_size, settings.max_model_len)
+
+    def read_body(kind: str, body: bytes) -> bytes | Read:
+        result = getattr(reader, kind)(body)
+        if isinstance(result, bytes):
+            return result
+        form, prompts = result
+        text: bytes = form.model_dump_json(exclude_none=True).encode()
+        return Read(text, [array("q", prompt).tobytes() for prompt in prompts])
+
+    return read_body
 
 
 if __name__ == "__main__":
-    work(_with_tokens)
+    work(_prepare)

@@ -1,5 +1,8 @@
-"""From a plan to a running server: everything is put together here, and taken apart when the server
-ends.
+"""From a plan to a running server: `launch` builds everything, and tears it down at the end.
+
+`Launch` is what to start. `Manager` reports readiness and liveness to systemd or another service
+manager. `EventLog` writes the scheduler's calls, which can be replayed; `RequestLog` writes lengths
+and times of requests as a trace. Neither log holds text, prompt tokens or names of clients.
 """
 
 from __future__ import annotations
@@ -47,20 +50,18 @@ from toolkit.workers.process import require_gpu
 from toolkit.workers.protocol import Workers
 from toolkit.workers.supervisor import Patience
 
-# What a service manager is told: that the server is ready, and from then on that its loop still
-# turns.
-#
-# systemd's protocol, one datagram each time (sd_notify(3), sd_watchdog_enabled(3)).
-
-USEC = 1e-6
+PENDING_BYTES_MAX = 1 << 16  # of an event log, before they are written
+EVENT_LOG_BYTES_MAX = 1 << 30  # an hour or so of a busy server
+FLUSH_EVERY_S = 1.0
 
 
 @dataclass(slots=True, frozen=True)
 class Manager:
-    """Who started this process and wants to be told; `address` is '' where nobody does.
+    """The service manager that started this process, if any (sd_notify(3), sd_watchdog_enabled(3)).
 
-    A server that has said nothing for `watchdog_s` seconds is ended, and as a rule started again;
-    None: it is not.
+    It gets one datagram per report. `address` is its socket, or '' if there is none. If the server
+    reports nothing for `watchdog_s` seconds, the manager ends it and usually starts it again. None
+    means that there is no watchdog.
     """
 
     address: str = ""
@@ -68,16 +69,17 @@ class Manager:
 
     @classmethod
     def take(cls) -> Manager:
-        """From the environment, and out of it: workers inherit that."""
+        """Read the environment, and remove the variables, since workers inherit the environment."""
         address, limit, process = (
             os.environ.pop(name, "") for name in ("NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID")
         )
-        asked = limit.isdecimal() and process in ("", str(os.getpid()))
-        return cls(address, int(limit) * USEC if asked else None)
+        watched = limit.isdecimal() and process in ("", str(os.getpid()))
+        return cls(address, int(limit) / 1e6 if watched else None)
 
     def tell(self, state: str, *, flags: int = 0) -> None:
-        """Send `state`, like READY=1. A leading '@' of the address is Linux' abstract space.
-        `flags`: as of send(2).
+        """Send a state such as READY=1. `flags` are those of send(2).
+
+        An address that starts with '@' is in Linux's abstract namespace.
         """
         if not self.address:
             return
@@ -86,38 +88,201 @@ class Manager:
             manager.connect(name)
             manager.send(state.encode(), flags)
 
-    async def keep_told(self, well: Callable[[], bool]) -> None:
-        """Tell twice in `watchdog_s` that the server is well, if it is; a loop that stands still
-        tells nothing.
+    async def report_health(self, healthy: Callable[[], bool]) -> None:
+        """Report twice per `watchdog_s` that the server is healthy, while it is.
+
+        A blocked event loop reports nothing.
         """
         while self.watchdog_s:
-            if well():
-                with contextlib.suppress(
-                    OSError
-                ):  # it starts itself anew, or has no time to read; the next one arrives
+            if healthy():
+                # The manager may be restarting, or too busy to read: the next report will arrive.
+                with contextlib.suppress(OSError):
                     self.tell("WATCHDOG=1", flags=socket.MSG_DONTWAIT)
             await asyncio.sleep(self.watchdog_s / 2)
 
 
-# The two logs a server may keep: the scheduler's calls, which replay, and the requests' lengths
-# and times, a trace.
-#
-# Neither holds any text, prompt token or client's name.
+@dataclass(slots=True, frozen=True)
+class Launch:
+    """A server to start.
 
-PENDING_BYTES = 1 << 16
-MAX_BYTES = 1 << 30  # of an event log: an hour or so of a busy server
+    `ray` is the Ray cluster that its workers run on (`toolkit.cluster.connect.joined` lists the
+    values); '' runs them as processes of this machine. `room_timeout_s` is how many seconds the
+    cluster may take to have room for all workers.
+    """
+
+    plan: Plan
+    settings: FrontSettings
+    host: str
+    port: int
+    insecure: bool = False
+    limits: LatencyLimits = UNLIMITED
+    client_share: float = CLIENT_SHARE  # of connections and of held bytes, for one client
+    event_log: Path | None = None
+    request_log: Path | None = None
+    ending: Ending = field(default_factory=Ending)
+    checks: Sequence[DriftCheck] = ()  # of the fits, before the first request
+    # Called if the engine is not the fitted one; None: the server refuses to start then.
+    on_foreign: OnForeign | None = None
+    ray: str = ""
+    room_timeout_s: float = 60.0
+    # The files of the settings' keys, if they may change while the server runs.
+    callers: WatchedFiles[Callers] | None = None
+    certificate: WatchedFiles[SSLContext] | None = None  # None: no TLS
+    manager: Manager = field(default_factory=Manager)  # gets health reports
+
+
+def launch(
+    order: Launch, on_ready: Callable[[str], None], on_checked: OnFound = lambda _: None
+) -> dict[str, int]:
+    """Serve until a signal ends the server. Returns the number of ended requests by finish reason.
+
+    `on_checked` gets the result of the order's checks; what it raises ends the server. Then
+    `on_ready` gets the URL, once all workers are loaded.
+
+    Raises `InputError` for an address, a log or a plan that cannot be used, `ForeignError` if the
+    workers load another engine, model or device than the laws are about, and `EngineError` if a
+    recipe needs a GPU that is missing or if a worker cannot load.
+    """
+    if not order.ray:
+        require_gpu(kind.recipe for kind in order.plan.kinds)
+    check_exposure(order.host, asks_key=order.settings.asks_key, insecure=order.insecure)
+    with ExitStack() as stack:
+        listener = stack.enter_context(listen(order.host, order.port))
+        events = stack.enter_context(EventLog(order.event_log)) if order.event_log else None
+        requests = stack.enter_context(TraceLog(order.request_log)) if order.request_log else None
+        where = f" on Ray ({order.ray})" if order.ray else ""
+        order.ending.say(f"loading {order.plan.workers} workers of {order.plan.recipe.name}{where}")
+        tokenizer = load_tokenizer(order.plan.recipe.model)
+        warm_up(order.plan)
+        workers = stack.enter_context(_workers(order.plan, order.ray, order.room_timeout_s))
+        if order.checks:
+            workers = CheckedWorkers(workers, order.checks, on_checked)
+        driver = _driver(order, workers, events, requests)
+        facts = facts_of(order.plan, order.settings.model)
+        status = Status(driver, facts) if order.settings.status_page else None
+        keyring = Keyring(order.settings.api_key, order.settings.keys)
+        local = is_loopback(order.host) and not order.settings.asks_key
+        settings = replace(order.settings, local_hosts_only=local)
+        helper = Helper(order.plan.recipe.model, settings.vocab_size, settings.max_model_len)
+        app = make_app(driver, tokenizer, settings, status, keyring, helper)
+        followed: list[Followed[Any]] = []
+        if order.callers:
+            followed.append(Followed(order.callers, keyring.renew))
+        tls = None
+        if order.certificate:
+            certificate = Certificate(order.certificate)
+            followed.append(Followed(order.certificate, certificate.renew))
+            tls = certificate.context
+        gc.collect()
+        # Imported objects stay: no later collection should pause all streams to walk over them.
+        gc.freeze()
+
+        background: list[Coroutine[None, None, None]] = [
+            follow(followed, order.ending.say),
+            order.manager.report_health(lambda: not driver.bug),
+        ]
+        if events:
+            background.append(_flush(events))
+        if status:
+            background.append(status.sampling())
+        limits, address = WireLimits(client_share=order.client_share), url(listener, tls=bool(tls))
+        serving = serve(driver, app, listener, order.ending, lambda: on_ready(address), tls, limits)
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(_run(serving, helper, background))
+        return dict(driver.stats.ended)
+
+
+async def _run(
+    serving: Awaitable[None], helper: Helper, background: Sequence[Coroutine[None, None, None]]
+) -> None:
+    tasks = [asyncio.create_task(coroutine) for coroutine in background]
+    try:
+        await helper.start()
+        await serving
+    finally:
+        await helper.stop()
+        for task in tasks:
+            task.cancel()
+
+
+@contextmanager
+def _workers(plan: Plan, ray: str, room_timeout_s: float) -> Iterator[Workers]:
+    """The plan's workers, not started. With Ray, this process is in the cluster meanwhile."""
+    serve_spec = plan.recipe.serve
+    patience = Patience(grace_s=serve_spec.hang_s, load_s=serve_spec.load_timeout_s)
+    if not ray:
+        recipe, flush_s = plan.recipe, plan.recipe.engine.flush_s
+        first, *others = plan.kinds
+        yield ProcessWorkers(
+            recipe.model,
+            recipe.engine,
+            recipe.hardware,
+            first.workers,
+            flush_s=flush_s,
+            others=[WorkerSpec.of(kind.recipe) for kind in others for _ in range(kind.workers)],
+            patience=patience,
+        )
+        return
+    from toolkit.cluster.connect import LOCAL, joined
+    from toolkit.cluster.workers import RayWorkers, places
+
+    if plan.others and ray == LOCAL:
+        raise InputError(
+            f"--ray {LOCAL}: a cluster of this machine alone is one node of one kind; "
+            f"the fleet has {len(plan.kinds)}",
+            "leave --ray out to run workers of all kinds on this machine; "
+            "or join a cluster with --ray auto",
+        )
+    worker_places = places(plan.kinds)
+    with joined(ray, sum(place.share.cpus for place in worker_places)):
+        yield RayWorkers(worker_places, room_timeout_s=room_timeout_s, patience=patience)
+
+
+def _driver(
+    order: Launch, workers: Workers, events: EventLog | None, requests: TraceLog | None
+) -> Driver:
+    plan = order.plan
+
+    def accept(loaded: list[EngineFacts]) -> None:
+        facts = iter(loaded)  # in the order of the workers' numbers, kind by kind
+        for kind in plan.kinds:
+            identities = map(identity, islice(facts, kind.workers))
+            refuse_foreign(kind.fit.engine, identities, order.on_foreign)
+
+    return Driver(
+        make_scheduler(plan, events.add if events else None),
+        workers,
+        make_stats(plan),
+        on_end=RequestLog(requests).add if requests else None,
+        limits=order.limits,
+        accept=accept,
+    )
+
+
+def warm_up(plan: Plan) -> None:
+    """Compile the policy's kernels, or load them from their cache, before the first request."""
+    scheduler = make_scheduler(plan)
+    scheduler.submit(Request("warm-up", 0.0, 1, 1), 0.0)
+    scheduler.tick(0.0)
+
+
+async def _flush(events: EventLog) -> None:
+    """Write the log once a second: a killed server loses little; an event costs no system call."""
+    while True:
+        await asyncio.sleep(FLUSH_EVERY_S)
+        events.flush()
 
 
 class EventLog:
-    """The scheduler's calls, in a new file. `flush` is the owner's business: a killed process loses
-    what came since.
+    """The scheduler's calls, in a new file.
 
-    What is written is whole lines, so the file of a killed one replays up to its end. What cannot
-    be written is lost and the log says so where it is missing (`toolkit.files.lines`); nothing here
-    raises for a disk.
+    The owner calls `flush`; a killed process loses the events since. Only whole lines are written,
+    so the file of a killed process can be replayed to its end. Events that cannot be written are
+    lost, and a line in the log says so where they are missing (`toolkit.files.lines`). An error of
+    the disk raises nothing here.
     """
 
-    def __init__(self, path: Path, max_bytes: int = MAX_BYTES) -> None:
+    def __init__(self, path: Path, max_bytes: int = EVENT_LOG_BYTES_MAX) -> None:
         self._pending = bytearray()
         self._log = LineLog(path, max_bytes, lost_line)
 
@@ -135,12 +300,12 @@ class EventLog:
 
     @property
     def lost(self) -> int:
-        """Events that are not in the file."""
+        """The number of events that could not be written."""
         return self._log.lost
 
     def add(self, event: Event) -> None:
         self._pending += to_line(event)
-        if len(self._pending) >= PENDING_BYTES:
+        if len(self._pending) >= PENDING_BYTES_MAX:
             self.flush()
 
     def flush(self) -> None:
@@ -149,226 +314,29 @@ class EventLog:
 
 
 class RequestLog:
-    """Each request that has ended, as a line of a trace."""
+    """Writes a line of a trace for each request that has ended."""
 
     def __init__(self, log: TraceLog) -> None:
         self._log = log
 
-    def add(self, live: ActiveRequest, start_s: float) -> None:
-        """`start_s`: when the driver's clock began, on `time.monotonic`'s."""
-        self._log.add(trace_line(live, self._log.timestamp(start_s + live.arrival_s)))
+    def add(self, active: ActiveRequest, start_s: float) -> None:
+        """Write a request. `start_s` is the driver's zero on the clock of `time.monotonic`."""
+        self._log.add(trace_line(active, self._log.timestamp(start_s + active.arrival_s)))
 
 
-def trace_line(live: ActiveRequest, timestamp: float) -> TraceLine:
-    """What a trace says of a request that has ended."""
+def trace_line(active: ActiveRequest, timestamp: float) -> TraceLine:
+    """The line of a trace for a request that has ended."""
     return TraceLine(
         timestamp=timestamp,
-        input_length=len(live.ask.prompt),
-        output_length=live.output.tokens,
-        max_tokens=live.ask.max_new_tokens,
-        priority=live.ask.priority,
-        ttft_ms=_ms_or_none(live.first_token_s - live.arrival_s),
-        e2e_ms=_ms_or_none(live.last_token_s - live.arrival_s),
-        status="ok" if live.status in ("stop", "length") else live.status,
+        input_length=len(active.request.prompt),
+        output_length=active.output.tokens,
+        max_tokens=active.request.max_new_tokens,
+        priority=active.request.priority,
+        ttft_ms=_ms_or_none(active.first_token_s - active.arrival_s),
+        e2e_ms=_ms_or_none(active.last_token_s - active.arrival_s),
+        status="ok" if active.status in ("stop", "length") else active.status,
     )
 
 
 def _ms_or_none(seconds: float) -> float | None:
     return None if math.isnan(seconds) else to_ms(seconds)
-
-
-FLUSH_EVERY_S = 1.0
-
-
-@dataclass(slots=True, frozen=True)
-class Launch:
-    """A server to start: what it serves, where, and what it writes down.
-
-    `ray` is the cluster that its workers run on (`toolkit.cluster.connect.joined` says what can be
-    given); '' keeps them in processes of this machine. `room_timeout_s` is how long the cluster may
-    take to have room for all of them.
-    """
-
-    plan: Plan
-    settings: FrontSettings
-    host: str
-    port: int
-    insecure: bool = False
-    limits: LatencyLimits = UNLIMITED
-    client_share: float = CLIENT_SHARE  # of connections and of held bytes, for one client
-    event_log: Path | None = None
-    request_log: Path | None = None
-    ending: Ending = field(default_factory=Ending)
-    checks: Sequence[DriftCheck] = ()  # of the fits, before the first request
-    on_foreign: OnForeign | None = (
-        None  # told where the engine is not the fitted one; None: it is refused
-    )
-    ray: str = ""
-    room_timeout_s: float = 60.0
-    callers: WatchedFiles[Callers] | None = (
-        None  # where the settings' keys are from, if they may change while it runs
-    )
-    certificate: WatchedFiles[SSLContext] | None = None  # None: no TLS
-    manager: Manager = field(
-        default_factory=Manager
-    )  # of the machine's services; told as long as the loop turns
-
-
-def launch(
-    order: Launch, on_ready: Callable[[str], None], on_checked: OnFound = lambda _: None
-) -> dict[str, int]:
-    """Serve until a signal ends it; `on_ready` gets the URL once all workers are loaded.
-
-    Returns how many requests ended, by finish reason.
-    Before that `on_checked` gets what the order's check found; what it raises ends the server.
-    `InputError` for an address, a log or a plan that cannot be used, `ForeignError` for laws of
-    another engine, model or device than the workers loaded; `EngineError` where there is no GPU for
-    a recipe that needs one, or a worker cannot load.
-    """
-    if not order.ray:
-        require_gpu(kind.recipe for kind in order.plan.kinds)
-    check_exposure(order.host, asks_key=order.settings.asks_key, insecure=order.insecure)
-    with ExitStack() as stack:
-        listener = stack.enter_context(listen(order.host, order.port))
-        events = stack.enter_context(EventLog(order.event_log)) if order.event_log else None
-        requests = stack.enter_context(TraceLog(order.request_log)) if order.request_log else None
-        order.ending.say(_loading(order))
-        tokenizer = load_tokenizer(order.plan.recipe.model)
-        warm_up(order.plan)
-        workers = stack.enter_context(_workers(order.plan, order.ray, order.room_timeout_s))
-        if order.checks:
-            workers = CheckedWorkers(workers, order.checks, on_checked)
-        driver = _driver(order, workers, events, requests)
-        status = (
-            Status(driver, facts_of(order.plan, order.settings.model))
-            if order.settings.status_page
-            else None
-        )
-        keyring = Keyring(order.settings.api_key, order.settings.keys)
-        local = is_loopback(order.host) and not order.settings.asks_key
-        settings = replace(order.settings, local_hosts_only=local)
-        helper = Helper(order.plan.recipe.model, settings.vocab_size, settings.max_model_len)
-        app = make_app(driver, tokenizer, settings, status, keyring, helper)
-        certificate = Certificate(order.certificate) if order.certificate else None
-        gc.collect()
-        # what was imported stays: no collection should stall all streams to walk over it
-        gc.freeze()
-        tls = certificate.context if certificate else None
-        at, wire = url(listener, tls=tls is not None), WireLimits(client_share=order.client_share)
-        serving = serve(driver, app, listener, order.ending, lambda: on_ready(at), tls, wire)
-        serving = _helped(helper, serving)
-        following = follow(_followed(order, keyring, certificate), order.ending.say)
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            told = order.manager.keep_told(lambda: not driver.bug)
-            runner.run(
-                _beside(
-                    serving,
-                    _flushes(events),
-                    following,
-                    told,
-                    status.sampling() if status else None,
-                )
-            )
-        return dict(driver.stats.ended)
-
-
-def _loading(order: Launch) -> str:
-    where = f" on Ray ({order.ray})" if order.ray else ""
-    return f"loading {order.plan.workers} workers of {order.plan.recipe.name}{where}"
-
-
-@contextmanager
-def _workers(plan: Plan, ray: str, room_timeout_s: float) -> Iterator[Workers]:
-    """The plan's workers, not started yet; until the block ends, this process belongs to the
-    cluster.
-    """
-    serve_spec = plan.recipe.serve
-    patience = Patience(grace_s=serve_spec.hang_s, load_s=serve_spec.load_timeout_s)
-    if not ray:
-        recipe, flush_s = plan.recipe, plan.recipe.engine.flush_s
-        first, *others = plan.kinds
-        outfits = [WorkerSpec.of(kind.recipe) for kind in others for _ in range(kind.workers)]
-        loaded = recipe.model, recipe.engine, recipe.hardware, first.workers
-        yield ProcessWorkers(*loaded, flush_s=flush_s, others=outfits, patience=patience)
-        return
-    from toolkit.cluster.connect import LOCAL, joined
-    from toolkit.cluster.workers import RayWorkers, places
-
-    if plan.others and ray == LOCAL:
-        raise InputError(
-            f"--ray {LOCAL}: a cluster of this machine alone is one node of one kind; the fleet has {len(plan.kinds)}",
-            "leave --ray out: processes of this machine are of all kinds; or join a cluster, with --ray auto",
-        )
-    wanted = places(plan.kinds)
-    with joined(ray, sum(place.share.cpus for place in wanted)):
-        yield RayWorkers(wanted, room_timeout_s=room_timeout_s, patience=patience)
-
-
-def _driver(
-    order: Launch, workers: Workers, events: EventLog | None, requests: TraceLog | None
-) -> Driver:
-    plan = order.plan
-
-    def accept(loaded: list[EngineFacts]) -> None:
-        rest = iter(loaded)
-        for kind in plan.kinds:
-            refuse_foreign(
-                kind.fit.engine, map(identity, islice(rest, kind.workers)), order.on_foreign
-            )
-
-    return Driver(
-        make_scheduler(plan, events.add if events else None),
-        workers,
-        make_stats(plan),
-        on_end=RequestLog(requests).add if requests else None,
-        limits=order.limits,
-        accept=accept,
-    )
-
-
-def warm_up(plan: Plan) -> None:
-    """Have the policy's kernels compiled, or read from their cache, before the first request needs
-    them.
-    """
-    scheduler = make_scheduler(plan)
-    scheduler.submit(Request("warm-up", 0.0, 1, 1), 0.0)
-    scheduler.tick(0.0)
-
-
-def _followed(
-    order: Launch, keyring: Keyring, certificate: Certificate | None
-) -> list[Followed[Any]]:
-    """What is read again while the server runs, and who takes it."""
-    found: list[Followed[Any]] = []
-    if order.callers:
-        found.append(Followed(order.callers, keyring.renew))
-    if order.certificate and certificate:
-        found.append(Followed(order.certificate, certificate.renew))
-    return found
-
-
-async def _helped(helper: Helper, serving: Awaitable[None]) -> None:
-    await helper.start()
-    try:
-        await serving
-    finally:
-        await helper.stop()
-
-
-async def _flushes(events: EventLog | None) -> None:
-    """The log is then never far behind, should the process be killed; and no line costs a system
-    call.
-    """
-    while events:
-        await asyncio.sleep(FLUSH_EVERY_S)
-        events.flush()
-
-
-async def _beside(serving: Awaitable[None], *others: Coroutine[None, None, None] | None) -> None:
-    """What goes on as long as the server does."""
-    tasks = [asyncio.create_task(other) for other in others if other]
-    try:
-        await serving
-    finally:
-        for task in tasks:
-            task.cancel()

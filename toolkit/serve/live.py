@@ -1,4 +1,12 @@
-"""A request on its way and the batch that it is in, as the driver sees them."""
+"""A request while it is served: its reply, its text, its times, and the batch that runs it.
+
+`Reply` hands text from the driver, which writes it, to the response, which reads it. A reply merges
+what arrives between two reads, so it holds at most the text of its choices: a slow reader costs
+memory that `max_tokens` bounds, and never blocks the driver. `TextOutput` turns tokens into the
+text that a client may see, and cuts it at the first stop string. `ActiveRequest` is one choice in
+the driver, `InFlightBatch` a batch on a worker, and `ActiveRequests` holds all requests that have
+not ended: it delivers tokens and counts latencies.
+"""
 
 from __future__ import annotations
 
@@ -11,18 +19,13 @@ from typing import Literal
 from toolkit.engines.protocol import FinishReason, Row, SamplingParams, StepOutput
 from toolkit.engines.tokenizer import Detokenizer
 from toolkit.sched.types import Batch
-from toolkit.serve.forecast import NOTHING, Forecast, PredictedLatency
+from toolkit.serve.forecast import NO_PREDICTION, Forecast, PredictedLatency
 from toolkit.serve.stats import Stats
-
-# Where the driver writes what a client should get, and where its response reads it.
-#
-# A reply merges what comes while nobody reads, so it holds at most the text of its choices: a
-# slow reader costs memory that is bounded by `max_tokens`, and never makes the driver wait.
 
 
 @dataclass(slots=True)
 class Delta:
-    """What is new of one choice. After a `finish` or a `failure` nothing follows."""
+    """New output of one choice. A delta with a `finish` or a `failure` is the last one."""
 
     index: int
     text: str = ""
@@ -38,23 +41,24 @@ class Delta:
 
 
 class Reply:
-    """The choices of one HTTP response. One reader; everything on one loop.
+    """The choices of one HTTP response. It has one reader, on the driver's event loop.
 
-    A `patient` reader is woken once, when all has ended: one that does not stream.
+    `patient`: wake the reader only once, when all choices have ended or one has failed. A response
+    that does not stream reads this way.
     """
 
     def __init__(self, choices: int, *, patient: bool = False) -> None:
         self.choices = choices
-        self.open = choices  # those that have not ended
+        self.open = choices  # number of choices that have not ended
         self.closed = False
         self._ready = False
         self._patient = patient
-        self._news: dict[int, Delta] = {}
+        self._unread: dict[int, Delta] = {}  # by choice
         self._waiter: asyncio.Future[None] | None = None
 
     def put(self, delta: Delta) -> None:
-        """Something new of a choice."""
-        earlier = self._news.setdefault(delta.index, delta)
+        """Add new output of a choice."""
+        earlier = self._unread.setdefault(delta.index, delta)
         if earlier is not delta:
             earlier.add(delta)
         self.open -= bool(delta.finish or delta.failure)
@@ -63,13 +67,13 @@ class Reply:
             self._wake()
 
     def close(self) -> None:
-        """The reader's client is gone: wake it so that it can see."""
+        """The client has disconnected: wake the reader so that it stops."""
         self.closed = True
         self._ready = True
         self._wake()
 
     async def take(self, timeout_s: float) -> list[Delta]:
-        """What came since the last call, waiting for something to come; empty after `timeout_s`."""
+        """Wait for new output and return it; empty if none came within `timeout_s` seconds."""
         if not self._ready:
             loop = asyncio.get_running_loop()
             self._waiter = loop.create_future()
@@ -82,25 +86,20 @@ class Reply:
         if not self._ready:
             return []
         self._ready = False
-        news, self._news = self._news, {}
-        return list(news.values())
+        unread, self._unread = self._unread, {}
+        return list(unread.values())
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
 
-# From tokens to the text that a client may see: detokenised as it comes, and cut at the first
-# stop string.
-
-
 class StopFinder:
-    """Finds stop strings in text that comes in pieces. The result does not depend on where the
-    pieces end.
+    """Finds stop strings in text that arrives in pieces. The split into pieces has no effect.
 
-    The match that is complete first wins, as if the text came one character at a time; of two that
-    are complete at the same character, the longer. Text that may be the beginning of a stop string
-    is held back until that is decided.
+    The match that ends first wins, as if the text arrived one character at a time. If two matches
+    end at the same character, the longer one wins. Text that may be the start of a stop string is
+    held back until that is decided.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -109,7 +108,7 @@ class StopFinder:
         self._held = ""
 
     def feed(self, text: str) -> tuple[str, bool]:
-        """The text that may be shown, and whether a stop string ended it."""
+        """Return the text that may be shown, and whether a stop string ended it."""
         text = self._held + text
         found = [
             (start + len(stop), start) for stop in self._stops if (start := text.find(stop)) >= 0
@@ -117,7 +116,7 @@ class StopFinder:
         if found:
             self._held = ""
             return text[: min(found)[1]], True
-        keep = self._beginning(text)
+        keep = self._partial_match(text)
         self._held = text[keep:]
         return text[:keep], False
 
@@ -125,9 +124,10 @@ class StopFinder:
         held, self._held = self._held, ""
         return held
 
-    def _beginning(self, text: str) -> int:
-        """Where the longest end of `text` starts that a stop string begins with; its length if none
-        does.
+    def _partial_match(self, text: str) -> int:
+        """Where the longest suffix of `text` starts that some stop string begins with.
+
+        Returns the length of `text` if there is no such suffix.
         """
         for start in range(max(len(text) - self._longest + 1, 0), len(text)):
             if any(stop.startswith(text[start:]) for stop in self._stops):
@@ -137,8 +137,9 @@ class StopFinder:
 
 @dataclass(slots=True, frozen=True)
 class Shown:
-    """What a client gets of some new tokens. `tokens` counts those up to the end, which a stop
-    string may move up.
+    """What a client gets from some new tokens.
+
+    `tokens` counts them up to the end of the text. A stop string may end it early.
     """
 
     text: str
@@ -148,7 +149,7 @@ class Shown:
 
 @dataclass(slots=True)
 class TextOutput:
-    """The text of one choice. Stop strings are not looked for in the first `min_tokens` tokens."""
+    """The text of one choice. Stop strings are ignored in the first `min_tokens` tokens."""
 
     detokenizer: Detokenizer
     stops: Sequence[str] = ()
@@ -160,8 +161,9 @@ class TextOutput:
         self._finder = StopFinder(self.stops)
 
     def feed(self, tokens: Sequence[int], finish: FinishReason) -> Shown:
-        """New tokens of the engine. One that ended the row (`finish` is 'stop') counts, and has no
-        text.
+        """Add new tokens of the engine and return what the client gets.
+
+        If `finish` is 'stop', the last token ended the row: it counts, but has no text.
         """
         visible = tokens[:-1] if finish == "stop" else tokens
         if not self.stops:
@@ -179,8 +181,9 @@ class TextOutput:
         return Shown(text, len(tokens), finish)
 
     def _search(self, tokens: Sequence[int]) -> tuple[str, int, bool]:
-        """One token at a time, so that the count of tokens does not depend on how they were
-        delivered.
+        """Search for stop strings: return the text, the tokens used, and whether one was found.
+
+        It feeds one token at a time, so the count does not depend on how tokens were grouped.
         """
         pieces: list[str] = []
         for used, token in enumerate(tokens, start=1):
@@ -198,64 +201,67 @@ Status = Literal["", "stop", "length", "cancelled", "failed"]
 
 @dataclass(slots=True, frozen=True)
 class GenerationRequest:
-    """What one choice asks for, in tokens."""
+    """One choice of a client's request: prompt and limits in tokens."""
 
     request_id: str
     prompt: tuple[int, ...]
     max_new_tokens: int
     sampling: SamplingParams
     priority: int = 0
-    end_after: int | None = None  # for replayed traces; the scheduler never sees it
+    end_after: int | None = None  # output length of a replayed trace; hidden from the scheduler
     timeout_s: float = math.inf  # from its arrival to its last token
 
 
 @dataclass(slots=True, eq=False)
 class ActiveRequest:
-    """A request on its way, and when what happened to it, in seconds on the driver's clock."""
+    """A request that is being served. Times are in seconds on the driver's clock, or NaN."""
 
-    ask: GenerationRequest
+    request: GenerationRequest
     output: TextOutput
     reply: Reply
     index: int
     arrival_s: float
-    told: PredictedLatency = NOTHING  # what the forecast said of one like it
+    predicted: PredictedLatency = NO_PREDICTION  # the forecast when it arrived
     tokens: list[int] = field(default_factory=list)  # generated so far
     started_s: float = math.nan
     first_token_s: float = math.nan
     last_token_s: float = math.nan
-    max_gap_s: float = 0.0  # between two tokens; tokens that come together share their gap
-    status: Status = ""  # how it ended
-    flight: InFlightBatch | None = None
+    max_gap_s: float = 0.0  # between two tokens; tokens that arrive together share their gap
+    status: Status = ""  # how it ended, or '' while it runs
+    flight: InFlightBatch | None = None  # the slice that runs it
     deadline: asyncio.TimerHandle | None = None
 
     def row(self) -> Row:
-        """What a worker must know to go on with it."""
-        ask = self.ask
-        tokens = ask.prompt + tuple(self.tokens)
+        """The row that a worker needs to continue this request."""
+        request = self.request
         return Row(
-            ask.request_id,
-            tokens,
+            request.request_id,
+            request.prompt + tuple(self.tokens),
             len(self.tokens),
-            ask.max_new_tokens,
-            ask.sampling,
-            ask.end_after,
+            request.max_new_tokens,
+            request.sampling,
+            request.end_after,
         )
 
 
 @dataclass(slots=True, eq=False)
 class InFlightBatch:
-    """A batch on a worker: its rows, and how many tokens of each have come."""
+    """A batch on a worker.
+
+    A slice has the request of each row, and how many tokens of each row have arrived. A round has
+    neither: `ResidentRows` knows its rows.
+    """
 
     batch: Batch
-    lives: tuple[ActiveRequest, ...]
+    requests: tuple[ActiveRequest, ...]
     received: list[int]
-    # it was sent as soon as the worker's last batch had ended: nothing else kept that waiting
+    # The batch was sent as soon as the worker's last batch had ended.
     follows: bool = False
-    arrived: int = 0  # requests that had been submitted when it started
+    submitted_before: int = 0  # requests that had been submitted when it started
 
 
 def merge(steps: Sequence[StepOutput]) -> dict[int, tuple[list[int], FinishReason]]:
-    """Row to its tokens of all `steps`, and how it ended or ''."""
+    """The tokens of each row over all `steps`, and how the row ended, or ''."""
     tokens: dict[int, list[int]] = {}
     ended: dict[int, FinishReason] = {}
     for step in steps:
@@ -265,22 +271,19 @@ def merge(steps: Sequence[StepOutput]) -> dict[int, tuple[list[int], FinishReaso
     return {row: (tokens.get(row, []), ended.get(row, "")) for row in {**tokens, **ended}}
 
 
-# The requests on their way: what of their tokens has reached their clients, and how they ended.
-
-
 class ActiveRequests:
-    """Requests by id, each from `begin` until it ends.
+    """The requests that have not ended, by id.
 
     Args:
-        stats: what is counted.
-        forecast: told of requests that begin, of their first tokens and of their ends.
-        on_end: called with each that has ended, whatever became of it.
+        stats: counts tokens, latencies and ends.
+        forecast: learns from requests that begin, get their first token, or end.
+        on_end: called with each request that has ended, however it ended.
     """
 
     def __init__(
         self, stats: Stats, forecast: Forecast, on_end: Callable[[ActiveRequest], None]
     ) -> None:
-        self.empty = asyncio.Event()  # set while nobody is on the way
+        self.empty = asyncio.Event()  # set while there are no requests
         self.empty.set()
         self._by_id: dict[str, ActiveRequest] = {}
         self._stats = stats
@@ -291,7 +294,7 @@ class ActiveRequests:
         return len(self._by_id)
 
     def __iter__(self) -> Iterator[ActiveRequest]:
-        """Of those who are on the way now; they may end meanwhile."""
+        """The requests at this moment; they may end during the iteration."""
         return iter(list(self._by_id.values()))
 
     def __getitem__(self, request_id: str) -> ActiveRequest:
@@ -300,63 +303,61 @@ class ActiveRequests:
     def __contains__(self, request_id: object) -> bool:
         return request_id in self._by_id
 
-    def begin(self, live: ActiveRequest) -> None:
-        """It was accepted."""
-        self._forecast.submitted(len(live.ask.prompt))
-        self._by_id[live.ask.request_id] = live
+    def begin(self, active: ActiveRequest) -> None:
+        """The scheduler has accepted a request."""
+        self._forecast.submitted(len(active.request.prompt))
+        self._by_id[active.request.request_id] = active
         self.empty.clear()
-        self._stats.prompt_tokens += len(live.ask.prompt)
+        self._stats.prompt_tokens += len(active.request.prompt)
 
     def deliver(
-        self, live: ActiveRequest, tokens: Sequence[int], finish: FinishReason, now_s: float
+        self, active: ActiveRequest, tokens: Sequence[int], finish: FinishReason, now_s: float
     ) -> bool:
-        """New tokens go to the client at once. A row that has ended gets no more, whatever its
-        batch still does.
+        """Pass new tokens to the client at once. A request that has ended gets no more.
 
-        True where a stop string ended it, and the worker or the scheduler may think that it goes
-        on.
+        Returns True if a stop string ended the request, because then the worker and the scheduler
+        do not know yet that it ended.
         """
-        if live.status or not (tokens or finish):
+        if active.status or not (tokens or finish):
             return False
-        live.tokens += tokens
-        shown = live.output.feed(tokens, finish)
+        active.tokens += tokens
+        shown = active.output.feed(tokens, finish)
         if shown.tokens:
-            self._count(live, shown.tokens, now_s)
-        stopped = bool(shown.finish) and (not finish or live.output.tokens < len(live.tokens))
+            if math.isnan(active.first_token_s):
+                active.first_token_s = now_s
+                self._forecast.first_token(active.predicted, now_s - active.arrival_s)
+            else:
+                gap_s = (now_s - active.last_token_s) / shown.tokens
+                active.max_gap_s = max(active.max_gap_s, gap_s)
+            self._stats.count_tokens(shown.tokens, active.arrival_s, active.last_token_s, now_s)
+            active.last_token_s = now_s
+        stopped = bool(shown.finish) and (not finish or active.output.tokens < len(active.tokens))
         if stopped:
-            del live.tokens[live.output.tokens :]
+            del active.tokens[active.output.tokens :]
         if shown.finish:
-            self.end(live, shown.finish)
-            self._forecast.ended(live.told, now_s - live.arrival_s, live.output.tokens)
-        live.reply.put(Delta(live.index, shown.text, shown.tokens, shown.finish))
+            self.end(active, shown.finish)
+            latency_s = now_s - active.arrival_s
+            self._forecast.ended(active.predicted, latency_s, active.output.tokens)
+        active.reply.put(Delta(active.index, shown.text, shown.tokens, shown.finish))
         return stopped
 
-    def _count(self, live: ActiveRequest, tokens: int, now_s: float) -> None:
-        if math.isnan(live.first_token_s):
-            live.first_token_s = now_s
-            self._forecast.first_token(live.told, now_s - live.arrival_s)
-        else:
-            live.max_gap_s = max(live.max_gap_s, (now_s - live.last_token_s) / tokens)
-        self._stats.count_tokens(tokens, live.arrival_s, live.last_token_s, now_s)
-        live.last_token_s = now_s
+    def fail(self, active: ActiveRequest, reason: str) -> None:
+        """End a request without its output; its client gets `reason`."""
+        self.end(active, "failed")
+        active.reply.put(Delta(active.index, failure=reason))
 
-    def fail(self, live: ActiveRequest, reason: str) -> None:
-        """It ends without its output, and its client is told why."""
-        self.end(live, "failed")
-        live.reply.put(Delta(live.index, failure=reason))
-
-    def end(self, live: ActiveRequest, status: Status) -> None:
-        """It is on its way no more."""
-        live.status = status
-        del self._by_id[live.ask.request_id]
+    def end(self, active: ActiveRequest, status: Status) -> None:
+        """Remove a request that has ended, and count it."""
+        active.status = status
+        del self._by_id[active.request.request_id]
         if not self._by_id:
             self.empty.set()
         self._stats.count_end(
             status,
-            live.arrival_s,
-            live.first_token_s,
-            live.last_token_s,
-            live.output.tokens,
-            live.max_gap_s,
+            active.arrival_s,
+            active.first_token_s,
+            active.last_token_s,
+            active.output.tokens,
+            active.max_gap_s,
         )
-        self._on_end(live)
+        self._on_end(active)

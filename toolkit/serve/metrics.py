@@ -1,7 +1,6 @@
-"""How Prometheus reads what the server counts: metric families, made when they are scraped.
+"""Show the server's counters to Prometheus, as metric families that are made at each scrape.
 
-They go under our names and, on request, under vLLM's too, for dashboards and autoscalers that
-exist.
+They have our names and, on request, also vLLM's, for dashboards and autoscalers made for vLLM.
 """
 
 from __future__ import annotations
@@ -20,17 +19,20 @@ from prometheus_client.core import (
 from toolkit.serve.access import LIMITS, Account
 from toolkit.serve.stats import Histogram, Stats
 
+Labels = Mapping[str, str]
+
 
 class WorkerGauges(NamedTuple):
-    """One worker at the moment of a scrape. `kv_tokens` are what its batches may fill at most,
-    padding included.
+    """One worker at the moment of a scrape.
+
+    `kv_tokens` is how many tokens of KV cache its batches may fill at most, including padding.
     """
 
     alive: bool
     load_s: float
-    rows: int  # requests in it
+    rows: int  # requests in its batch
     kv_tokens: int
-    kv_capacity: int | None  # None while it has never been loaded
+    kv_capacity: int | None  # tokens; None before it was first loaded
 
     @property
     def kv_usage(self) -> float:
@@ -39,7 +41,7 @@ class WorkerGauges(NamedTuple):
 
 
 class Gauges(NamedTuple):
-    """What is read at the moment of a scrape."""
+    """The values that are read at the moment of a scrape."""
 
     running: int
     waiting: int
@@ -47,11 +49,11 @@ class Gauges(NamedTuple):
     kv_tokens: int
     workers: Sequence[WorkerGauges]
     predicted_ttft_s: float
-    engine: Mapping[str, str]  # `toolkit.files.profile` of the workers' engine
+    engine: Mapping[str, str]  # the identity of the workers' engine (`toolkit.files.profile`)
 
 
 class Exposition:
-    """A collector for a prometheus-client registry."""
+    """A collector for a registry of prometheus-client."""
 
     def __init__(
         self,
@@ -78,135 +80,80 @@ class Exposition:
 
     def _own(self, now: Gauges) -> Iterator[Metric]:
         stats, labels = self._stats, {"model_name": self._model}
-        yield _gauge(
-            "llmctl_requests_running", "Requests in batches that run now.", labels, now.running
-        )
-        yield _gauge(
-            "llmctl_requests_waiting", "Requests that no worker runs now.", labels, now.waiting
-        )
-        yield _gauge(
-            "llmctl_kv_cache_usage_ratio",
-            "Share of KV cache that running batches may fill.",
-            labels,
-            now.kv_usage,
-        )
-        yield _gauge(
-            "llmctl_kv_cache_tokens",
-            "Tokens that the workers' KV caches hold.",
-            labels,
-            now.kv_tokens,
-        )
-        alive = sum(one.alive for one in now.workers)
-        yield _gauge("llmctl_workers_alive", "Workers that can take batches.", labels, alive)
-        yield _gauge("llmctl_engine_info", "What runs, in labels.", labels | dict(now.engine), 1)
+        alive = sum(worker.alive for worker in now.workers)
+        for name, text, value in (
+            ("requests_running", "Requests in batches that run now.", now.running),
+            ("requests_waiting", "Requests that no worker runs now.", now.waiting),
+            (
+                "kv_cache_usage_ratio",
+                "Share of KV cache that running batches may fill.",
+                now.kv_usage,
+            ),
+            ("kv_cache_tokens", "Tokens that the workers' KV caches hold.", now.kv_tokens),
+            ("workers_alive", "Workers that can take batches.", alive),
+        ):
+            yield _family(GaugeMetricFamily, f"llmctl_{name}", text, labels, value)
+        info = labels | dict(now.engine)
+        yield _family(GaugeMetricFamily, "llmctl_engine_info", "What runs, in labels.", info, 1)
         yield from self._workers(now.workers, labels)
-        yield _gauge(
-            "llmctl_predicted_ttft_seconds",
-            "First token of a request that came now.",
-            labels,
-            now.predicted_ttft_s,
-        )
-        yield from self._histograms(labels, _OWN_HISTOGRAMS)
-        yield _counter(
-            "llmctl_prompt_tokens", "Prompt tokens accepted.", labels, stats.prompt_tokens
-        )
-        yield _counter(
-            "llmctl_generation_tokens", "Tokens generated.", labels, stats.generation_tokens
-        )
-        yield _ends(
-            "llmctl_requests", "Requests that ended, and how.", "finish_reason", labels, stats.ended
-        )
-        yield _counter(
-            "llmctl_requests_within_targets",
-            "Requests that kept every target.",
-            labels,
-            stats.within_targets,
-        )
-        yield _counter("llmctl_batches", "Batches that ran.", labels, stats.batches)
-        yield _counter(
-            "llmctl_batch_seconds", "Time of batches that ended well.", labels, stats.batch_s
-        )
-        yield _counter(
-            "llmctl_predicted_batch_seconds",
-            "What the laws say of the same.",
-            labels,
-            stats.predicted_batch_s,
-        )
-        yield _sums(
-            "llmctl_slice_sums",
-            "Sums over slices of time, the laws' time, arrivals meanwhile, and their products.",
-            labels,
-            asdict(stats.slice_sums),
-        )
-        yield _counter(
-            "llmctl_extrapolated_batches",
-            "Batches outside what was measured.",
-            labels,
-            stats.extrapolated_batches,
-        )
-        yield _counter(
-            "llmctl_oom_events", "Batches that ran out of memory.", labels, stats.oom_events
-        )
-        yield _counter(
-            "llmctl_preemptions",
-            "Rows that were evicted, paused or swapped out.",
-            labels,
-            stats.preemptions,
-        )
-        yield _counter(
-            "llmctl_refused", "Requests that got 503 for overload.", labels, stats.refused
-        )
-        text = "Connections and bodies that got 429, or a reset, because one client had its share."
-        yield _ends("llmctl_client_limited", text, "limit", labels, stats.share_refusals)
-        yield _counter(
-            "llmctl_worker_restarts",
-            "Workers lost and started again.",
-            labels,
-            stats.worker_restarts,
-        )
-        yield _counter(
-            "llmctl_engine_seconds",
-            "Time inside workers' engines, of all workers.",
-            labels,
-            stats.engine_s,
-        )
-        yield _counter(
-            "llmctl_engine_steps", "Steps that batches ran for.", labels, stats.engine_steps
-        )
-        yield _counter(
-            "llmctl_reporting_seconds",
-            "Between steps, to report; part of engine seconds.",
-            labels,
-            stats.reporting_s,
-        )
+        text = "Predicted TTFT of a request that arrives now."
+        name = "llmctl_predicted_ttft_seconds"
+        yield _family(GaugeMetricFamily, name, text, labels, now.predicted_ttft_s)
+        yield from self._histograms(labels, _HISTOGRAMS)
+        for name, text, attribute in _COUNTERS:
+            value = getattr(stats, attribute)
+            yield _family(CounterMetricFamily, name, text, labels, value)
+        text = "Requests that ended, and how."
+        name = "llmctl_requests"
+        yield _by_label(CounterMetricFamily, name, text, labels, "finish_reason", stats.ended)
+        text = "Connections and bodies that got 429 or a reset because of a client's share."
+        name = "llmctl_client_limited"
+        yield _by_label(CounterMetricFamily, name, text, labels, "limit", stats.share_refusals)
+        text = "Sums over slices: measured time, predicted time, arrivals, and their products."
+        sums: dict[str, float] = asdict(stats.slice_sums)
+        yield _by_label(CounterMetricFamily, "llmctl_slice_sums", text, labels, "of", sums)
 
-    def _workers(self, workers: Sequence[WorkerGauges], labels: dict[str, str]) -> Iterator[Metric]:
-        """What each worker does; as many series as there are workers. Actual over predicted is the
-        last two's.
+    def _workers(self, workers: Sequence[WorkerGauges], labels: Labels) -> Iterator[Metric]:
+        """The metrics of each worker, with one series per worker.
+
+        The quotient of the last two is actual over predicted batch time.
         """
-        for name, text, attribute in _OF_WORKERS:
-            yield _by_worker(
-                GaugeMetricFamily, name, text, labels, [getattr(one, attribute) for one in workers]
-            )
-        compared = [self._stats.compared[index] for index in range(len(workers))]
-        took, predicted = [one.took_s for one in compared], [one.predicted_s for one in compared]
-        name = "llmctl_worker_{}batch_seconds"
-        yield _by_worker(
-            CounterMetricFamily, name.format(""), "As llmctl_batch_seconds_total.", labels, took
-        )
-        text = "As llmctl_predicted_batch_seconds_total."
-        yield _by_worker(CounterMetricFamily, name.format("predicted_"), text, labels, predicted)
 
-    def _keys(self, labels: dict[str, str]) -> Iterator[Metric]:
-        """What each key of a keys file took; as many series as there are names in it."""
+        def by_worker(
+            kind: type[GaugeMetricFamily] | type[CounterMetricFamily],
+            name: str,
+            text: str,
+            values: Sequence[float],
+        ) -> Metric:
+            numbered = {str(worker): value for worker, value in enumerate(values)}
+            return _by_label(kind, f"llmctl_worker_{name}", text, labels, "worker", numbered)
+
+        text = "Estimated seconds of work given to a worker (SCLS Eq. 11)."
+        loads_s = [worker.load_s for worker in workers]
+        yield by_worker(GaugeMetricFamily, "load_seconds", text, loads_s)
+        rows = [worker.rows for worker in workers]
+        yield by_worker(GaugeMetricFamily, "requests_running", "Requests in a worker.", rows)
+        text = "Share of a worker's KV cache that its batches may fill."
+        usages = [worker.kv_usage for worker in workers]
+        yield by_worker(GaugeMetricFamily, "kv_cache_usage_ratio", text, usages)
+        compared = [self._stats.compared[index] for index in range(len(workers))]
+        took_s = [worker.took_s for worker in compared]
+        text = "As llmctl_batch_seconds_total."
+        yield by_worker(CounterMetricFamily, "batch_seconds", text, took_s)
+        predicted_s = [worker.predicted_s for worker in compared]
+        text = "As llmctl_predicted_batch_seconds_total."
+        yield by_worker(CounterMetricFamily, "predicted_batch_seconds", text, predicted_s)
+
+    def _keys(self, labels: Labels) -> Iterator[Metric]:
+        """The usage of each key of a keys file, with one series per name."""
         requests = CounterMetricFamily(
-            "llmctl_key_requests", "Requests of a key that were let in.", labels=[*labels, "key"]
+            "llmctl_key_requests", "Accepted requests of a key.", labels=[*labels, "key"]
         )
         tokens = CounterMetricFamily(
-            "llmctl_key_tokens", "Prompt and output of a key.", labels=[*labels, "key"]
+            "llmctl_key_tokens", "Prompt and output tokens of a key.", labels=[*labels, "key"]
         )
         running = GaugeMetricFamily(
-            "llmctl_key_running", "Choices of a key, waiting ones too.", labels=[*labels, "key"]
+            "llmctl_key_running", "Choices of a key that run or wait.", labels=[*labels, "key"]
         )
         limited = CounterMetricFamily(
             "llmctl_key_limited",
@@ -224,43 +171,24 @@ class Exposition:
 
     def _vllm(self, now: Gauges) -> Iterator[Metric]:
         stats, labels = self._stats, {"model_name": self._model, "engine": "0"}
-        yield _gauge(
-            "vllm:num_requests_running", "As llmctl_requests_running.", labels, now.running
-        )
-        yield _gauge(
-            "vllm:num_requests_waiting", "As llmctl_requests_waiting.", labels, now.waiting
-        )
-        yield _gauge(
-            "vllm:kv_cache_usage_perc",
-            "As llmctl_kv_cache_usage_ratio, 0..1.",
-            labels,
-            now.kv_usage,
-        )
+        for name, text, value in (
+            ("num_requests_running", "As llmctl_requests_running.", now.running),
+            ("num_requests_waiting", "As llmctl_requests_waiting.", now.waiting),
+            ("kv_cache_usage_perc", "As llmctl_kv_cache_usage_ratio, 0..1.", now.kv_usage),
+        ):
+            yield _family(GaugeMetricFamily, f"vllm:{name}", text, labels, value)
         yield from self._histograms(labels, _VLLM_HISTOGRAMS)
-        yield _counter(
-            "vllm:prompt_tokens", "As llmctl_prompt_tokens_total.", labels, stats.prompt_tokens
-        )
-        yield _counter(
-            "vllm:generation_tokens",
-            "As llmctl_generation_tokens_total.",
-            labels,
-            stats.generation_tokens,
-        )
-        yield _counter(
-            "vllm:num_preemptions", "As llmctl_preemptions_total.", labels, stats.preemptions
-        )
+        for name, text, value in (
+            ("prompt_tokens", "As llmctl_prompt_tokens_total.", stats.prompt_tokens),
+            ("generation_tokens", "As llmctl_generation_tokens_total.", stats.generation_tokens),
+            ("num_preemptions", "As llmctl_preemptions_total.", stats.preemptions),
+        ):
+            yield _family(CounterMetricFamily, f"vllm:{name}", text, labels, value)
         succeeded = {reason: stats.ended[reason] for reason in ("stop", "length")}
-        yield _ends(
-            "vllm:request_success",
-            "Requests that ended well.",
-            "finished_reason",
-            labels,
-            succeeded,
-        )
+        name, text = "vllm:request_success", "Requests that ended well."
+        yield _by_label(CounterMetricFamily, name, text, labels, "finished_reason", succeeded)
 
-    def _histograms(
-        self, labels: dict[str, str], names: dict[str, tuple[str, str]]
-    ) -> Iterator[Metric]:
+    def _histograms(self, labels: Labels, names: Mapping[str, tuple[str, str]]) -> Iterator[Metric]:
         for name, (attribute, text) in names.items():
             histogram: Histogram = getattr(self._stats, attribute)
             family = HistogramMetricFamily(name, text, labels=list(labels))
@@ -268,39 +196,59 @@ class Exposition:
             yield family
 
 
-_OWN_HISTOGRAMS = {
+# Name, help text and attribute of `Stats`.
+_COUNTERS = (
+    ("llmctl_prompt_tokens", "Prompt tokens accepted.", "prompt_tokens"),
+    ("llmctl_generation_tokens", "Tokens generated.", "generation_tokens"),
+    ("llmctl_requests_within_targets", "Requests that met every target.", "within_targets"),
+    ("llmctl_batches", "Batches that ran.", "batches"),
+    ("llmctl_batch_seconds", "Time of batches that ended well.", "batch_s"),
+    (
+        "llmctl_predicted_batch_seconds",
+        "Time that the laws predict for the same batches.",
+        "predicted_batch_s",
+    ),
+    (
+        "llmctl_extrapolated_batches",
+        "Batches outside the measured range of the laws.",
+        "extrapolated_batches",
+    ),
+    ("llmctl_oom_events", "Batches that ran out of memory.", "oom_events"),
+    ("llmctl_preemptions", "Rows that were evicted, paused or swapped out.", "preemptions"),
+    ("llmctl_refused", "Requests that got 503 because of overload.", "refused"),
+    ("llmctl_worker_restarts", "Workers lost and started again.", "worker_restarts"),
+    ("llmctl_engine_seconds", "Time inside workers' engines, of all workers.", "engine_s"),
+    ("llmctl_engine_steps", "Steps that batches ran for.", "engine_steps"),
+    (
+        "llmctl_reporting_seconds",
+        "Time between steps for reports; part of llmctl_engine_seconds_total.",
+        "reporting_s",
+    ),
+)
+# Attribute of `Stats` and help text, by name.
+_HISTOGRAMS = {
     "llmctl_ttft_seconds": ("ttft", "Arrival to first token."),
-    "llmctl_itl_seconds": ("itl", "Between tokens; tokens that come together share their gap."),
+    "llmctl_itl_seconds": (
+        "itl",
+        "Time between tokens; tokens that arrive together share their gap.",
+    ),
     "llmctl_tpot_seconds": ("tpot", "First to last token, per token after the first."),
     "llmctl_mtpot_seconds": ("mtpot", "The longest time between two tokens of a request."),
     "llmctl_e2e_seconds": ("e2e", "Arrival to last token."),
     "llmctl_queue_seconds": ("queue", "Arrival to the start of the first batch."),
     "llmctl_deciding_seconds": (
         "deciding",
-        "One call of the scheduler: what to start, or what has ended.",
+        "Time of one call of the scheduler.",
     ),
     "llmctl_hop_seconds": (
         "hop",
-        "From the end of a worker's batch to the start of the next, where one was there.",
+        "From the end of a worker's batch to the start of the next, if one was ready.",
     ),
     "llmctl_batch_time_ratio": (
         "batch_ratio",
         "Actual over predicted batch time, for the steps that ran.",
     ),
 }
-_OF_WORKERS = (
-    (
-        "llmctl_worker_load_seconds",
-        "Estimated seconds of work given to a worker (SCLS Eq. 11).",
-        "load_s",
-    ),
-    ("llmctl_worker_requests_running", "Requests in a worker.", "rows"),
-    (
-        "llmctl_worker_kv_cache_usage_ratio",
-        "Share of its KV cache that its batches may fill.",
-        "kv_usage",
-    ),
-)
 _VLLM_HISTOGRAMS = {
     "vllm:time_to_first_token_seconds": ("ttft", "As llmctl_ttft_seconds."),
     "vllm:inter_token_latency_seconds": ("itl", "As llmctl_itl_seconds."),
@@ -310,42 +258,28 @@ _VLLM_HISTOGRAMS = {
 }
 
 
-def _gauge(name: str, text: str, labels: dict[str, str], value: float) -> Metric:
-    family = GaugeMetricFamily(name, text, labels=list(labels))
-    family.add_metric(list(labels.values()), value)
-    return family
-
-
-def _by_worker(
+def _family(
     kind: type[GaugeMetricFamily] | type[CounterMetricFamily],
     name: str,
     text: str,
-    labels: dict[str, str],
-    values: Sequence[float],
+    labels: Labels,
+    value: float,
 ) -> Metric:
-    family = kind(name, text, labels=[*labels, "worker"])
-    for worker, value in enumerate(values):
-        family.add_metric([*labels.values(), str(worker)], value)
-    return family
-
-
-def _counter(name: str, text: str, labels: dict[str, str], value: float) -> Metric:
-    family = CounterMetricFamily(name, text, labels=list(labels))
+    family = kind(name, text, labels=list(labels))
     family.add_metric(list(labels.values()), value)
     return family
 
 
-def _sums(name: str, text: str, labels: dict[str, str], sums: Mapping[str, float]) -> Metric:
-    family = CounterMetricFamily(name, text, labels=[*labels, "of"])
-    for of, value in sums.items():
-        family.add_metric([*labels.values(), of], value)
-    return family
-
-
-def _ends(
-    name: str, text: str, label: str, labels: dict[str, str], counts: dict[str, int]
+def _by_label(
+    kind: type[GaugeMetricFamily] | type[CounterMetricFamily],
+    name: str,
+    text: str,
+    labels: Labels,
+    label: str,
+    values: Mapping[str, float],
 ) -> Metric:
-    family = CounterMetricFamily(name, text, labels=[*labels, label])
-    for reason, count in counts.items():
-        family.add_metric([*labels.values(), reason], count)
+    """A family with one series for each value of `label`."""
+    family = kind(name, text, labels=[*labels, label])
+    for key, value in values.items():
+        family.add_metric([*labels.values(), key], value)
     return family

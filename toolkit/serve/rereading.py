@@ -1,11 +1,11 @@
-"""Files that are read again while the server runs, when they change: who may call, and the
-certificate.
+"""Files that the server reads again when they change: the keys, and the TLS certificate.
 
-Their names are looked at once a second. What Kubernetes mounts changes by a link that is swapped,
-an editor puts a new file under the old name, `cp` writes into the one that is there: all of it
-shows in what stat(2) says of the name. What cannot be read leaves in force what was read before,
-and is told once, until the file changes again. SIGHUP asks for a look at once, and for a reading
-even where nothing seems to have changed.
+`follow` checks the files once a second through stat(2). That detects a link that Kubernetes swaps,
+a new file that an editor puts under the old name, and `cp` into the existing file. If a file cannot
+be read, the last good version stays in force and one warning is printed per bad version. SIGHUP
+triggers a check at once, and reads the files even if they seem unchanged.
+
+`Certificate` replaces the certificate of a listener while the server runs.
 """
 
 from __future__ import annotations
@@ -21,85 +21,91 @@ from typing import Any, Generic, TypeVar
 
 from toolkit.errors import InputError
 
-LOOK_EVERY_S = 1.0
+CHECK_EVERY_S = 1.0
 ValueT = TypeVar("ValueT")
-Mark = tuple[int, ...]  # of a file as it was; () where there was none
+Fingerprint = tuple[int, ...]  # of a file's version; () for a missing file
+PEM_HINT = (
+    "--ssl-certfile and --ssl-keyfile are PEM files; "
+    "the certificate comes before those of its authorities"
+)
 
 
 class WatchedFiles(Generic[ValueT]):
-    """What `read` makes of some files. `InputError` where it cannot."""
+    """The value that `read` makes of some files. `read` raises `InputError` if it cannot."""
 
     def __init__(self, files: Sequence[Path], read: Callable[[], ValueT]) -> None:
         self.files = tuple(files)
         self._read = read
-        self._marks = (
-            self._look()
-        )  # before they are read: what is written meanwhile is read once more
+        # Taken before reading: a file that changes meanwhile is read once more.
+        self._fingerprints = self._take_fingerprints()
         self.value = read()
 
-    def news(self, *, always: bool = False) -> ValueT | None:
-        """What the files say now, where they have changed; None where not. `InputError` once for
-        each bad version.
+    def changed(self, *, always: bool = False) -> ValueT | None:
+        """The new value if the files have changed, or with `always`; otherwise None.
+
+        Raises `InputError` once for each bad version.
         """
-        marks = self._look()
-        if marks == self._marks and not always:
+        fingerprints = self._take_fingerprints()
+        if fingerprints == self._fingerprints and not always:
             return None
-        self._marks = marks
+        self._fingerprints = fingerprints
         self.value = self._read()
         return self.value
 
-    def _look(self) -> list[Mark]:
-        return [_mark(file) for file in self.files]
-
-
-def _mark(file: Path) -> Mark:
-    """The times of the node too: what was written twice within a tick, at the same length, has
-    other ones.
-    """
-    try:
-        found = file.stat()
-    except OSError:
-        return ()
-    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+    def _take_fingerprints(self) -> list[Fingerprint]:
+        """The times include that of the inode, which changes even if the length stays the same and
+        both writes fall into one tick of the clock."""
+        found: list[Fingerprint] = []
+        for file in self.files:
+            try:
+                stat = file.stat()
+            except OSError:
+                found.append(())
+                continue
+            times = stat.st_mtime_ns, stat.st_ctime_ns
+            found.append((stat.st_dev, stat.st_ino, stat.st_size, *times))
+        return found
 
 
 class Followed(Generic[ValueT]):
-    """A source, and who takes what it says once it has changed. `take` returns what to say of that."""
+    """Watched files, and what applies their new value. `apply` returns a message about it."""
 
-    def __init__(self, source: WatchedFiles[ValueT], take: Callable[[ValueT], str]) -> None:
+    def __init__(self, source: WatchedFiles[ValueT], apply: Callable[[ValueT], str]) -> None:
         self._source = source
-        self._take = take
+        self._apply = apply
 
-    async def look(self, *, always: bool) -> str:
-        """What to say; '' where nothing has changed."""
+    async def check(self, *, always: bool) -> str:
+        """Apply a change. Returns the message about it, or '' if nothing has changed."""
         try:
-            # on a thread: a file of 100 keys takes tens of milliseconds to parse, in which streams
-            # would stand still
-            found = await asyncio.to_thread(self._source.news, always=always)
+            # In a thread: parsing a file of 100 keys takes tens of milliseconds, which would pause
+            # all streams.
+            value = await asyncio.to_thread(self._source.changed, always=always)
         except InputError as error:
-            return f"warning: {error.message}; what was read before stays in force"
-        return "" if found is None else self._take(found)
+            return f"warning: {error.message}; the version read before stays in force"
+        return "" if value is None else self._apply(value)
 
 
 async def follow(everything: Sequence[Followed[Any]], say: Callable[[str], None]) -> None:
-    """Look at all of them, again and again. Never ends, unless there is nothing to look at."""
+    """Check all files again and again. Returns at once if there are none, otherwise never."""
     hangup = asyncio.Event()
     with _on_hangup(hangup.set) if everything else nullcontext():
         while everything:
             with suppress(TimeoutError):
-                await asyncio.wait_for(hangup.wait(), LOOK_EVERY_S)
-            asked = hangup.is_set()
+                await asyncio.wait_for(hangup.wait(), CHECK_EVERY_S)
+            always = hangup.is_set()
             hangup.clear()
-            for one in everything:
-                if line := await one.look(always=asked):
-                    with suppress(OSError):  # whoever read stderr has left
-                        say(line)
+            for followed in everything:
+                if message := await followed.check(always=always):
+                    with suppress(OSError):  # stderr is closed at the other end
+                        say(message)
 
 
 @contextmanager
 def _on_hangup(call: Callable[[], None]) -> Iterator[None]:
-    """In a terminal SIGHUP says that the terminal has gone, and ends the server in order
-    (`server.end_signals`).
+    """Call `call` at SIGHUP.
+
+    In a terminal SIGHUP means that the terminal was closed, and ends the server
+    (`server.end_signals`); then this does nothing.
     """
     if sys.stderr.isatty():
         yield
@@ -112,55 +118,50 @@ def _on_hangup(call: Callable[[], None]) -> Iterator[None]:
         loop.remove_signal_handler(signal.SIGHUP)
 
 
-# The certificate that the server shows, where it speaks TLS itself: read, checked, and replaced
-# while it runs.
-
-PEM_HINT = "--ssl-certfile and --ssl-keyfile are PEM files, the certificate before those of its authorities"
-
-
 def certificate_source(certificate: Path, key: Path | None) -> WatchedFiles[ssl.SSLContext]:
-    """The two files as a context for a listener; without `key`, the key is in the certificate's
-    file.
+    """The two files as a context for a listener. Without `key`, the certificate's file has the key.
 
-    `InputError` where they cannot be read, do not belong together, or the key has a passphrase.
+    Raises `InputError` if they cannot be read, do not match, or the key has a passphrase.
     """
-    return WatchedFiles([certificate, *([key] if key else [])], lambda: _read(certificate, key))
+    files = [certificate, key] if key else [certificate]
+    return WatchedFiles(files, lambda: _read_certificate(certificate, key))
 
 
 class Certificate:
-    """A context to listen with. Connections made after `renew` get the newer certificate; older
-    ones go on.
-    """
+    """A context for a listener. Connections made after `renew` get the new certificate."""
 
     def __init__(self, source: WatchedFiles[ssl.SSLContext]) -> None:
-        self.context = self._now = source.value
-        self.context.sni_callback = self._choose
+        self.context = self._current = source.value
+        self.context.sni_callback = self._on_handshake
 
-    def _choose(self, connection: ssl.SSLObject, name: str | None, context: ssl.SSLContext) -> None:
-        """Called in every handshake, whether or not the client names a host."""
-        connection.context = self._now
+    def _on_handshake(
+        self, connection: ssl.SSLObject, name: str | None, context: ssl.SSLContext
+    ) -> None:
+        """OpenSSL calls this in every handshake, whether or not the client names a host."""
+        connection.context = self._current
 
     def renew(self, context: ssl.SSLContext) -> str:
-        """Another certificate from now on, whole: a pair of files that is half new never gets here.
-        What to say.
+        """Use another certificate from now on. Returns a message about it.
+
+        A pair of files of which only one is new fails to load, so it never gets here.
         """
-        self._now = context
+        self._current = context
         return "the certificate was read again"
 
 
-def _read(certificate: Path, key: Path | None) -> ssl.SSLContext:
+def _read_certificate(certificate: Path, key: Path | None) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.set_alpn_protocols(["http/1.1"])
     for file in (certificate, key or certificate):
         try:
-            file.open("rb").close()  # OpenSSL does not say which one it cannot read
+            file.open("rb").close()  # OpenSSL does not name the file that it cannot read
         except OSError as error:
             raise InputError(f"{file}: cannot be read: {error.strerror}", PEM_HINT) from None
 
     def refuse_passphrase() -> str:
         raise InputError(
             f"{key or certificate}: the key has a passphrase",
-            "openssl pkey -in KEY -out PLAIN takes it off",
+            "remove it with: openssl pkey -in KEY -out PLAIN",
         )
 
     try:
@@ -171,5 +172,5 @@ def _read(certificate: Path, key: Path | None) -> ssl.SSLContext:
                 f"{key or certificate}: not the key of the certificate {certificate}", PEM_HINT
             ) from None
         where = certificate if key is None else f"{certificate} and {key}"
-        raise InputError(f"{where}: no certificate and its key", PEM_HINT) from None
+        raise InputError(f"{where}: not a certificate with its key", PEM_HINT) from None
     return context

@@ -1,7 +1,8 @@
-"""The process: listen, load, serve, and end in order when told to.
+"""The process of the server: listen, load, serve, and end in order at a signal.
 
-On a signal /ready turns 503 first, while requests are still taken; then the listener closes and
-nothing new is taken, streams go on, and what is left in the end gets a final error.
+At a signal /ready turns 503 first, while requests are still accepted (`Ending.notice_s`). Then the
+listener closes and running requests may finish (`Ending.timeout_s`). Requests that are still left
+get a final error.
 """
 
 from __future__ import annotations
@@ -23,30 +24,26 @@ from toolkit.errors import InputError
 from toolkit.serve.driver import Driver
 from toolkit.serve.http import BACKLOG, HttpServer, WireLimits
 
-NO_SHARES = WireLimits()
-LAST_BYTES_S = 5  # for final chunks to leave
-ACCEPTED_S = 0.02  # for the loop to accept who has connected, before the listener closes
-
-
-def _nobody(_: str) -> None:
-    """Is told, and does nothing."""
+DEFAULT_LIMITS = WireLimits()
+LAST_BYTES_S = 5  # for final chunks to be sent
+ACCEPT_LAST_S = 0.02  # to accept pending connections before the listener closes
 
 
 @dataclass(slots=True, frozen=True)
 class Ending:
-    """How long a server that was told to stop takes requests still (`notice_s`), and waits for them
-    (`timeout_s`).
+    """How a server ends. Times are in seconds.
 
-    `say` is told what it waits for, where it does.
+    `notice_s` is how long it still accepts requests after the signal, and `timeout_s` how long it
+    waits for running requests after that. `say` prints what it waits for.
     """
 
     notice_s: float = 0.0
     timeout_s: float = 30.0
-    say: Callable[[str], None] = field(default=_nobody, compare=False)
+    say: Callable[[str], None] = field(default=lambda _: None, compare=False)
 
 
 def check_exposure(host: str, *, asks_key: bool, insecure: bool) -> None:
-    """`InputError` for an address that others can reach, without a key."""
+    """Raise `InputError` for an address that other machines can reach, if there is no key."""
     if asks_key or insecure or is_loopback(host):
         return
     raise InputError(
@@ -63,14 +60,14 @@ def is_loopback(host: str) -> bool:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A bound socket, before anything slow is done. `InputError` where the address is taken or not
-    ours.
+    """A bound socket. Raises `InputError` if the address is taken or not of this machine.
+
+    It is called before anything slow, so that such an error is reported at once.
     """
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        family, _, _, _, address = min(
-            found, key=lambda one: one[0] != socket.AF_INET
-        )  # 'localhost' is both
+        # Prefer IPv4: 'localhost' is both.
+        family, _, _, _, address = min(found, key=lambda info: info[0] != socket.AF_INET)
         return socket.create_server(address[:2], family=family, backlog=BACKLOG)
     except OSError as error:
         reason = str(error.strerror).partition(" (")[0]  # the rest repeats the address
@@ -86,8 +83,10 @@ def url(listener: socket.socket, *, tls: bool = False) -> str:
 
 
 def end_signals() -> tuple[signal.Signals, ...]:
-    """What asks for an orderly end. SIGHUP where a terminal has gone with it, unless `nohup` has it
-    ignored.
+    """The signals that end the server in order.
+
+    In a terminal SIGHUP is one of them, since it means that the terminal was closed. `nohup`
+    ignores it.
     """
     numbers = (signal.SIGTERM, signal.SIGINT)
     if sys.stderr.isatty() and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
@@ -96,11 +95,10 @@ def end_signals() -> tuple[signal.Signals, ...]:
 
 
 class Signals:
-    """The signals that end it, as events: the first asks for an orderly end, the second for one at
-    once.
+    """The signals that end the server, as events: the first ends it in order, the second at once.
 
-    SIGHUP without a terminal asks for files to be read again, and where there are none
-    (`rereading`) for nothing.
+    Without a terminal SIGHUP means that files should be read again (`rereading`); if there are no
+    such files, it has no effect.
     """
 
     def __init__(self) -> None:
@@ -124,12 +122,12 @@ async def serve(
     ending: Ending,
     on_ready: Callable[[], None],
     tls: ssl.SSLContext | None = None,
-    limits: WireLimits = NO_SHARES,
+    limits: WireLimits = DEFAULT_LIMITS,
 ) -> None:
-    """Serve until a signal ends it; `limits` is what clients may take.
+    """Serve until a signal ends the server. `limits` bounds what clients may use.
 
-    `EngineError` where a worker cannot load, or where none is left and none can be loaded again; a
-    bug of the scheduler is raised.
+    Raises `EngineError` if a worker cannot load, or if no worker is left and none can be loaded
+    again. Also raises an exception of the scheduler.
     """
     signals = Signals()
     server = HttpServer(app, limits, on_share=driver.stats.count_share)
@@ -153,29 +151,28 @@ async def serve(
 
 
 async def leave(driver: Driver, server: HttpServer, ending: Ending, signals: Signals) -> None:
-    """Announce the end, keep serving for the notice, then wait for what runs. A second signal cuts
-    both short.
+    """Announce the end, keep serving for the notice, then wait for running requests.
 
-    Whoever has connected by then is heard, and whoever has not may try elsewhere at once.
+    A second signal ends both at once. Clients that have connected by the end of the notice get an
+    answer; later ones cannot connect, and may try another server.
     """
     driver.leaving = True
     left = driver.running + driver.waiting
     if left:
         requests = "1 request has" if left == 1 else f"{left} requests have"
         ending.say(
-            f"ending: {requests} {ending.timeout_s:g} s to finish; a second signal or Ctrl-C ends it now"
+            f"ending: {requests} {ending.timeout_s:g} s to finish; "
+            "a second signal or Ctrl-C ends it now"
         )
     with suppress(TimeoutError):
         await asyncio.wait_for(signals.second.wait(), ending.notice_s)
-    await asyncio.sleep(ACCEPTED_S)
+    await asyncio.sleep(ACCEPT_LAST_S)
     server.close_listener()
     await first_of(driver.drain(ending.timeout_s), signals.second.wait())
 
 
 async def first_of(*waits: Awaitable[object]) -> None:
-    """Return when one of these is done; coroutines among them are cancelled then, tasks and futures
-    go on.
-    """
+    """Return when one of `waits` is done. It cancels coroutines; tasks and futures continue."""
     tasks = [asyncio.ensure_future(wait) for wait in waits]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

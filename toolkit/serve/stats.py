@@ -1,6 +1,7 @@
-"""What the server counts while it serves: plain numbers, cheap enough to touch per progress frame.
+"""What the server counts: plain numbers that are cheap to update at every progress report.
 
-How Prometheus reads them is in `toolkit.serve.metrics`.
+`Stats` holds all counters of a server; `Histogram` counts latencies; `SliceSums` collects what an
+arrival costs a running slice. `toolkit.serve.metrics` shows them to Prometheus.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from toolkit.sched.rounds import groups_alike
 from toolkit.sched.types import Batch, BatchResult, RoundResult, Worker
 from toolkit.workers.protocol import BatchDone, RoundDone
 
-# vLLM's own buckets, so that its dashboards read ours.
+# The buckets of vLLM, so that dashboards made for vLLM can read ours. In seconds.
 TTFT_BUCKETS = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5),
     *(10, 20, 40, 80, 160, 640, 2560),
@@ -31,40 +32,25 @@ E2E_BUCKETS = (
 )
 RATIO_BUCKETS = (0.25, 0.5, 0.67, 0.8, 0.9, 0.95, 1, 1.05, 1.1, 1.25, 1.5, 2, 4)
 COST_BUCKETS = (
-    1e-5,
-    2e-5,
-    5e-5,
-    1e-4,
-    2e-4,
-    5e-4,
-    1e-3,
-    2e-3,
-    5e-3,
-    1e-2,
-    2e-2,
-    5e-2,
-    0.1,
-    0.2,
-    0.5,
+    *(1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3),
+    *(1e-2, 2e-2, 5e-2, 0.1, 0.2, 0.5),
 )
-
-
-FINE = 1.1  # times: between the bounds that percentiles are read from
-FINE_BELOW = 100.0  # times: how far under the first bucket's bound those begin
+FINE_RATIO_MAX = 1.1  # between two neighbouring bounds from which percentiles are computed
+FINE_START_RATIO = 100.0  # the first bucket's bound over the lowest of those bounds
 
 
 def finer(bounds: Sequence[float]) -> tuple[float, ...]:
-    """The bounds, and others between and below them, each at most `FINE` times the one before."""
-    first = bounds[0] / FINE_BELOW
-    steps = math.ceil(math.log(bounds[-1] / first, FINE))
-    return tuple(sorted({*bounds, *(first * FINE**step for step in range(steps))}))
+    """`bounds`, and more between and below them: each at most `FINE_RATIO_MAX` times the last."""
+    first = bounds[0] / FINE_START_RATIO
+    steps = math.ceil(math.log(bounds[-1] / first, FINE_RATIO_MAX))
+    return tuple(sorted({*bounds, *(first * FINE_RATIO_MAX**step for step in range(steps))}))
 
 
 class Histogram:
-    """Counts by bucket; bounds are upper ones, inclusive.
+    """Counts values by bucket. A bucket includes its upper bound.
 
-    It may count in `finer` buckets than it shows to Prometheus, whose bounds are among them: for
-    percentiles.
+    Prometheus sees the buckets `shown`. Counting in finer `bounds`, which include those, allows
+    better percentiles.
     """
 
     def __init__(self, shown: Sequence[float], bounds: Sequence[float] = ()) -> None:
@@ -74,9 +60,7 @@ class Histogram:
         self._shown = frozenset((*shown, math.inf))
 
     def show(self, bound: float) -> None:
-        """Count up to this bound as well, and show it to Prometheus. Only before anything was
-        counted.
-        """
+        """Add a bound, and show it to Prometheus. Call this before the first value is counted."""
         self.bounds = tuple(sorted({*self.bounds, bound}))
         self.counts = [0] * (len(self.bounds) + 1)
         self._shown |= {bound}
@@ -86,7 +70,7 @@ class Histogram:
         self.total += value * times
 
     def cumulative(self) -> list[tuple[str, float]]:
-        """What Prometheus wants: each upper bound as text, and how many values are not above it."""
+        """For Prometheus: each upper bound as text, and the number of values up to it."""
         running = 0
         buckets = []
         for bound, count in zip((*self.bounds, math.inf), self.counts, strict=True):
@@ -97,10 +81,9 @@ class Histogram:
 
 
 def quantile(bounds: Sequence[float], counts: Sequence[int], share: float) -> float | None:
-    """The value that `share` of the counted are not above, straight within its bucket; None where
-    none were counted.
+    """The quantile `share` (0..1) of counted values, interpolated linearly within its bucket.
 
-    Beyond the last bound nothing is known, and the bound is given.
+    Returns None if nothing was counted, and the last bound for values above it.
     """
     wanted, below = share * sum(counts), 0
     if not wanted:
@@ -116,9 +99,7 @@ def quantile(bounds: Sequence[float], counts: Sequence[int], share: float) -> fl
 
 @dataclass(slots=True)
 class LawComparison:
-    """Seconds that a worker's batches took, of those that the law can be held against, and what it
-    says of them.
-    """
+    """Measured and predicted seconds of a worker's batches that the law can predict."""
 
     took_s: float = 0.0
     predicted_s: float = 0.0
@@ -126,12 +107,12 @@ class LawComparison:
 
 @dataclass(slots=True)
 class SliceSums:
-    """Sums over static batches of what each took, what the law says of it, and how many requests
-    arrived meanwhile.
+    """Sums over static batches, from which a reader can estimate what an arrival costs.
 
-    `due` is how many would have arrived in the law's time, at the rate at which they did: a batch
-    that is late for another reason meets more arrivals, and `due` does not grow with that. Sums of
-    products are enough for a reader to tell what an arrival costs. Times in seconds.
+    Per batch there are the measured time (`took`), the law's time (`expected`), both in seconds,
+    and the requests that arrived meanwhile (`arrived`). A batch that is late for another reason
+    meets more arrivals. Therefore `due` counts the requests that would have arrived in the law's
+    time at the same rate. The sums of products are enough for a linear regression.
     """
 
     batches: int = 0
@@ -151,7 +132,7 @@ class SliceSums:
     due_due: float = 0.0
 
     def add(self, took_s: float, expected_s: float, arrived: int) -> None:
-        """A batch has ended well."""
+        """Add a batch that has ended well."""
         due = arrived * expected_s / took_s if took_s > 0.0 else 0.0
         self.batches += 1
         self.took += took_s
@@ -172,11 +153,11 @@ class SliceSums:
 
 @dataclass(slots=True)
 class Stats:
-    """All counters of one server. Times in seconds.
+    """All counters of one server. Times are in seconds.
 
-    `max_batch_size` and `max_length` say how far the latency laws were measured, `sla` what each
-    request should keep. Each target's limit is a bound of its histogram, so that the buckets say
-    exactly how many requests kept it.
+    `max_batch_size` and `max_length` bound the range in which the latency laws were measured. `sla`
+    holds the targets of each request. A target's limit is also a bound of its histogram, so the
+    buckets say exactly how many requests met it.
     """
 
     max_batch_size: int = 1 << 62
@@ -192,30 +173,28 @@ class Stats:
     prompt_tokens: int = 0
     generation_tokens: int = 0
     ended: Counter[str] = field(default_factory=Counter)
-    within_targets: int = 0  # of those that ended well, as `toolkit.metrics.meets_sla` has it
+    within_targets: int = 0  # ended well and met every target, as in `toolkit.metrics.meets_sla`
     arrived: int = 0  # requests that were submitted
     batches: int = 0
     slice_sums: SliceSums = field(default_factory=SliceSums)
+    # By worker.
     compared: defaultdict[int, LawComparison] = field(
         default_factory=lambda: defaultdict(LawComparison)
-    )  # by worker
+    )
     extrapolated_batches: int = 0
     oom_events: int = 0
     preemptions: int = 0
     restarts: Counter[int] = field(default_factory=Counter)  # by worker
     refused: int = 0  # for overload
-    share_refusals: Counter[str] = field(
-        default_factory=lambda: Counter(connections=0, bytes=0)
-    )  # of clients
-    deciding: Histogram = field(
-        default_factory=lambda: Histogram(COST_BUCKETS)
-    )  # of the scheduler's calls
-    hop: Histogram = field(
-        default_factory=lambda: Histogram(COST_BUCKETS)
-    )  # of batches that follow one at once
+    # Refusals because a client had its share, by what it was a share of.
+    share_refusals: Counter[str] = field(default_factory=lambda: Counter(connections=0, bytes=0))
+    # Time of each call of the scheduler.
+    deciding: Histogram = field(default_factory=lambda: Histogram(COST_BUCKETS))
+    # Time between two batches on a worker, if the second was sent as soon as the first had ended.
+    hop: Histogram = field(default_factory=lambda: Histogram(COST_BUCKETS))
     engine_s: float = 0.0
     engine_steps: int = 0
-    reporting_s: float = 0.0  # of `engine_s`
+    reporting_s: float = 0.0  # part of `engine_s`
 
     def __post_init__(self) -> None:
         for key, limit in self.sla.items():
@@ -228,20 +207,20 @@ class Stats:
 
     @property
     def batch_s(self) -> float:
-        return sum(one.took_s for one in self.compared.values())
+        return sum(worker.took_s for worker in self.compared.values())
 
     @property
     def predicted_batch_s(self) -> float:
-        return sum(one.predicted_s for one in self.compared.values())
+        return sum(worker.predicted_s for worker in self.compared.values())
 
     def count_share(self, limit: str) -> None:
-        """A client that had its share of `connections` or of `bytes` asked for more."""
+        """Count a refusal: a client exceeded its share of `connections` or `bytes`."""
         self.share_refusals[limit] += 1
 
     def count_tokens(
         self, tokens: int, arrival_s: float, last_token_s: float, now_s: float
     ) -> None:
-        """`tokens` came at once, the ones before at `last_token_s` (NaN: they are the first)."""
+        """`tokens` arrived together. The last before them came at `last_token_s`, or NaN."""
         self.generation_tokens += tokens
         if math.isnan(last_token_s):
             self.ttft.observe(now_s - arrival_s)
@@ -257,7 +236,7 @@ class Stats:
         tokens: int,
         max_gap_s: float = 0.0,
     ) -> None:
-        """A request has ended. Latencies are of those that ended well."""
+        """Count a request that has ended. Latencies count only if it ended well."""
         self.ended[status] += 1
         if status not in ("stop", "length"):
             return
@@ -267,13 +246,13 @@ class Stats:
         self.mtpot.observe(max_gap_s)
         if tokens > 1:
             self.tpot.observe(tpot)
-        found = {"ttft": ttft, "e2e": e2e, "tpot": tpot, "mtpot": max_gap_s, "itl": max_gap_s}
+        latency = {"ttft": ttft, "e2e": e2e, "tpot": tpot, "mtpot": max_gap_s, "itl": max_gap_s}
         self.within_targets += all(
-            found[key.partition("_")[0]] <= limit for key, limit in self.sla.items()
+            latency[key.partition("_")[0]] <= limit for key, limit in self.sla.items()
         )
 
     def count_start(self, batch: Batch) -> None:
-        """A batch is sent."""
+        """Count a batch that is sent to its worker."""
         moves = batch.moves
         self.preemptions += sum(not job.cancelled for job in batch.evict)
         self.preemptions += len(moves.pause) + len(moves.swap_out) if moves else 0
@@ -287,10 +266,10 @@ class Stats:
         law: LatencyLaw,
         arrived: int = 0,
     ) -> None:
-        """A batch has ended. Its time is held against the law for the `steps` that it ran, which
-        may be fewer.
+        """Count a static batch that has ended, and compare its time with the law.
 
-        `arrived` is how many requests were submitted while it ran.
+        `steps` is how many steps it ran, which may be fewer than planned. `arrived` is how many
+        requests were submitted while it ran.
         """
         self._count_batch(result.failure, batch.size, batch.input_length + batch.steps)
         if not result.failure and steps:
@@ -301,24 +280,27 @@ class Stats:
             self.slice_sums.add(now_s - batch.started_s, expected_s, arrived)
 
     def count_round(self, batch: Batch, result: RoundResult, now_s: float, worker: Worker) -> None:
-        """A round has ended, of which the worker's residents do not know yet."""
+        """Count a round that has ended. Call this before the scheduler updates the residents."""
         residents, law = worker.residents, worker.latency
         rows, longest = len(residents), residents.longest
         self._count_batch(result.failure, rows, longest + result.steps)
-        if not (
-            result.failure or residents.prefilling
-        ):  # which passes a round made is the engine's to know
+        # With chunked prefills only the engine knows which passes the round made.
+        if not (result.failure or residents.prefilling):
             length = longest if law.padded or not rows else residents.used / rows
-            expected_s = (
-                law.round_s + _prefills_s(batch, law) + len(result.ended) * law.leave_s(length)
+            lengths = [job.length for job in batch.jobs]
+            prefills_s = sum(
+                law.prefill_s(len(group), max(lengths[index] for index in group))
+                for group in groups_alike(lengths)
             )
+            expected_s = law.round_s + prefills_s + len(result.ended) * law.leave_s(length)
             expected_s += law.decode_s(rows, length, result.steps) if result.steps else 0.0
             expected_s += _transfers_s(batch, worker)
             self._compare(batch.worker, now_s - batch.started_s, expected_s)
 
     def count_engine(self, event: BatchDone | RoundDone, *, follows: bool) -> None:
-        """What the worker says of a batch's times; `follows`: it had been sent as soon as the one
-        before had ended.
+        """Count the times that a worker reports for a batch.
+
+        `follows`: the batch was sent as soon as the worker's last batch had ended.
         """
         if event.failure == "crashed":
             return
@@ -341,18 +323,9 @@ class Stats:
 
 
 def _transfers_s(batch: Batch, worker: Worker) -> float:
-    """Those that a round waits for. Beside its compute they are taken to be done before it."""
+    """Swap time that a round waits for. Transfers that overlap its compute count as free."""
     moves, law = batch.moves, worker.swap
     if moves is None or law is None or (moves.overlap and law.overlaps):
         return 0.0
     out_s = sum(law.out_s(job.length) for job in moves.swap_out)
     return out_s + sum(law.in_s(job.length) for job in moves.swap_in)
-
-
-def _prefills_s(batch: Batch, law: LatencyLaw) -> float:
-    """Those of a round's newcomers, group by group."""
-    lengths = [job.length for job in batch.jobs]
-    groups = groups_alike(lengths)
-    return sum(
-        law.prefill_s(len(group), max(lengths[index] for index in group)) for group in groups
-    )
