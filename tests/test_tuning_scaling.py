@@ -1,4 +1,4 @@
-"""Requests that are not the trace's own are said to be so: in the verdict, the plan and the page."""
+"""The verdict, the plan and the page say that requests were scaled to fit the model."""
 
 import json
 import re
