@@ -197,7 +197,7 @@ def test_what_was_not_measured_makes_no_fit_stale(
 def test_a_file_without_the_role_says_so(chain: dict[str, Path], tmp_path: Path) -> None:
     alone = tmp_path / "alone.json"
     write_file(samples.fit(), alone)
-    with pytest.raises(StaleError, match="does not say from which profile"):
+    with pytest.raises(StaleError, match="does not record from which profile"):
         read_file(Fit, alone, inputs={"profile": chain["profile"]})
 
 

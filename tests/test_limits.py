@@ -214,7 +214,7 @@ def test_the_report_shows_the_limits_and_praises_nothing() -> None:
     assert llmctl("render", *GIVEN, "--force") == 0
     page = report(gather("recipe.yaml"))
     assert "53.1" not in page
-    assert "not to be served: the best breaks limits on the held-out windows" in page
+    assert "do not serve this: the best breaks limits on the held-out windows" in page
     assert page.count("31.7 s") >= 3  # the tuning's table, the plan's, and the plan's explanation
     write_tuning(1.8, gain_percent=53.1)
     assert llmctl("render", *GIVEN) == 0
@@ -292,7 +292,7 @@ def test_a_plan_of_an_older_llmctl_is_rendered_again(capsys: pytest.CaptureFixtu
 def test_a_tuning_that_contradicts_itself_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     edit("tuning.json", lambda data: data.update(keeps_limits=True))
     assert llmctl("render", *GIVEN) == 2
-    assert "keeps_limits: True: `limits` say otherwise" in capsys.readouterr().err
+    assert "keeps_limits: True: contradicts `limits`" in capsys.readouterr().err
 
 
 def edit(file: str, change: Callable[[dict[str, object]], object]) -> None:

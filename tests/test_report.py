@@ -182,8 +182,8 @@ def test_a_target_that_is_broken_is_told_in_words_and_by_how_much(folder: Path):
     html = verdict_of(folder)
     text = text_of(html)
     told = (
-        "TTFT p99 is 20.2 s, at most 2 s is asked for, 1,008 % of the limit; "
-        "E2E p95 is 8.8 s, at most 8 s is asked for, 110 % of the limit."
+        "TTFT p99 is 20.2 s, must be at most 2 s, 1,008 % of the limit; "
+        "E2E p95 is 8.8 s, must be at most 8 s, 110 % of the limit."
     )
     assert f"✗ Not every target is kept, as predicted: {told}" in text
     assert "TTFT p99 at most 2 s 20.2 s ✗ broken" in text
@@ -205,7 +205,7 @@ def test_the_share_of_requests_is_a_limit_where_the_recipe_asks_for_one(
     )
     section = summary_section(replace(found, plan=plan))
     assert section.badge.state == ("kept" if kept else "broken")
-    told = "requests within every target, at least is 98.1 %, at least 99 % is asked for"
+    told = "requests within every target, at least is 98.1 %, must be at least 99 %"
     assert (told in section.badge.text) is not kept
     row = next(
         row for row in section.tables[0].rows if row[0] == "requests within every target, at least"
@@ -226,13 +226,15 @@ def test_measured_is_shown_beside_predicted_and_judged(folder: Path):
     )
     make_bench(folder, "bench.json", 3.0, ttft_p99_s=2.6, e2e_p95_s=7.0)
     text = text_of(verdict_of(folder))
-    assert "✗ Predicted to keep every target, but measured it broke TTFT p99 (bench.json)." in text
+    assert (
+        "✗ Predicted to keep every target, but the measurement broke TTFT p99 (bench.json)." in text
+    )
     assert "130 %, broken" in text
 
 
 @pytest.mark.parametrize(
     ("requests", "told"),
-    [(27, "measured it broke TTFT p99 (validation.json)"), (90, "as predicted")],
+    [(27, "measurement broke TTFT p99 (validation.json)"), (90, "as predicted")],
 )
 def test_a_validation_of_the_plan_at_its_rate_judges_the_targets_too(folder: Path, requests, told):
     make_tuning(folder, {"ttft_p99_s": 0.75, "e2e_p95_s": 0.8})
@@ -255,7 +257,7 @@ def test_a_bench_at_another_rate_is_no_test_of_the_targets(folder: Path):
     make_tuning(folder, {"ttft_p99_s": 0.75, "e2e_p95_s": 0.8})
     make_bench(folder, "overload.json", 9.0, ttft_p99_s=50.0)
     page = text_of(report(gather(str(folder / "plan.json"))))
-    assert "measured it broke" not in page
+    assert "measurement broke" not in page
     assert "this plan at 3.00 times the rate that it was tuned for" in page
 
 
@@ -307,11 +309,14 @@ def test_what_was_not_tuned_is_said_to_be_undecided(folder: Path, tmp_path: Path
     write_file(make_plan(recipe, fit, None, paths), folder / "plan.json")
     (folder / "tuning.json").unlink()
     text = text_of(verdict_of(folder))
-    assert "? These settings were not tuned: nothing says whether the targets will be kept." in text
+    assert (
+        "? These settings were not tuned: nothing predicts whether the targets will be kept."
+        in text
+    )
     empty = tmp_path / "empty"
     empty.mkdir()
     page = text_of(report(gather("tiny-llama-cpu", empty)))
-    assert "? Nothing was tuned yet: nothing says whether the targets will be kept." in page
+    assert "? Nothing was tuned yet: nothing predicts whether the targets will be kept." in page
     assert "Measure it llmctl profile tiny-llama-cpu; llmctl fit profile.json" in page
 
 
@@ -351,7 +356,7 @@ def test_points_and_bars_have_their_values_for_a_pointer(folder: Path):
         r"prefill: N \d+, length \d+: predicted [\d.]+ m?s, measured [\d.]+ m?s", titles
     )
     assert (
-        "trial 0, slice: goodput_rps 3.2 requests/s, e2e_p95_s 6 s, in all limits; slice_tokens 128"
+        "trial 0, slice: goodput_rps 3.2 requests/s, e2e_p95_s 6 s, keeps all limits; slice_tokens 128"
         in titles
     )
     assert "TTFT p99, predicted: 1.5 s, at most 2 s" in titles

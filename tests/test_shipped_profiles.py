@@ -101,7 +101,9 @@ def test_a_fit_is_a_path_or_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_name_that_is_none_gets_the_nearest() -> None:
-    with pytest.raises(InputError, match="no such file, and no fit of that name ships") as caught:
+    with pytest.raises(
+        InputError, match="no such file, and no shipped fit has that name"
+    ) as caught:
         fit_path("llama-3.1-8b-h20")
     assert caught.value.hint == "did you mean 'llama-3.1-8b-h200'?"
     assert shipped_fit("../recipes") is None

@@ -201,18 +201,19 @@ def test_without_draws_there_is_no_interval():
     assert run(draws=0).uncertainty is None
 
 
-def test_drawn_laws_rule_the_workers_and_not_the_scheduler(monkeypatch):
+def test_workers_follow_the_drawn_laws_and_the_scheduler_the_fitted_ones(monkeypatch):
     seen = []
-    monkeypatch.setattr(
-        "toolkit.tuning.tune.collect", lambda runner, tasks, tick: seen.extend(tasks) or stop()
-    )
 
-    def stop():
+    def stop_at_draws(runner, tasks, tick):
+        if "draw" not in tasks[0].setup.label:
+            return collect(runner, tasks, tick)
+        seen.extend(tasks)
         raise KeyboardInterrupt
 
+    monkeypatch.setattr("toolkit.tuning.tune.collect", stop_at_draws)
     with pytest.raises(KeyboardInterrupt):
         run()
-    worlds = [task.bench.world for task in seen]
+    worlds = [task.setup.world for task in seen]
     assert len({world.latency.prefill_s(8, 100) for world in worlds}) == 4
     assert len({world.believed.prefill_s(8, 100) for world in worlds}) == 1
 
@@ -263,7 +264,7 @@ def test_a_trace_without_requests_is_refused():
     )
     with pytest.raises(InputError) as caught:
         make_workload(samples.recipe(), samples.fit(), empty)
-    assert caught.value.message == "nothing.csv: there are no requests in it"
+    assert caught.value.message == "nothing.csv: it has no requests"
 
 
 def test_requests_that_come_all_at_once_cannot_be_cut_into_windows():

@@ -155,7 +155,7 @@ def test_where_no_number_of_workers_suffices_the_hint_is_the_sibling() -> None:
     sizes = WorkerCounts(bench, InProcessRunner(), limits_of(given.recipe), lambda: None, [row])
     assert (
         nothing_suffices(sizes, found.siblings).hint
-        == "tune bare (engine vllm): on 1 it keeps them"
+        == "tune bare (engine vllm): it keeps them with 1"
     )
     assert nothing_suffices(sizes).hint.startswith("a looser target")
 

@@ -66,7 +66,7 @@ def test_every_policy_can_be_searched(policy):
     ("policies", "narrowed", "message"),
     [
         ([], {"slice_token": [1, 2]}, "tune.space: policy 'slice' has no parameter 'slice_token'"),
-        ([], {"eager": [0, 1]}, "tune.space: eager: 0 is none of its choices"),
+        ([], {"eager": [0, 1]}, "tune.space: eager: 0 is not one of its choices"),
         (
             [],
             {"memory_reserve": [0.0, 2.0]},
@@ -82,7 +82,7 @@ def test_every_policy_can_be_searched(policy):
             {"memory_reserve": ["a", True]},
             "tune.space: memory_reserve: [a, true] is not a range within [0, 0.99]",
         ),
-        ([], {"past-future.router": ["x"]}, "tune.space: router: x is none of its choices"),
+        ([], {"past-future.router": ["x"]}, "tune.space: router: x is not one of its choices"),
         ([], {"slices.eager": [True]}, "tune.space: slices.eager: there is no policy 'slices'"),
         (["slices"], {}, "tune.policies: there is no policy 'slices'"),
         (
@@ -116,11 +116,14 @@ def test_recipes_take_ranges_and_choices():
 def test_the_0_of_a_logarithmic_range_is_searched_as_its_upper_end():
     space = PolicySpace("fcfs", {}, search_space("fcfs", {}, {"chunk_tokens": [16, 512]}))
     assert (space.distributions["chunk_tokens"].low, space.first()["chunk_tokens"]) == (16, 512)
-    assert (space.meant("chunk_tokens", 512), space.meant("chunk_tokens", 511)) == (0, 511)
+    assert (space.value_of("chunk_tokens", 512), space.value_of("chunk_tokens", 511)) == (0, 511)
     bounded = PolicySpace(
         "fcfs", {"chunk_tokens": 64}, search_space("fcfs", {"chunk_tokens": 64}, {})
     )
-    assert (bounded.first()["chunk_tokens"], bounded.meant("chunk_tokens", 16_384)) == (64, 16_384)
+    assert (bounded.first()["chunk_tokens"], bounded.value_of("chunk_tokens", 16_384)) == (
+        64,
+        16_384,
+    )
 
 
 def test_vllms_flags_that_bound_one_another_are_tried_as_near_as_it_takes_them() -> None:

@@ -251,7 +251,13 @@ def generate(
     as_json: JsonOption = False,
 ) -> None:
     """Write a synthetic trace. The defaults are the SCLS paper's setting, as far as it is known."""
-    from toolkit.traces.generate import Arrivals, backlog, limited, parse_lengths, default_max_length
+    from toolkit.traces.generate import (
+        Arrivals,
+        backlog,
+        default_max_length,
+        limited,
+        parse_lengths,
+    )
     from toolkit.traces.generate import generate as synthesize
     from toolkit.traces.write import write_trace
 

@@ -49,7 +49,7 @@ def explanation(target: str, order: Order, rendered: Rendered) -> str:
         stamp=order.stamp(),
         basis=_basis(order),
         start=rendered.start,
-        limits=[(one.name, one.allowed(), one.told(), KEPT[one.kept]) for one in plan.limits],
+        limits=[(one.name, one.allowed(), one.prediction(), KEPT[one.kept]) for one in plan.limits],
         limits_said=_limits_said(plan),
         broken=bool(broken(plan.limits)),
         told=[*rendered.told, *_allowances(target, order)],
