@@ -16,7 +16,7 @@ from serving import HandWorkers, make_driver
 
 from toolkit.deploy.kinds.operators import AlertRule
 from toolkit.deploy.monitoring import rules, series
-from toolkit.deploy.order import Order, Reckoned
+from toolkit.deploy.order import Order, Sourced
 from toolkit.deploy.render import render_target
 from toolkit.files.recipe import SLA_KEYS
 from toolkit.serve.metrics import Exposition
@@ -31,7 +31,7 @@ OWN = {
 }
 READ = re.compile(r"\b(llmctl_[a-z0-9_]+|up)\b(?:\{([^}]*)\})?")
 MATCHER = re.compile(r'(\w+)="([^"]*)"')
-QUEUE: Reckoned[int | None] = Reckoned(7, "test")
+QUEUE: Sourced[int | None] = Sourced(7, "test")
 
 
 def order_of(folder: Path, **changes: object) -> Order:

@@ -14,7 +14,7 @@ from serving import HandWorkers, make_driver
 
 import toolkit
 from toolkit.deploy.monitoring import COLUMNS, dashboard, expressions, rules
-from toolkit.deploy.order import Reckoned
+from toolkit.deploy.order import Sourced
 from toolkit.deploy.render import TARGETS, render_target
 from toolkit.serve.access import Account
 from toolkit.serve.metrics import Exposition
@@ -69,7 +69,7 @@ def test_every_metric_is_on_the_board_or_has_a_reason_not_to_be(exposed):
 
 
 def test_every_alert_reads_a_metric_that_is_there(exposed, tmp_path):
-    found = rules(orders.order(orders.plan(tmp_path)), 'namespace="x"', Reckoned(7, "test"))
+    found = rules(orders.order(orders.plan(tmp_path)), 'namespace="x"', Sourced(7, "test"))
     read = {rule.alert: {*METRIC.findall(rule.expr)} for rule in found.groups[0].rules}
     assert set().union(*read.values()) <= exposed.keys()
     assert [alert for alert, metrics in read.items() if not metrics] == ["LlmctlDown"], (

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from toolkit.deploy.kinds.operators import AlertRule, RuleGroup, RulesFile
-from toolkit.deploy.order import Order, Reckoned
+from toolkit.deploy.order import Order, Sourced
 
 MIN_DRIFT_PERCENT = 15.0  # the times of a shared machine vary by about this much anyway
 RATE = "[10m]"
@@ -58,7 +58,7 @@ VLLM_NAMES = {
 OURS = re.compile(r"llmctl_[a-z0-9_]+?(?=_(?:bucket|sum|count)\b|\b)|\bfinish_reason\b")
 
 
-def drift_percent(order: Order) -> Reckoned[float]:
+def drift_percent(order: Order) -> Sourced[float]:
     """The allowed mean deviation of batch times from predictions, in percent.
 
     Twice the error that the fit states, but at least `MIN_DRIFT_PERCENT`.
@@ -68,8 +68,8 @@ def drift_percent(order: Order) -> Reckoned[float]:
     stated = max(law.error.median_percent for law in (fit.prefill, fit.decode, overhead))
     source = f"twice the largest median held-out error of the fit's laws, {stated:.1f} %"
     if 2 * stated < MIN_DRIFT_PERCENT:
-        return Reckoned(MIN_DRIFT_PERCENT, f"{source}, but at least {MIN_DRIFT_PERCENT:g} %")
-    return Reckoned(round(2 * stated, 1), source)
+        return Sourced(MIN_DRIFT_PERCENT, f"{source}, but at least {MIN_DRIFT_PERCENT:g} %")
+    return Sourced(round(2 * stated, 1), source)
 
 
 def job(order: Order, *, monitored: bool) -> str:
@@ -89,7 +89,7 @@ def series(order: Order, *, monitored: bool) -> str:
     return f'namespace="{order.options.namespace}",{own}' if monitored else own
 
 
-def rules(order: Order, selector: str, threshold: Reckoned[int | None]) -> RulesFile:
+def rules(order: Order, selector: str, threshold: Sourced[int | None]) -> RulesFile:
     """The rules for the servers that `selector` (of `series`) selects.
 
     One alerts when more than `threshold` requests wait; None: no such rule.
@@ -162,7 +162,7 @@ def _health(order: Order, selector: str) -> list[AlertRule]:
     ]
 
 
-def _targets(order: Order, selector: str, threshold: Reckoned[int | None]) -> list[AlertRule]:
+def _targets(order: Order, selector: str, threshold: Sourced[int | None]) -> list[AlertRule]:
     """Rules about each of the recipe's latency targets, refused requests and the queue."""
     found = [_target(key, limit, selector) for key, limit in order.plan.recipe.sla.items()]
     refusing = _rule(

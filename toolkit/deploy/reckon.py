@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from toolkit.deploy.order import Order, Reckoned
+from toolkit.deploy.order import Order, Sourced
 from toolkit.errors import InputError
 from toolkit.files.plan import Kind, Plan
 from toolkit.files.recipe import Recipe
@@ -44,7 +44,7 @@ WORKER_MIB = 1024
 PLAN_LIMIT_BYTES = 900 * 1024  # a ConfigMap and systemd's credentials both hold 1 MiB at most
 
 
-def drain_s(order: Order) -> Reckoned[int]:
+def drain_s(order: Order) -> Sourced[int]:
     """Seconds that running requests get after the end was announced: as long as the longest is
     expected to take.
     """
@@ -61,34 +61,32 @@ def drain_s(order: Order) -> Reckoned[int]:
     wanted |= {f"the predicted {key}": value for key, value in predicted.items()}
     name, longest = max(wanted.items(), key=lambda one: one[1], default=("", 0.0))
     if longest <= LEAST_DRAIN_S:
-        return Reckoned(
-            LEAST_DRAIN_S, "llmctl's default; no target and no prediction asks for more"
-        )
-    return Reckoned(math.ceil(longest), f"{name} is {longest:.3g} s, rounded up: what runs may end")
+        return Sourced(LEAST_DRAIN_S, "llmctl's default; no target and no prediction asks for more")
+    return Sourced(math.ceil(longest), f"{name} is {longest:.3g} s, rounded up: what runs may end")
 
 
-def grace_s(drain: Reckoned[int], notice_s: int = 0) -> Reckoned[int]:
+def grace_s(drain: Sourced[int], notice_s: int = 0) -> Sourced[int]:
     """Seconds between SIGTERM and SIGKILL: longer than notice and drain."""
     parts = f"notice {notice_s} + " if notice_s else ""
-    return Reckoned(
+    return Sourced(
         notice_s + drain.value + LAST_S, f"{parts}drain {drain.value} + {LAST_S} for the last bytes"
     )
 
 
-def startup_s(order: Order) -> Reckoned[int]:
+def startup_s(order: Order) -> Sourced[int]:
     """Seconds that the first load may take, the download with it: more for models of more than 56
     GiB.
     """
     weights = max((weight_bytes(kind) or 0 for kind in order.plan.kinds), default=0)
     bound = LOAD_S + math.ceil(weights / SLOW_BYTES_PER_S)
     if bound <= STARTUP_S:
-        return Reckoned(
+        return Sourced(
             STARTUP_S, "a bound: how long loading takes was not measured (download, disk, weights)"
         )
     sizes = (
         f"{weights / GIB:.0f} GiB of weights at {SLOW_BYTES_PER_S / 1e6:.0f} MB/s, and {LOAD_S} s"
     )
-    return Reckoned(
+    return Sourced(
         -(-bound // 60) * 60, f"a bound: {sizes}; how long loading takes was not measured"
     )
 
@@ -99,7 +97,7 @@ def weight_bytes(kind: Kind) -> int | None:
     return model.weight_bytes or facts.parameters * VALUE_BYTES[model.dtype] or None
 
 
-def models_gib(kinds: Sequence[Kind]) -> Reckoned[int] | None:
+def models_gib(kinds: Sequence[Kind]) -> Sourced[int] | None:
     """GiB that the cache of these kinds' models may take; None where no size is known."""
     sizes = {
         (kind.recipe.model.source, kind.recipe.model.revision): weight_bytes(kind) for kind in kinds
@@ -109,32 +107,32 @@ def models_gib(kinds: Sequence[Kind]) -> Reckoned[int] | None:
         return None
     weights = sum(known)
     source = f"twice {weights / GIB:.3g} GiB of weights, for another revision or dtype, and {SPARE_GIB} GiB"
-    return Reckoned(math.ceil(2 * weights / GIB) + SPARE_GIB, source)
+    return Sourced(math.ceil(2 * weights / GIB) + SPARE_GIB, source)
 
 
-def gpus(recipe: Recipe) -> Reckoned[int]:
+def gpus(recipe: Recipe) -> Sourced[int]:
     """GPUs of one server; 0 where the recipe runs on CPUs."""
     if recipe.hardware.device == "cpu":
-        return Reckoned(0, "the recipe's hardware.device is cpu")
+        return Sourced(0, "the recipe's hardware.device is cpu")
     each = recipe.engine.tensor_parallel_size
-    return Reckoned(recipe.workers * each, f"recipe: {recipe.workers} workers, {each} GPU for each")
+    return Sourced(recipe.workers * each, f"recipe: {recipe.workers} workers, {each} GPU for each")
 
 
-def cpus(recipe: Recipe) -> Reckoned[int]:
+def cpus(recipe: Recipe) -> Sourced[int]:
     """CPU cores that a server asks for: its workers' threads, and one for the front."""
     threads = (recipe.engine.threads or 1) * recipe.engine.tensor_parallel_size
     source = f"recipe: {recipe.workers} workers x {threads} threads, and one for the front"
-    return Reckoned(recipe.workers * threads + 1, source)
+    return Sourced(recipe.workers * threads + 1, source)
 
 
-def memory_mib(order: Order) -> Reckoned[int]:
+def memory_mib(order: Order) -> Sourced[int]:
     """Host memory that a server with all its workers asks for."""
     each, workers = worker_memory_mib(order.plan.kinds[0]), order.plan.recipe.workers
     source = f"{FRONT_MIB} MiB for the front, and for each of {workers} workers {each.source}"
-    return Reckoned(FRONT_MIB + workers * each.value, source)
+    return Sourced(FRONT_MIB + workers * each.value, source)
 
 
-def worker_memory_mib(kind: Kind) -> Reckoned[int]:
+def worker_memory_mib(kind: Kind) -> Sourced[int]:
     """Host memory of one worker. On a GPU the weights pass through it once."""
     recipe, fit = kind.recipe, kind.fit
     weights = recipe.model.weight_bytes or 0
@@ -142,18 +140,18 @@ def worker_memory_mib(kind: Kind) -> Reckoned[int]:
     libraries = WORKER_MIB * recipe.engine.tensor_parallel_size  # a process for each share
     parts = [f"{libraries} MiB of libraries", f"{math.ceil(weights / MIB):,} MiB of weights"]
     parts += [f"{math.ceil(cache / MIB):,} MiB of KV cache"] if cache else []
-    return Reckoned(libraries + math.ceil((weights + cache) / MIB), " + ".join(parts))
+    return Sourced(libraries + math.ceil((weights + cache) / MIB), " + ".join(parts))
 
 
-def replicas(order: Order) -> Reckoned[int]:
+def replicas(order: Order) -> Sourced[int]:
     """Servers beside each other, each with all the plan's workers."""
     workload, each = order.plan.workload, order.plan.workers
     if order.options.replicas:
-        return Reckoned(order.options.replicas, "--replicas")
+        return Sourced(order.options.replicas, "--replicas")
     if workload is None or workload.workers_needed is None:
-        return Reckoned(1, "nobody asked for more: --replicas, or tune with --workers auto")
+        return Sourced(1, "nobody asked for more: --replicas, or tune with --workers auto")
     source = f"tuned: {workload.workers_needed} workers keep all limits, {each} in each replica"
-    return Reckoned(
+    return Sourced(
         math.ceil(workload.workers_needed / each),
         f"{source}; one scheduler each, where one for all was simulated",
     )
@@ -217,7 +215,7 @@ def ttft_targets(recipe: Recipe) -> dict[str, float]:
     return {key: limit for key, limit in recipe.sla.items() if key.startswith("ttft_")}
 
 
-def waiting_threshold(plan: Plan, trace: Trace | None) -> Reckoned[int | None]:
+def waiting_threshold(plan: Plan, trace: Trace | None) -> Sourced[int | None]:
     """Requests that may wait for one replica, 1 at least; None, and why, where no such number tells
     of the target.
 
@@ -227,7 +225,7 @@ def waiting_threshold(plan: Plan, trace: Trace | None) -> Reckoned[int | None]:
     """
     targets = ttft_targets(plan.recipe)
     if not targets:
-        return Reckoned(None, "the recipe has no TTFT target that would say how many may wait")
+        return Sourced(None, "the recipe has no TTFT target that would say how many may wait")
     whose = (
         f"the lengths of {trace.source}"
         if trace
@@ -248,16 +246,16 @@ def waiting_threshold(plan: Plan, trace: Trace | None) -> Reckoned[int | None]:
     kept = ", ".join(f"{key} {value:g}" for key, value in targets.items())
     simulated = f"simulated with the fit, {whose}"
     if not served:
-        return Reckoned(None, f"{simulated}: not even one request alone keeps {kept}")
+        return Sourced(None, f"{simulated}: not even one request alone keeps {kept}")
     waiting = served - _start_at_once(backlog(lengths, served), policy, world)
     if waiting < 1:
-        return Reckoned(
+        return Sourced(
             None,
             f"{simulated}: {served} at once keep {kept}, and all of them start at once: none can wait",
         )
     beyond = f"even {MOST} at once keep {kept}, and more were not tried"
     beyond = beyond if served >= MOST else f"{served} at once keep {kept}"
-    return Reckoned(
+    return Sourced(
         waiting, f"{simulated}: {beyond}; {served - waiting} of them start at once and do not wait"
     )
 

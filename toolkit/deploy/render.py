@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import toolkit
 from toolkit.deploy.monitoring import Names, dashboard, job, rules, series
-from toolkit.deploy.order import ExplainedValue, Order, Reckoned, Rendered, fill, told
+from toolkit.deploy.order import ExplainedValue, Order, Rendered, Sourced, explain_value, fill
 from toolkit.deploy.plan import LIMITS, PREDICTED
 from toolkit.deploy.reckon import waiting_threshold
 from toolkit.deploy.targets import compose, kuberay, kubernetes, local, ray, sglang, systemd, vllm
@@ -52,7 +52,7 @@ def explanation(target: str, order: Order, rendered: Rendered) -> str:
         limits=[(one.name, one.allowed(), one.prediction(), KEPT[one.kept]) for one in plan.limits],
         limits_said=_limits_said(plan),
         broken=bool(broken(plan.limits)),
-        told=[*rendered.told, *_allowances(target, order)],
+        explained=[*rendered.explained, *_allowances(target, order)],
         planned=planned,
         predicted=_predicted(order),
         predicted_on=_predicted_on(plan),
@@ -224,7 +224,9 @@ def render_target(target: str, order: Order) -> dict[str, str]:
         threshold = waiting_threshold(order.plan, order.trace)
         alerts = rules(order, series(order, monitored=False), threshold)
         files["alerts.yaml"] = dump_yaml([alerts], order.comment())
-        rendered = replace(rendered, told=[*rendered.told, *_alerts_told(order, threshold)])
+        rendered = replace(
+            rendered, explained=[*rendered.explained, *_alerts_told(order, threshold)]
+        )
     if names is not None:
         label = job(order, monitored=target in MONITORED) if names == "llmctl" else ""
         board = dashboard(order.plan.recipe.sla, names, order.name, order.comment(), label)
@@ -233,7 +235,7 @@ def render_target(target: str, order: Order) -> dict[str, str]:
     return {"EXPLAIN.md": explanation(target, order, rendered)} | files
 
 
-def _alerts_told(order: Order, threshold: Reckoned[int | None]) -> list[ExplainedValue]:
+def _alerts_told(order: Order, threshold: Sourced[int | None]) -> list[ExplainedValue]:
     """What is to be known of alerts.yaml."""
     name = job(order, monitored=False)
     return [
@@ -242,5 +244,7 @@ def _alerts_told(order: Order, threshold: Reckoned[int | None]) -> list[Explaine
             name,
             "the job_name that Prometheus' scrape configuration gives this server",
         ),
-        told("alerts.yaml: LlmctlQueue", threshold, "none" if threshold.value is None else None),
+        explain_value(
+            "alerts.yaml: LlmctlQueue", threshold, "none" if threshold.value is None else None
+        ),
     ]

@@ -16,7 +16,7 @@ from toolkit.deploy.kinds.compose import (
     Reservations,
     SecretFile,
 )
-from toolkit.deploy.order import ExplainedValue, Order, Rendered, llmctl_image, told
+from toolkit.deploy.order import ExplainedValue, Order, Rendered, explain_value, llmctl_image
 from toolkit.deploy.reckon import drain_s, from_hub, gpus, grace_s, startup_s
 from toolkit.files.strict import dump_yaml
 
@@ -103,11 +103,11 @@ def _told(order: Order) -> list[ExplainedValue]:
     drain = drain_s(order)
     grace, startup, recipe = grace_s(drain), startup_s(order), order.plan.recipe
     return [
-        told("image", llmctl_image(order)),
-        told("command --shutdown-timeout", drain, f"{drain.value} s"),
-        told("stop_grace_period", grace, f"{grace.value} s"),
-        told("healthcheck.start_period", startup, f"{startup.value} s"),
-        told("deploy.resources.reservations.devices.count", gpus(recipe)),
+        explain_value("image", llmctl_image(order)),
+        explain_value("command --shutdown-timeout", drain, f"{drain.value} s"),
+        explain_value("stop_grace_period", grace, f"{grace.value} s"),
+        explain_value("healthcheck.start_period", startup, f"{startup.value} s"),
+        explain_value("deploy.resources.reservations.devices.count", gpus(recipe)),
         ExplainedValue(
             "ports",
             f"127.0.0.1:{recipe.serve.port or 8000}",

@@ -51,13 +51,13 @@ from toolkit.deploy.monitoring import drift_percent, rules, series
 from toolkit.deploy.order import (
     ExplainedValue,
     Order,
-    Reckoned,
     Rendered,
+    Sourced,
+    explain_value,
     fill,
     llmctl_image,
     object_name,
     products,
-    told,
 )
 from toolkit.deploy.reckon import (
     FRONT_MIB,
@@ -135,7 +135,7 @@ class RayWorkerGroup:
 
     kind: Kind
     name: str
-    count: Reckoned[int]
+    count: Sourced[int]
     labels: Mapping[str, str]
     alone: bool
 
@@ -145,11 +145,11 @@ class RayWorkerGroup:
         return MachineShare.of(self.kind.recipe.engine, self.kind.recipe.hardware)
 
     @property
-    def memory(self) -> Reckoned[int]:
+    def memory(self) -> Sourced[int]:
         """MiB that a worker's pod asks for."""
         engine = worker_memory_mib(self.kind)
         ours = f"{NODE_MIB} MiB for Ray's processes and {OBJECT_STORE_MIB} MiB for its object store"
-        return Reckoned(engine.value + NODE_MIB + OBJECT_STORE_MIB, f"{engine.source} + {ours}")
+        return Sourced(engine.value + NODE_MIB + OBJECT_STORE_MIB, f"{engine.source} + {ours}")
 
     @property
     def set_here(self) -> dict[str, str]:
@@ -174,7 +174,7 @@ def groups(order: Order) -> list[RayWorkerGroup]:
         RayWorkerGroup(
             kind,
             object_name(kind.recipe.name),
-            Reckoned(kind.workers, "fleet: workers"),
+            Sourced(kind.workers, "fleet: workers"),
             own,
             alone=False,
         )
@@ -182,12 +182,12 @@ def groups(order: Order) -> list[RayWorkerGroup]:
     ]
 
 
-def worker_count(order: Order) -> Reckoned[int]:
+def worker_count(order: Order) -> Sourced[int]:
     """Workers under the one scheduler: as many as the tuning needed, or the plan's."""
     workload = order.plan.workload
     if workload is None or workload.workers_needed is None:
-        return Reckoned(order.plan.workers, "plan: workers")
-    return Reckoned(
+        return Sourced(order.plan.workers, "plan: workers")
+    return Sourced(
         workload.workers_needed, "tuned: so many workers under one scheduler keep all limits"
     )
 
@@ -229,14 +229,16 @@ def told_of(order: Order, group: RayWorkerGroup) -> list[ExplainedValue]:
     share, engine = group.share, group.kind.recipe.engine
     threads = f"recipe: {engine.threads or 1} threads x {engine.tensor_parallel_size} processes"
     lines = [
-        told(f"{group.name}: replicas" + ", and serve --workers" * group.alone, group.count),
+        explain_value(
+            f"{group.name}: replicas" + ", and serve --workers" * group.alone, group.count
+        ),
         ExplainedValue(
             f"{group.name}: nvidia.com/gpu",
             str(share.gpus),
             "recipe: engine.tensor_parallel_size, or none on CPUs",
         ),
         ExplainedValue(f"{group.name}: num-cpus", str(share.cpus), threads),
-        told(f"{group.name}: memory", group.memory, f"{group.memory.value:,} MiB"),
+        explain_value(f"{group.name}: memory", group.memory, f"{group.memory.value:,} MiB"),
     ]
     if group.labels:
         shown = ", ".join(f"{key}={value}" for key, value in group.labels.items())
@@ -251,7 +253,7 @@ def told_of(order: Order, group: RayWorkerGroup) -> list[ExplainedValue]:
         lines.append(ExplainedValue(f"{group.name}: machines", *_machines(group)))
     elif share.gpus:
         where = products(order, group.kind)
-        lines.append(told(f"{group.name}: node affinity", where, ", ".join(where.value)))
+        lines.append(explain_value(f"{group.name}: node affinity", where, ", ".join(where.value)))
     return lines
 
 
@@ -337,18 +339,18 @@ def ray_member(order: Order) -> dict[str, str]:
     return {"ray.io/cluster": order.name}
 
 
-def worker_grace_s(order: Order) -> Reckoned[int]:
+def worker_grace_s(order: Order) -> Sourced[int]:
     """How long a worker's pod may wait for the front's drain."""
     front = grace_s(drain_s(order), PROPAGATION_S).value
-    return Reckoned(
+    return Sourced(
         front + AFTER_FRONT_S, f"the front's {front} + {AFTER_FRONT_S} for the actor's end"
     )
 
 
-def head_grace_s(order: Order) -> Reckoned[int]:
+def head_grace_s(order: Order) -> Sourced[int]:
     """How long the head may wait for everybody else."""
     workers = worker_grace_s(order).value
-    return Reckoned(
+    return Sourced(
         workers + AFTER_FRONT_S, f"the workers' {workers} + {AFTER_FRONT_S} for their raylets' end"
     )
 
@@ -491,12 +493,10 @@ def _joining(order: Order) -> list[EnvVar]:
     ]
 
 
-def front_memory() -> Reckoned[int]:
+def front_memory() -> Sourced[int]:
     """MiB that the front's pod asks for."""
     ray = f"{NODE_MIB} for its raylet, {OBJECT_STORE_MIB} for the object store"
-    return Reckoned(
-        FRONT_MIB + NODE_MIB + OBJECT_STORE_MIB, f"{FRONT_MIB} MiB for the front, {ray}"
-    )
+    return Sourced(FRONT_MIB + NODE_MIB + OBJECT_STORE_MIB, f"{FRONT_MIB} MiB for the front, {ray}")
 
 
 def render(order: Order) -> Rendered:
@@ -550,10 +550,10 @@ def _check(order: Order) -> None:
         )
 
 
-def _mounting(order: Order) -> Reckoned[int]:
+def _mounting(order: Order) -> Sourced[int]:
     """Pods that have the models' volume: the workers', and the front's for the tokenizer."""
     workers = sum(group.count.value for group in groups(order))
-    return Reckoned(workers + 1, f"{workers + 1} pods: the workers' and the front's")
+    return Sourced(workers + 1, f"{workers + 1} pods: the workers' and the front's")
 
 
 def _budget(order: Order) -> PodDisruptionBudget:
@@ -573,7 +573,7 @@ def _told(order: Order) -> list[ExplainedValue]:
     drain, startup, drift = drain_s(order), startup_s(order), drift_percent(order)
     grace, asked = grace_s(drain, PROPAGATION_S), front_memory()
     return [
-        told("image", llmctl_image(order, EXTRA)),
+        explain_value("image", llmctl_image(order, EXTRA)),
         ExplainedValue(
             "rayVersion", RAY, "what the image has installed; KubeRay chooses its probes by it"
         ),
@@ -588,7 +588,7 @@ def _told(order: Order) -> list[ExplainedValue]:
             "one image for all: another one replaces all of Ray's pods, and the front",
         ),
         *[line for group in groups(order) for line in told_of(order, group)],
-        told(
+        explain_value(
             "workers: terminationGracePeriodSeconds",
             worker_grace_s(order),
             f"{worker_grace_s(order).value} s",
@@ -609,7 +609,7 @@ def _told(order: Order) -> list[ExplainedValue]:
             f"{HEAD_MIB:,} MiB",
             "Ray 2.60's head: 610 MiB when idle, and room for its records",
         ),
-        told(
+        explain_value(
             "head: terminationGracePeriodSeconds",
             head_grace_s(order),
             f"{head_grace_s(order).value} s",
@@ -617,7 +617,7 @@ def _told(order: Order) -> list[ExplainedValue]:
         ExplainedValue(
             "head: preStop", "linger head", "the head stays until all who were connected have left"
         ),
-        told("front: memory", asked, f"{asked.value:,} MiB"),
+        explain_value("front: memory", asked, f"{asked.value:,} MiB"),
         ExplainedValue(
             "front: strategy",
             "Recreate",
@@ -633,8 +633,8 @@ def _told(order: Order) -> list[ExplainedValue]:
             f"{PROPAGATION_S} s",
             "until the cluster's proxies know that the pod is leaving",
         ),
-        told("front: --shutdown-timeout", drain, f"{drain.value} s"),
-        told("front: terminationGracePeriodSeconds", grace, f"{grace.value} s"),
+        explain_value("front: --shutdown-timeout", drain, f"{drain.value} s"),
+        explain_value("front: terminationGracePeriodSeconds", grace, f"{grace.value} s"),
         *probes_told(order, "front: "),
         *models_told(order, _mounting(order)),
         ExplainedValue(
@@ -652,7 +652,7 @@ def _told(order: Order) -> list[ExplainedValue]:
             "none",
             "the placement group has a fixed number of workers; render again for another",
         ),
-        told("drift alert", drift, f"{drift.value:g} %"),
+        explain_value("drift alert", drift, f"{drift.value:g} %"),
     ]
 
 

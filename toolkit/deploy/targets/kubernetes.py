@@ -49,11 +49,11 @@ from toolkit.deploy.monitoring import drift_percent, rules, series
 from toolkit.deploy.order import (
     ExplainedValue,
     Order,
-    Reckoned,
     Rendered,
+    Sourced,
+    explain_value,
     llmctl_image,
     products,
-    told,
 )
 from toolkit.deploy.reckon import (
     PROPAGATION_S,
@@ -204,11 +204,11 @@ def scaled_object(order: Order, threshold: int) -> ScaledObject:
     )
 
 
-def max_replicas(order: Order) -> Reckoned[int]:
+def max_replicas(order: Order) -> Sourced[int]:
     """The most replicas that the autoscaler may ask for."""
     if order.options.max_replicas:
-        return Reckoned(max(order.options.max_replicas, replicas(order).value), "--max-replicas")
-    return Reckoned(
+        return Sourced(max(order.options.max_replicas, replicas(order).value), "--max-replicas")
+    return Sourced(
         2 * replicas(order).value, "twice the replicas; say otherwise with --max-replicas"
     )
 
@@ -262,11 +262,11 @@ def _rolling(order: Order) -> RollingUpdate:
     )
 
 
-def _mounting(order: Order, threshold: Reckoned[int | None]) -> Reckoned[int]:
+def _mounting(order: Order, threshold: Sourced[int | None]) -> Sourced[int]:
     """Pods that may have the models' volume at once."""
     most = replicas(order) if threshold.value is None else max_replicas(order)
     count = most.value + _rolling(order).max_surge
-    return Reckoned(
+    return Sourced(
         count,
         f"up to {count} pods at once, replicas and a rollout's"
         if count > 1
@@ -302,36 +302,40 @@ def _all(order: Order, names: list[str], *, scaled: bool) -> Kustomization:
     )
 
 
-def _told(order: Order, threshold: Reckoned[int | None]) -> list[ExplainedValue]:
+def _told(order: Order, threshold: Sourced[int | None]) -> list[ExplainedValue]:
     drain, recipe = drain_s(order), order.plan.recipe
     where = products(order, order.plan.kinds[0])
     grace = grace_s(drain, PROPAGATION_S)
     memory = memory_mib(order)
     lines = [
-        told("image", llmctl_image(order)),
-        told("replicas", replicas(order)),
+        explain_value("image", llmctl_image(order)),
+        explain_value("replicas", replicas(order)),
         ExplainedValue(
             "args --shutdown-notice",
             f"{PROPAGATION_S} s",
             "until the cluster's proxies know that the pod is leaving",
         ),
-        told("args --shutdown-timeout", drain, f"{drain.value} s"),
-        told("terminationGracePeriodSeconds", grace, f"{grace.value} s"),
+        explain_value("args --shutdown-timeout", drain, f"{drain.value} s"),
+        explain_value("terminationGracePeriodSeconds", grace, f"{grace.value} s"),
         *probes_told(order),
-        told("nvidia.com/gpu", gpus(recipe)),
-        *([told("node affinity", where, ", ".join(where.value))] if gpus(recipe).value else []),
+        explain_value("nvidia.com/gpu", gpus(recipe)),
+        *(
+            [explain_value("node affinity", where, ", ".join(where.value))]
+            if gpus(recipe).value
+            else []
+        ),
         *models_told(order, _mounting(order, threshold)),
-        told("cpu", cpus(recipe)),
-        told("memory", memory, f"{memory.value:,} MiB"),
-        told("drift alert", drift_percent(order), f"{drift_percent(order).value:g} %"),
+        explain_value("cpu", cpus(recipe)),
+        explain_value("memory", memory, f"{memory.value:,} MiB"),
+        explain_value("drift alert", drift_percent(order), f"{drift_percent(order).value:g} %"),
     ]
     if threshold.value is None:
-        return [*lines, told("ScaledObject", threshold, "none")]
+        return [*lines, explain_value("ScaledObject", threshold, "none")]
     most = max_replicas(order)
     return [
         *lines,
-        told("ScaledObject threshold", threshold),
-        told("ScaledObject maxReplicaCount", most),
+        explain_value("ScaledObject threshold", threshold),
+        explain_value("ScaledObject maxReplicaCount", most),
     ]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from toolkit.deploy.order import Order, Rendered, fill, told
+from toolkit.deploy.order import Order, Rendered, explain_value, fill
 from toolkit.deploy.reckon import drain_s
 
 
@@ -16,6 +16,6 @@ def render(order: Order) -> Rendered:
                 "serve.sh", comment=order.comment(), flags=flags, allowances=order.allowances
             )
         },
-        [told("serve.sh --shutdown-timeout", drain, f"{drain.value} s")],
+        [explain_value("serve.sh --shutdown-timeout", drain, f"{drain.value} s")],
         "`./serve.sh` starts it, `llmctl status` shows it, Ctrl-C or `llmctl stop` drains and ends it.",
     )

@@ -42,10 +42,10 @@ from toolkit.deploy.order import (
     LABEL,
     ExplainedValue,
     Order,
-    Reckoned,
+    Sourced,
+    explain_value,
     llmctl_image,
     products,
-    told,
 )
 from toolkit.deploy.reckon import (
     cpus,
@@ -105,7 +105,7 @@ def probes_told(order: Order, whose: str = "") -> list[ExplainedValue]:
         "server loads lost ones again, keeps their requests, and ends by itself where it cannot"
     )
     return [
-        told(f"{whose}startupProbe on /ready", startup, f"{startup.value} s"),
+        explain_value(f"{whose}startupProbe on /ready", startup, f"{startup.value} s"),
         ExplainedValue(f"{whose}readinessProbe on /ready", "3 x 5 s", away),
         ExplainedValue(f"{whose}livenessProbe on /health", f"3 x {PROBE_S} s", alive),
         ExplainedValue(
@@ -275,7 +275,7 @@ def service(order: Order) -> Service:
     )
 
 
-def claim_files(order: Order, pods: Reckoned[int]) -> dict[str, str]:
+def claim_files(order: Order, pods: Sourced[int]) -> dict[str, str]:
     """models-claim.yaml where a claim was named and its size is known.
 
     It is in no kustomization, so that deleting the deployment leaves the models. `pods` may mount
@@ -294,7 +294,7 @@ def claim_files(order: Order, pods: Reckoned[int]) -> dict[str, str]:
     return {CLAIM_FILE: dump_yaml([claim], order.comment())}
 
 
-def models_told(order: Order, pods: Reckoned[int]) -> list[ExplainedValue]:
+def models_told(order: Order, pods: Sourced[int]) -> list[ExplainedValue]:
     """The lines of EXPLAIN.md about the models' volume, and about the hub's token."""
     claim, size = order.options.model_claim, models_gib(order.plan.kinds)
     if not claim:
@@ -325,7 +325,7 @@ def models_told(order: Order, pods: Reckoned[int]) -> list[ExplainedValue]:
             )
         ]
     if claim and size:
-        lines.append(told(f"{CLAIM_FILE}: storage", size, f"{size.value} GiB"))
+        lines.append(explain_value(f"{CLAIM_FILE}: storage", size, f"{size.value} GiB"))
     if from_hub(order.plan.recipe):
         where = f"Secret {order.name}, key {HUB_KEY}"
         lines.append(

@@ -5,7 +5,7 @@ actors on all.
 from __future__ import annotations
 
 from toolkit.cluster.workers import MachineShare, node_labels
-from toolkit.deploy.order import ExplainedValue, Order, Rendered, fill, told
+from toolkit.deploy.order import ExplainedValue, Order, Rendered, explain_value, fill
 from toolkit.deploy.reckon import cpus, drain_s, gpus
 
 START = """\
@@ -22,7 +22,7 @@ def render(order: Order) -> Rendered:
         ExplainedValue(
             "serve.sh --ray", "auto", "RAY_ADDRESS, or the cluster that the machine belongs to"
         ),
-        told("serve.sh --shutdown-timeout", drain, f"{drain.value} s"),
+        explain_value("serve.sh --shutdown-timeout", drain, f"{drain.value} s"),
         *(_of_kinds(order) if order.plan.others else _of_one_kind(order)),
     ]
     return Rendered({"serve.sh": script}, lines, START)
@@ -34,8 +34,8 @@ def _of_one_kind(order: Order) -> list[ExplainedValue]:
         ExplainedValue(
             "actors", str(order.plan.workers), "plan: workers, spread over the machines"
         ),
-        told("GPUs of all actors", gpus(recipe)),
-        told("CPUs of actors and front", cpus(recipe)),
+        explain_value("GPUs of all actors", gpus(recipe)),
+        explain_value("CPUs of actors and front", cpus(recipe)),
     ]
 
 

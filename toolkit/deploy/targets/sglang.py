@@ -6,7 +6,7 @@ against its parser, which was not at hand.
 
 from __future__ import annotations
 
-from toolkit.deploy.order import ExplainedValue, Order, Reckoned, Rendered, fill, told
+from toolkit.deploy.order import ExplainedValue, Order, Rendered, Sourced, explain_value, fill
 from toolkit.deploy.reckon import waiting_threshold
 from toolkit.deploy.targets.vllm import (
     Flags,
@@ -55,12 +55,12 @@ def _fitted(order: Order) -> list[ExplainedValue]:
         ExplainedValue(
             "--context-length", str(plan.fit.engine.max_model_len), "fit: engine.max_model_len"
         ),
-        told("--max-running-requests", running),
+        explain_value("--max-running-requests", running),
     ]
     if plan.recipe.hardware.device == "cuda":
-        lines.append(told("--mem-fraction-static", static_share(order)))
+        lines.append(explain_value("--mem-fraction-static", static_share(order)))
     if prompt is not None:
-        lines.append(told("--chunked-prefill-size", prompt))
+        lines.append(explain_value("--chunked-prefill-size", prompt))
     else:
         lines.append(
             ExplainedValue(
@@ -70,10 +70,10 @@ def _fitted(order: Order) -> list[ExplainedValue]:
             )
         )
     if waiting.value is None:
-        lines.append(told("max-queued-requests", waiting, "SGLang's own: no limit"))
+        lines.append(explain_value("max-queued-requests", waiting, "SGLang's own: no limit"))
     else:
-        lines.append(told("--max-queued-requests", waiting))
-    lines.append(told("--schedule-conservativeness", conservativeness(order)))
+        lines.append(explain_value("--max-queued-requests", waiting))
+    lines.append(explain_value("--schedule-conservativeness", conservativeness(order)))
     if plan.recipe.engine.tensor_parallel_size > 1:
         lines.append(
             ExplainedValue(
@@ -87,16 +87,16 @@ def _fitted(order: Order) -> list[ExplainedValue]:
     return [*lines, ExplainedValue("--enable-metrics", "", "for Prometheus, and for llmctl status")]
 
 
-def conservativeness(order: Order) -> Reckoned[float]:
+def conservativeness(order: Order) -> Sourced[float]:
     """SGLang's own default, or 1.3 where the plan is predicted to evict often, as its tuning guide
     advises.
     """
     evicted = order.plan.predicted.get("evicted_percent")
     if evicted is None:
-        return Reckoned(1.0, "SGLang's default: the plan predicts no evictions, or nobody tuned it")
+        return Sourced(1.0, "SGLang's default: the plan predicts no evictions, or nobody tuned it")
     if evicted > OFTEN_EVICTED_PERCENT:
-        return Reckoned(
+        return Sourced(
             CAREFUL,
             f"plan: {evicted:.2g} evictions predicted per 100 requests; SGLang advises 1.3 there",
         )
-    return Reckoned(1.0, f"SGLang's default: {evicted:.2g} evictions predicted per 100 requests")
+    return Sourced(1.0, f"SGLang's default: {evicted:.2g} evictions predicted per 100 requests")

@@ -4,7 +4,7 @@ credential.
 
 from __future__ import annotations
 
-from toolkit.deploy.order import ExplainedValue, Order, Reckoned, Rendered, fill, told
+from toolkit.deploy.order import ExplainedValue, Order, Rendered, Sourced, explain_value, fill
 from toolkit.deploy.reckon import check_plan_size, drain_s, gpus, grace_s, startup_s
 
 KEY_FOLDER = "/etc/llmctl"
@@ -44,21 +44,19 @@ def render(order: Order) -> Rendered:
 
 
 def _told(
-    order: Order, drain: Reckoned[int], grace: Reckoned[int], startup: Reckoned[int]
+    order: Order, drain: Sourced[int], grace: Sourced[int], startup: Sourced[int]
 ) -> list[ExplainedValue]:
-    program = Reckoned(
-        order.options.program, "--program: where llmctl is installed on that machine"
-    )
+    program = Sourced(order.options.program, "--program: where llmctl is installed on that machine")
     killing = (
         "SIGTERM to the server alone; what is left after TimeoutStopSec is killed, its workers too"
     )
     waiting = "`systemctl start` waits until all workers are loaded; the server says so"
     return [
-        told("ExecStart", program),
+        explain_value("ExecStart", program),
         ExplainedValue("ExecStart --host", order.plan.recipe.serve.host, "recipe: serve.host"),
-        told("ExecStart --shutdown-timeout", drain, f"{drain.value} s"),
-        told("TimeoutStopSec", grace, f"{grace.value} s"),
-        told("TimeoutStartSec", startup, f"{startup.value} s"),
+        explain_value("ExecStart --shutdown-timeout", drain, f"{drain.value} s"),
+        explain_value("TimeoutStopSec", grace, f"{grace.value} s"),
+        explain_value("TimeoutStartSec", startup, f"{startup.value} s"),
         ExplainedValue("Type", "notify", waiting),
         ExplainedValue(
             "WatchdogSec",

@@ -6,7 +6,7 @@ there is one.
 
 from __future__ import annotations
 
-from toolkit.deploy.order import ExplainedValue, Order, Reckoned, Rendered, fill, told
+from toolkit.deploy.order import ExplainedValue, Order, Rendered, Sourced, explain_value, fill
 from toolkit.deploy.reckon import GIB, drain_s, gap_target, ttft_targets
 from toolkit.endpoints.vllm import TRIED, flags_of
 from toolkit.errors import InputError
@@ -56,20 +56,20 @@ def foreign(order: Order, engine: str) -> str:
     )
 
 
-def rows(order: Order) -> Reckoned[int]:
+def rows(order: Order) -> Sourced[int]:
     """Requests that run at once."""
     plan = order.plan
     for name in ("max_batch_size", "max_num_seqs"):
         named = plan.policy.parameters.get(name)
         if isinstance(named, int) and named > 0:
-            return Reckoned(named, f"plan: {name} of policy '{plan.policy.name}'")
+            return Sourced(named, f"plan: {name} of policy '{plan.policy.name}'")
     if plan.fit.engine.max_rows:
-        return Reckoned(plan.fit.engine.max_rows, "fit: what the measured engine runs at most")
+        return Sourced(plan.fit.engine.max_rows, "fit: what the measured engine runs at most")
     largest = plan.fit.decode.valid.batch_size_max
-    return Reckoned(largest, "fit: the largest batch that was measured; beyond it the laws guess")
+    return Sourced(largest, "fit: the largest batch that was measured; beyond it the laws guess")
 
 
-def chunk(order: Order, running: int) -> Reckoned[int] | None:
+def chunk(order: Order, running: int) -> Sourced[int] | None:
     """Prompt tokens of one pass beside `running` rows that decode; None where nothing bounds the
     pass.
     """
@@ -77,10 +77,10 @@ def chunk(order: Order, running: int) -> Reckoned[int] | None:
     if isinstance(tokens, int):  # decodes included
         policy = f"policy '{order.plan.policy.name}'"
         source = f"plan: max_num_batched_tokens {tokens} of {policy}, less a token for each row"
-        return Reckoned(tokens - running, source)
+        return Sourced(tokens - running, source)
     named = order.plan.policy.parameters.get("chunk_tokens")
     if isinstance(named, int) and named > 0:
-        return Reckoned(named, f"plan: chunk_tokens of policy '{order.plan.policy.name}'")
+        return Sourced(named, f"plan: chunk_tokens of policy '{order.plan.policy.name}'")
     gap = gap_target(order.plan.recipe)
     if gap is None:
         return None
@@ -95,14 +95,14 @@ def chunk(order: Order, running: int) -> Reckoned[int] | None:
     about = (
         f"{size} prompt tokens beside {running} rows of {middle} cached tokens take {seconds:.3g} s"
     )
-    return Reckoned(size, f"fit: the largest power of two that keeps {key} {limit:g} s: {about}")
+    return Sourced(size, f"fit: the largest power of two that keeps {key} {limit:g} s: {about}")
 
 
 def _pass_s(law: LatencyLaw, prompt: int, running: int, cached: int) -> float:
     return law.prefill_s(1, prompt) + law.decode_s(running, cached, 1)
 
 
-def queued_tokens(order: Order) -> Reckoned[int] | None:
+def queued_tokens(order: Order) -> Sourced[int] | None:
     """Prompt tokens that may be on their way to a first token: target TTFT x prefill rate, as vLLM
     documents it.
     """
@@ -111,21 +111,21 @@ def queued_tokens(order: Order) -> Reckoned[int] | None:
         return None
     key, limit = min(targets.items(), key=lambda one: one[1])
     rate = prefill_rate(order.plan.fit)
-    return Reckoned(
+    return Sourced(
         max(int(limit * rate.value), 1),
         f"{key} {limit:g} s x {rate.value:,.0f} tokens/s: {rate.source}",
     )
 
 
-def prefill_rate(fit: Fit) -> Reckoned[float]:
+def prefill_rate(fit: Fit) -> Sourced[float]:
     """Prompt tokens per second of a prefill as long as was measured."""
     length = fit.prefill.valid.length_max
     rate = length / laws_from_fit(fit).latency.prefill_s(1, length)
     error = fit.prefill.error.median_percent
-    return Reckoned(rate, f"fit, a prompt of {length:,} tokens alone; median error {error:.1f} %")
+    return Sourced(rate, f"fit, a prompt of {length:,} tokens alone; median error {error:.1f} %")
 
 
-def static_share(order: Order) -> Reckoned[float]:
+def static_share(order: Order) -> Sourced[float]:
     """The share of a device's memory that weights and KV cache take."""
     plan = order.plan
     memory, weights = plan.recipe.hardware.memory_gib, plan.recipe.model.weight_bytes
@@ -133,8 +133,8 @@ def static_share(order: Order) -> Reckoned[float]:
         share = (weights + plan.fit.engine.kv_budget_bytes) / (memory * GIB)
         if 0 < share < 1:
             sizes = f"({weights / GIB:.1f} + {plan.fit.engine.kv_budget_bytes / GIB:.1f}) of {memory:g} GiB"
-            return Reckoned(round(share, 3), f"recipe and fit: weights and KV cache take {sizes}")
-    return Reckoned(
+            return Sourced(round(share, 3), f"recipe and fit: weights and KV cache take {sizes}")
+    return Sourced(
         plan.recipe.engine.gpu_memory_utilization, "recipe: engine.gpu_memory_utilization"
     )
 
@@ -207,7 +207,7 @@ def _fitted(order: Order) -> list[ExplainedValue]:
         ExplainedValue(
             "--max-model-len", str(plan.fit.engine.max_model_len), "fit: engine.max_model_len"
         ),
-        told("--max-num-seqs", running),
+        explain_value("--max-num-seqs", running),
     ]
     if plan.recipe.hardware.device == "cuda":
         share = plan.recipe.engine.gpu_memory_utilization
@@ -230,12 +230,12 @@ def _fitted(order: Order) -> list[ExplainedValue]:
             )
         )
     if queued is not None:
-        lines.append(told("--max-num-queued-tokens", queued))
+        lines.append(explain_value("--max-num-queued-tokens", queued))
     else:
         lines.append(
             ExplainedValue("max-num-queued-tokens", "no limit", "the recipe has no TTFT target")
         )
-    return [*lines, *_parallel(plan.recipe), told("--shutdown-timeout", drain)]
+    return [*lines, *_parallel(plan.recipe), explain_value("--shutdown-timeout", drain)]
 
 
 def _parallel(recipe: Recipe) -> list[ExplainedValue]:
