@@ -386,7 +386,7 @@ def test_our_scheduler_goes_into_vllm_where_it_can(tmp_path: Path) -> None:
     files = render_target("vllm", orders.order(plan))
     assert "--scheduler-cls toolkit.inside.vllm_scheduler.LlmctlScheduler" in files["serve.sh"]
     assert 'export LLMCTL_VLLM_PLAN="$here"/plan.json' in files["serve.sh"]
-    assert "a place to start from" not in files["serve.sh"]
+    assert "a starting point" not in files["serve.sh"]
 
 
 def test_sglang_gets_the_fitted_values(gpu: Plan) -> None:

@@ -1,6 +1,4 @@
-"""A machine with systemd: one system unit, hardened, that drains on stop and gets its key as a
-credential.
-"""
+"""Target `systemd`: one hardened system unit, which drains on stop and gets its key as credential."""
 
 from __future__ import annotations
 
@@ -8,13 +6,11 @@ from toolkit.deploy.order import ExplainedValue, Order, Rendered, Sourced, expla
 from toolkit.deploy.reckon import check_plan_size, drain_s, gpus, grace_s, startup_s
 
 KEY_FOLDER = "/etc/llmctl"
-WATCHDOG_S = 60  # a batch is planned in well under a second
+WATCHDOG_S = 60  # the server's loop never blocks this long: it plans a batch in under a second
 
 
 def render(order: Order) -> Rendered:
-    """NAME.service. Paths in it are absolute: it starts the plan in the folder that it was rendered
-    to.
-    """
+    """Render NAME.service. Its paths are absolute: it starts the plan in the rendered folder."""
     check_plan_size(order.text, "systemd's credentials hold")
     drain, startup, recipe = drain_s(order), startup_s(order), order.plan.recipe
     grace, key_file = grace_s(drain), f"{KEY_FOLDER}/{order.name}.key"
@@ -38,19 +34,20 @@ def render(order: Order) -> Rendered:
     )
     return Rendered(
         {f"{order.name}.service": unit},
-        _told(order, drain, grace, startup),
+        _explained(order, drain, grace, startup),
         _start(order, key_file),
     )
 
 
-def _told(
+def _explained(
     order: Order, drain: Sourced[int], grace: Sourced[int], startup: Sourced[int]
 ) -> list[ExplainedValue]:
     program = Sourced(order.options.program, "--program: where llmctl is installed on that machine")
     killing = (
-        "SIGTERM to the server alone; what is left after TimeoutStopSec is killed, its workers too"
+        "SIGTERM goes only to the server; after TimeoutStopSec all its processes are killed, also "
+        "its workers"
     )
-    waiting = "`systemctl start` waits until all workers are loaded; the server says so"
+    waiting = "`systemctl start` waits until the server reports that all workers are loaded"
     return [
         explain_value("ExecStart", program),
         ExplainedValue("ExecStart --host", order.plan.recipe.serve.host, "recipe: serve.host"),
@@ -61,7 +58,7 @@ def _told(
         ExplainedValue(
             "WatchdogSec",
             str(WATCHDOG_S),
-            "seconds that the server's loop may stand still; workers are its own to watch",
+            "seconds that the server's loop may block; the server itself watches its workers",
         ),
         ExplainedValue("KillMode", "mixed", killing),
         ExplainedValue(
