@@ -67,7 +67,7 @@ def test_a_plan_has_all_kinds_and_both_clocks_the_same_workers(unequal):
     assert [worker.capacity_tokens for worker in live] == [7372, 921, 921]
     assert (
         plan.explained["workers"].source
-        == "fleet: 1 of large, 2 of small; measured at once: large with 2"
+        == "fleet: 1 of large, 2 of small; measured together: large with 2"
     )
     assert plan.explained["small: capacity_tokens"].value == "1024"
 
