@@ -88,16 +88,16 @@ from toolkit.deploy.targets.objects import (
     dashboard_map,
     digests,
     environment,
+    explain_models,
+    explain_probes,
     loading_environment,
     metadata,
-    models_told,
     models_volume,
     mounts,
     on_products,
     plan_map,
     pod_metadata,
     preparation,
-    probes_told,
     selector,
     service,
     started,
@@ -224,7 +224,7 @@ def worker_group(
     )
 
 
-def told_of(order: Order, group: RayWorkerGroup) -> list[ExplainedValue]:
+def explain_group(order: Order, group: RayWorkerGroup) -> list[ExplainedValue]:
     """The lines of EXPLAIN.md about a group."""
     share, engine = group.share, group.kind.recipe.engine
     threads = f"recipe: {engine.threads or 1} threads x {engine.tensor_parallel_size} processes"
@@ -587,7 +587,7 @@ def _told(order: Order) -> list[ExplainedValue]:
             "Recreate",
             "one image for all: another one replaces all of Ray's pods, and the front",
         ),
-        *[line for group in groups(order) for line in told_of(order, group)],
+        *[line for group in groups(order) for line in explain_group(order, group)],
         explain_value(
             "workers: terminationGracePeriodSeconds",
             worker_grace_s(order),
@@ -635,8 +635,8 @@ def _told(order: Order) -> list[ExplainedValue]:
         ),
         explain_value("front: --shutdown-timeout", drain, f"{drain.value} s"),
         explain_value("front: terminationGracePeriodSeconds", grace, f"{grace.value} s"),
-        *probes_told(order, "front: "),
-        *models_told(order, _mounting(order)),
+        *explain_probes(order, "front: "),
+        *explain_models(order, _mounting(order)),
         ExplainedValue(
             "probes of Ray's pods",
             "KubeRay's",
