@@ -11,7 +11,7 @@ import toolkit
 from toolkit.deploy.kinds.compose import ComposeService
 from toolkit.deploy.kinds.kubernetes import PodSecurity
 from toolkit.deploy.order import IN_EXTRAS, llmctl_image
-from toolkit.deploy.targets.kuberay import EXTRA
+from toolkit.deploy.targets.raycluster import EXTRA
 
 ROOT = Path(toolkit.__file__).parent.parent
 DOCKERFILE = (ROOT / "Dockerfile").read_text(encoding="utf-8")

@@ -20,7 +20,7 @@ from toolkit.cluster.linger import actors, main, peers, wait
 from toolkit.cluster.workers import MachineShare, node_labels
 from toolkit.deploy.kinds.operators import RayCluster
 from toolkit.deploy.render import render_target
-from toolkit.deploy.targets.kuberay import RAY
+from toolkit.deploy.targets.raycluster import RAY
 from toolkit.errors import InputError
 from toolkit.files.plan import Plan, PlannedWorkload
 

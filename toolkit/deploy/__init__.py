@@ -1,1 +1,1 @@
-"""From a tuned plan to the files that are deployed, the checks of a machine, and running servers."""
+"""From a tuned plan to the files that are deployed, a machine's checks, and running servers."""

@@ -299,7 +299,7 @@ class Service(StrictObject):
 
 
 class DisruptionSpec(StrictObject):
-    """`max_unavailable`; or `min_available`, for pods of controllers that are not Kubernetes' own."""
+    """`max_unavailable`; or `min_available`, for pods of other controllers than Kubernetes'."""
 
     max_unavailable: Count | None = None
     min_available: Count | None = None

@@ -1,4 +1,4 @@
-"""Target `compose`: one service without privileges, its key as a secret file, its port on loopback."""
+"""Target `compose`: one unprivileged service, its key as a secret file, its port on loopback."""
 
 from __future__ import annotations
 
@@ -121,7 +121,8 @@ def _start(order: Order) -> str:
     return f"""\
 ```sh
 sudo install -d {KEY_FOLDER}
-openssl rand -hex 32 | sudo install -o 10001 -m 0400 /dev/stdin {key_file(order)}    # the container's user reads it
+# The container's user, 10001, reads the key.
+openssl rand -hex 32 | sudo install -o 10001 -m 0400 /dev/stdin {key_file(order)}
 docker compose up --detach --wait      # or: {serve}
 docker compose ps
 docker compose stop                    # drains

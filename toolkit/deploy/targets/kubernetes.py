@@ -99,7 +99,7 @@ def network_policy(order: Order) -> NetworkPolicy:
 
 
 def front_policy(order: Order, members: dict[str, str]) -> NetworkPolicy:
-    """As `network_policy`, plus all ports, which Ray uses, from and to the deployment's `members`."""
+    """As `network_policy`, plus all ports from and to the deployment's `members`, for Ray."""
     ours = [Peer(pod_selector=AnyPods(match_labels=members))]
     callers = Ingress(sender=_callers(order), ports=[PolicyPort(port="http")])
     ways_out = [*_egress(order), Egress(to=ours)]

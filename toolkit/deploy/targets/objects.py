@@ -98,7 +98,7 @@ ALIVE = _probe("/health", PROBE_S, 3).model_copy(
 
 
 def started(order: Order) -> Probe:
-    """The startup probe: other probes begin after the first /ready, and an endless load is ended."""
+    """The startup probe: others begin after the first /ready, and an endless load is ended."""
     return _probe("/ready", 5, startup_s(order).value // 5)
 
 
@@ -199,7 +199,7 @@ def volumes(order: Order) -> list[Volume]:
 
 
 def models_volume(order: Order, kind: Kind) -> Volume:
-    """The volume of models: the named claim, else empty in each new pod, large enough for `kind`."""
+    """The volume of models: the named claim, else empty in each new pod, with room for `kind`."""
     claim = order.options.model_claim
     if claim:
         return Volume(name="models", persistent_volume_claim=Claim(claim_name=claim))
@@ -344,14 +344,14 @@ def preparation(order: Order, *keys: str) -> str:
     lines.append(" \\\n  ".join(words))
     if order.options.model_claim and models_gib(order.plan.kinds):
         lines.append(
-            f"kubectl apply -f {CLAIM_FILE}    # once, if there is no such claim; deleting the rest "
-            "keeps it"
+            f"kubectl apply -f {CLAIM_FILE}    # once, if there is no such claim; deleting the "
+            "rest keeps it"
         )
     return "\n".join(lines)
 
 
 def plan_map(order: Order, *files: str) -> ConfigMapGenerator:
-    """The ConfigMap of the plan and further files, with a hash in its name: a new plan rolls pods."""
+    """The ConfigMap of the plan and further files; a hash in its name rolls pods for a new plan."""
     return ConfigMapGenerator(name=f"{order.name}-plan", files=["plan.json", *files])
 
 

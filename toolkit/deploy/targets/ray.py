@@ -10,8 +10,9 @@ from toolkit.deploy.order import ExplainedValue, Order, Rendered, explain_value,
 from toolkit.deploy.reckon import cpus, drain_s, gpus
 
 START = """\
-On a machine of the cluster: `./serve.sh` starts it, `llmctl status` shows it, `llmctl stop` drains and ends it.
-The cluster's token comes from RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH. Another cluster: `./serve.sh --ray HOST:6379`."""
+On a machine of the cluster: `./serve.sh` starts it, `llmctl status` shows it, `llmctl stop` drains
+and ends it. The cluster's token comes from RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH. For another
+cluster: `./serve.sh --ray HOST:6379`."""
 
 
 def render(order: Order) -> Rendered:

@@ -1,4 +1,4 @@
-"""Target `systemd`: one hardened system unit, which drains on stop and gets its key as credential."""
+"""Target `systemd`: a hardened system unit that drains on stop and gets its key as credential."""
 
 from __future__ import annotations
 

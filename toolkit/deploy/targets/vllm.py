@@ -67,7 +67,7 @@ def rows(order: Order) -> Sourced[int]:
 
 
 def chunk(order: Order, running: int) -> Sourced[int] | None:
-    """Prompt tokens of a pass in which `running` rows decode; None where nothing bounds the pass."""
+    """Prompt tokens of a pass in which `running` rows decode; None where it has no bound."""
     tokens = order.plan.policy.parameters.get("max_num_batched_tokens")
     if isinstance(tokens, int):  # decodes included
         policy = f"policy '{order.plan.policy.name}'"
