@@ -217,7 +217,7 @@ def test_the_front_of_a_fleet_asks_for_its_workers_by_kind(fleet: Plan) -> None:
     assert "--workers" not in render_target("kuberay", orders.order(fleet))["core/front.sh"]
     files = render_target("ray", orders.order(fleet))
     assert (
-        "| actors of small | 2, of 1 CPU and 1 GPU each | fleet; on nodes of Ray with ray.io/accelerator"
+        "| actors of small | 2, each with 1 CPU and 1 GPU | fleet; on nodes of Ray with ray.io/accelerator"
         in (files["EXPLAIN.md"])
     )
 

@@ -333,7 +333,7 @@ def test_a_unit_takes_no_second_line(gpu: Plan) -> None:
 
 
 def test_a_models_name_is_no_option(gpu: Plan) -> None:
-    with pytest.raises(InputError, match="would be an option"):
+    with pytest.raises(InputError, match="would be read as an option"):
         render_target("vllm", with_model(gpu, "--help"))
 
 
@@ -439,7 +439,7 @@ def test_where_all_that_keep_the_target_start_at_once_there_is_no_threshold(gpu:
     policy = PlannedPolicy(name="sequence", parameters={"batch_size": 4})
     found = waiting_threshold(gpu.model_copy(update={"recipe": recipe, "policy": policy}), None)
     assert found.value is None
-    assert "all of them start at once: none can wait" in found.source
+    assert "all start at once: none can wait" in found.source
 
 
 def bound(limit: int) -> Callable[[int], bool]:

@@ -387,10 +387,10 @@ class Recipe(Strict):
             raise ValueError(
                 f"workers: {self.workers}: a server is one worker, whatever runs behind it"
             )
-        for key, limit in self.sla.items():
-            problem = sla_problem(key, limit)
+        for key, seconds in self.sla.items():
+            problem = sla_problem(key, seconds)
             if problem:
-                raise ValueError(f"sla.{key}: {limit:g}: {problem}")
+                raise ValueError(f"sla.{key}: {seconds:g}: {problem}")
         return self
 
 

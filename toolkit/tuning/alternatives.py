@@ -159,12 +159,12 @@ class AlternativeRuns:
         if feasible:
             policy = PolicySpec(name=outcome.policy, parameters=outcome.parameters)
             own = recipe.model_copy(update={"policy": policy})
-            columns = ("arrival_s", "prompt_tokens", "output_tokens", "max_tokens")
+            windows = setup.windows
             joined = Trace(
-                *(
-                    np.concatenate([getattr(window, name) for window in setup.windows])
-                    for name in columns
-                )
+                np.concatenate([window.arrival_s for window in windows]),
+                np.concatenate([window.prompt_tokens for window in windows]),
+                np.concatenate([window.output_tokens for window in windows]),
+                np.concatenate([window.max_tokens for window in windows]),
             )
             most = max(most, capacity_rps(own, setup.world, joined))
 
