@@ -5,7 +5,7 @@ which forward pass.
     python bench/vllm_passes.py --vllm-python VENV/bin/python --model FOLDER [--cases 400] [--seed 1000]
 
 The first holds it to a log that a real vLLM wrote (`--scheduler-cls
-toolkit.inside.vllm_iterations.logged_scheduler`), with the requests that it served, one JSON object
+toolkit.backends.vllm.iterations.logged_scheduler`), with the requests that it served, one JSON object
 each: id, arrival_s on the log's clock, prompt_tokens, max_tokens.
 
 The second makes workloads up, small caches and all flags drawn, and runs them through vLLM's

@@ -174,7 +174,7 @@ def main() -> None:
     from vllm.v1.core.sched.scheduler import Scheduler
 
     bench = Bench(folder, work)
-    from toolkit.inside.vllm_scheduler import (
+    from toolkit.backends.vllm.scheduler import (
         LlmctlScheduler,  # as a server does: once vLLM has loaded the model
     )
 

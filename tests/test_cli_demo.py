@@ -38,6 +38,7 @@ serve: {max_new_tokens: 64}
 """
 
 
+@pytest.mark.slow
 def test_the_demo_holds_the_tuned_server_to_the_promise_and_says_what_was_achieved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ):

@@ -74,6 +74,7 @@ def gone(pid: int = 1) -> Running:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_status_shows_what_runs(
     keyed: Keyed, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -89,6 +90,7 @@ def test_status_shows_what_runs(
     assert "asks for the key" in err
 
 
+@pytest.mark.slow
 def test_the_key_is_asked_for_and_remembered_nowhere(keyed: Keyed) -> None:
     url = f"{keyed.server.url}/v1/models"
     assert httpx.get(url).status_code == 401
@@ -98,11 +100,13 @@ def test_the_key_is_asked_for_and_remembered_nowhere(keyed: Keyed) -> None:
     assert CANARY not in written[0] + json.dumps(keyed.server.ready)
 
 
+@pytest.mark.slow
 def test_a_service_manager_is_told_when_it_is_ready(keyed: Keyed) -> None:
     assert keyed.told == b"READY=1"
     assert all("NOTIFY_SOCKET" not in worker.environ() for worker in keyed.server.workers())
 
 
+@pytest.mark.slow
 def test_stop_waits_for_the_drain_and_counts_it(
     states: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -132,6 +136,7 @@ def test_stop_waits_for_the_drain_and_counts_it(
     assert llmctl("status") == 1
 
 
+@pytest.mark.slow
 def test_a_killed_server_is_noticed(states: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
         started_s = psutil.Process(process.pid).create_time()
@@ -242,6 +247,7 @@ def test_what_serve_cannot_start_is_said_with_what_can(capsys: pytest.CaptureFix
         assert said in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_managers_are_asked_in_this_order(
     rendered: Path, states: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -272,6 +278,7 @@ def test_status_wants_the_url_of_a_server(url: str, capsys: pytest.CaptureFixtur
     assert f"error: '{url}' is not " in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("log", "said"),
     [
@@ -314,6 +321,7 @@ def test_a_unit_that_does_not_start_is_given_up_with_its_own_words(
     assert (rendered / "asked").read_text().splitlines() == [link, f"start {unit}", f"stop {unit}"]
 
 
+@pytest.mark.slow
 def test_what_a_rendered_script_starts_is_a_server(states: Path, tmp_path: Path) -> None:
     """serve.sh, with a `llmctl` on the path that is this one; then bench.sh against it."""
     fake_plan(tmp_path)

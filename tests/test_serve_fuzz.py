@@ -11,6 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from schemathesis import GenerationMode
 from serving import Server, ToyWorkers, client, fake_plan
 
+pytestmark = pytest.mark.slow
+
 few = settings(
     max_examples=80, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
 )

@@ -7,12 +7,13 @@ import pytest
 import samples
 from commands import llmctl
 
+from toolkit.backends.vllm import launch as vllm_launch
 from toolkit.errors import EngineError
 from toolkit.files.io import write_file
 from toolkit.files.plan import PlannedPolicy
 from toolkit.files.recipe import Recipe
 from toolkit.profiling import run as profiling
-from toolkit.serve import launch, vllm_launch
+from toolkit.serve import launch
 from toolkit.workers.process import require_gpu, share_gpus, visible_gpus
 
 

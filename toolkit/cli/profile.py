@@ -53,6 +53,7 @@ def command(
     It can be interrupted, by kill -9 too: the same command goes on with what was measured, which is
     beside the profile until that is written.
     """
+    from toolkit.backends import backend_of
     from toolkit.files.io import check_writable, write_file
     from toolkit.profiling.run import OtherLoad, journal_path, profile
 
@@ -62,7 +63,9 @@ def command(
         return
     others = OtherLoad()
     with ExitStack() as stack:
-        measured = profile(open_recipe(recipe), recipe, out, TerminalWatch(stack), fresh=fresh)
+        loaded = open_recipe(recipe)
+        timed = backend_of(loaded.engine.name).timed
+        measured = profile(loaded, recipe, out, TerminalWatch(stack), fresh=fresh, timed=timed)
     write_file(measured, out)
     journal_path(out).unlink(missing_ok=True)
     if not measured.engine.is_server:  # whose own time would count as others'

@@ -95,7 +95,7 @@ TraceOption = Annotated[
     str | None,
     typer.Option(
         "--trace",
-        help="Lengths for the autoscaling threshold; default: the tuning's trace, if it ships, or chat-small.",
+        help="Lengths for the autoscaling threshold; default: the tuning's trace, if it ships, or the recipe's.",
     ),
 ]
 ImageOption = Annotated[
@@ -328,7 +328,7 @@ def render_to(asked: RenderRequest) -> None:
     """Write the folder, or compare it. `TargetMissedError` where a comparison finds anything."""
     from toolkit.cli.basis import note_analytic
     from toolkit.deploy.folder import changes, manifest_of, write
-    from toolkit.deploy.reckon import DEFAULT_TRACE, ttft_targets
+    from toolkit.deploy.reckon import default_trace, ttft_targets
     from toolkit.deploy.render import render_target
 
     order = _order(asked)
@@ -345,9 +345,8 @@ def render_to(asked: RenderRequest) -> None:
     )
     note_analytic(asked.plan.fit)
     if order.trace is None and ttft_targets(asked.plan.recipe):
-        note(
-            f"no --trace was given: how many may wait is reckoned for the lengths of {DEFAULT_TRACE}, which ships"
-        )
+        trace = default_trace(asked.plan.recipe)
+        note(f"no --trace was given: how many may wait is reckoned for the lengths of {trace}")
     if order.validation:
         note(order.validation.summary())
     note(f"{asked.folder / 'EXPLAIN.md'} says where each value comes from, and how to start it")

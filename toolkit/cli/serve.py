@@ -206,6 +206,18 @@ RequestTimeoutOption = Annotated[
         help="Deadline of requests that name none, and the longest that one may name; the recipe's by default.",
     ),
 ]
+ClientShareOption = Annotated[
+    float | None,
+    typer.Option(
+        "--client-share",
+        min=0.001,
+        max=1,
+        show_default=False,
+        metavar="SHARE",
+        rich_help_panel=LOAD,
+        help="Of connections and held bytes, for one address; 0.5 by default. 1 behind a proxy elsewhere.",
+    ),
+]
 TimeoutOption = Annotated[
     float,
     typer.Option(
@@ -320,6 +332,7 @@ def command(
     open_metrics: OpenMetricsOption = False,
     status_page: StatusOption = None,
     request_timeout: RequestTimeoutOption = None,
+    client_share: ClientShareOption = None,
     shutdown_timeout: TimeoutOption = 30.0,
     shutdown_notice: NoticeOption = 0.0,
     check: CheckOption = None,
@@ -338,6 +351,7 @@ def command(
     running requests get --shutdown-timeout seconds; a second signal ends it at once. Files of keys
     and certificates are read again where they change.
     """
+    from toolkit.backends import ServerOrder, Serves, backend_of
     from toolkit.cli.serve_start import (
         changed,
         check_engine,
@@ -349,12 +363,12 @@ def command(
         points_to_check,
         serve_managed,
         start,
-        start_vllm,
+        start_server,
     )
     from toolkit.serve.assemble import make_limits, make_settings, model_name
+    from toolkit.serve.http import CLIENT_SHARE
     from toolkit.serve.launch import Launch, Manager
     from toolkit.serve.server import Ending, is_loopback
-    from toolkit.serve.vllm_launch import VllmLaunch
 
     place = place_of(source, target)
     if place.managed:
@@ -372,30 +386,30 @@ def command(
     check_engine(chosen, engine)
     spec, foreign = chosen.recipe.serve, warn_of_foreign if force else None
     at = host or spec.host, spec.port if port is None else port
-    if chosen.recipe.engine.name == "vllm":
-        not_there = {
-            "--ray": ray,
-            "--api-keys": api_keys,
-            "--ssl-certfile": ssl_certfile,
-            "--ssl-keyfile": ssl_keyfile,
-            "--request-log": request_log,
-            "--request-timeout": request_timeout,
-            "--allow-end-after": allow_end_after,
-            "--vllm-metrics": vllm_metrics,
-            "--open-metrics": open_metrics,
-            "--check": check,
-            "--strict": strict,
-            "--status-page": status_page,
-        }
-        _refuse(not_there)
-        name, ending = (
-            served_model_name or model_name(chosen),
-            Ending(shutdown_notice, shutdown_timeout),
+    backend = backend_of(chosen.recipe.engine.name)
+    ending = Ending(shutdown_notice, shutdown_timeout, note)
+    if isinstance(backend, Serves):
+        _refuse(
+            chosen.recipe.engine.name,
+            {
+                "--ray": ray,
+                "--api-keys": api_keys,
+                "--ssl-certfile": ssl_certfile,
+                "--ssl-keyfile": ssl_keyfile,
+                "--request-log": request_log,
+                "--request-timeout": request_timeout,
+                "--client-share": client_share,
+                "--allow-end-after": allow_end_after,
+                "--vllm-metrics": vllm_metrics,
+                "--open-metrics": open_metrics,
+                "--check": check,
+                "--strict": strict,
+                "--status-page": status_page,
+            },
         )
-        start_vllm(
-            VllmLaunch(chosen, name, *at, key, insecure, event_log, ending, foreign),
-            as_json=as_json,
-        )
+        name = served_model_name or model_name(chosen)
+        outside = ServerOrder(chosen, name, *at, ending, key, insecure, event_log, foreign)
+        start_server(backend, outside, as_json=as_json)
         return
     front = make_settings(
         chosen,
@@ -415,9 +429,10 @@ def command(
         port=at[1],
         insecure=insecure,
         limits=make_limits(chosen, admission, replays=allow_end_after),
+        client_share=CLIENT_SHARE if client_share is None else client_share,
         event_log=event_log,
         request_log=request_log,
-        ending=Ending(shutdown_notice, shutdown_timeout, note),
+        ending=ending,
         checks=points_to_check(chosen, check),
         on_foreign=foreign,
         ray=ray,
@@ -429,11 +444,11 @@ def command(
     start(order, certificate=ssl_certfile, strict=strict, as_json=as_json)
 
 
-def _refuse(options: Mapping[str, object]) -> None:
+def _refuse(engine: str, options: Mapping[str, object]) -> None:
     from toolkit.errors import InputError
 
     given = [name for name, value in options.items() if value]
     if given:
         raise InputError(
-            f"{', '.join(given)}: not with engine vllm, whose server is vLLM's own", "leave it out"
+            f"{', '.join(given)}: not with engine {engine}, whose server is its own", "leave it out"
         )

@@ -21,6 +21,7 @@ from toolkit.cli.output import WIDTH, emit, note
 if TYPE_CHECKING:
     from ssl import SSLContext
 
+    from toolkit.backends import ServerOrder, Serves
     from toolkit.deploy.folder import Manifest
     from toolkit.deploy.running import Running, Where
     from toolkit.files.plan import Plan, PlannedPolicy
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
     from toolkit.serve.drift import DriftCheck
     from toolkit.serve.launch import Launch
     from toolkit.serve.rereading import WatchedFiles
-    from toolkit.serve.vllm_launch import VllmLaunch
 
 # `llmctl serve --target`: where a server is to run, from what was rendered, and remembering those
 # that run.
@@ -265,31 +265,32 @@ def start(order: Launch, *, certificate: Path | None, strict: bool, as_json: boo
         memory.ended(launch(order, on_ready, lambda found: judge(found, strict=strict, say=note)))
 
 
-def start_vllm(order: VllmLaunch, *, as_json: bool) -> None:
-    """The same of vLLM's own server."""
+def start_server(backend: Serves, order: ServerOrder, *, as_json: bool) -> None:
+    """The same of an engine that is a server of its own."""
     from toolkit.sched.policies import make_any, refuse_unservable
-    from toolkit.serve.vllm_launch import launch_vllm
 
     plan = order.plan
-    refuse_unservable(make_any(plan.policy.name, plan.policy.parameters), "vllm")
-    note(f"starting vLLM for {plan.recipe.name}")
+    engine = plan.recipe.engine.name
+    refuse_unservable(make_any(plan.policy.name, plan.policy.parameters), engine)
+    note(f"starting {engine} for {plan.recipe.name}")
     with remembering("local") as memory:
 
         def on_ready(url: str) -> None:
             memory.ready(url, order.served_model, plan)
             _announce(as_json, url, order.served_model, plan)
 
-        memory.ended(launch_vllm(order, on_ready))
+        memory.ended(backend.launch(order, on_ready))
 
 
 def points_to_check(plan: Plan, seconds: float | None) -> list[DriftCheck]:
     """What of the fits is measured again before the first request, in so many seconds; None: as
     many as is usual.
     """
+    from toolkit.engine_traits import traits_of
     from toolkit.serve.drift import BUDGET_S, checks_of
 
     if seconds is None:
-        fake = all(kind.recipe.engine.name == "fake" for kind in plan.kinds)
+        fake = all(traits_of(kind.recipe.engine.name).for_tests for kind in plan.kinds)
         seconds = 0.0 if fake else BUDGET_S  # a fake's times are what it was told
     return checks_of(plan, seconds) if seconds else []
 

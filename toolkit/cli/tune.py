@@ -23,7 +23,7 @@ from toolkit.cli.arguments import (
 )
 from toolkit.cli.output import WIDTH, number, table
 from toolkit.cli.plots import PlotPoint, scatter
-from toolkit.files.tuning import Outcome, ParameterValue, PolicyResult, Sizing, Tuning
+from toolkit.files.tuning import Outcome, ParameterValue, PolicyResult, Sizing, Tuning, share_used
 from toolkit.report.verdict import verdict
 from toolkit.sched.policies.servable import footnote, marked
 
@@ -52,6 +52,30 @@ def _limit_jobs(jobs: int | None) -> int | None:
         hint = "leave it out for as many as there are cores"
         raise InputError(f"--jobs {jobs}: the limit is {MAX_JOBS:,}, since each is a process", hint)
     return jobs
+
+
+def _limit_trials(trials: int | None) -> int | None:
+    """What --trials was given. `InputError` above what a recipe may ask for."""
+    from toolkit.errors import InputError
+    from toolkit.files.recipe import MAX_TRIALS
+
+    if trials is not None and trials > MAX_TRIALS:
+        raise InputError(
+            f"--trials {trials}: the limit is {MAX_TRIALS:,}", "the default is the recipe's"
+        )
+    return trials
+
+
+def _limit_draws(draws: int | None) -> int | None:
+    """What --draws was given. `InputError` above what a recipe may ask for."""
+    from toolkit.errors import InputError
+    from toolkit.files.recipe import MAX_DRAWS
+
+    if draws is not None and draws > MAX_DRAWS:
+        raise InputError(
+            f"--draws {draws}: the limit is {MAX_DRAWS:,}", "the default is the recipe's"
+        )
+    return draws
 
 
 PoliciesOption = Annotated[
@@ -102,7 +126,10 @@ StorageOption = Annotated[
 DrawsOption = Annotated[
     int | None,
     typer.Option(
-        "--draws", min=0, help="Draws of the fitted laws for the verdict's interval; 0: none."
+        "--draws",
+        min=0,
+        callback=_limit_draws,
+        help="Draws of the fitted laws for the verdict's interval; 0: none.",
     ),
 ]
 WindowOption = Annotated[
@@ -131,7 +158,8 @@ def command(
     out: Annotated[Path, typer.Option(help="Where to write the result.")] = Path("tuning.json"),
     policies: PoliciesOption = None,
     trials: Annotated[
-        int | None, typer.Option(min=1, help="Trials; default: the recipe's.")
+        int | None,
+        typer.Option(min=1, callback=_limit_trials, help="Trials; default: the recipe's."),
     ] = None,
     seed: Annotated[
         int | None, typer.Option(min=0, help="Seed; default: the recipe's. Same seed, same bytes.")
@@ -368,10 +396,10 @@ def _count(workers: str | None) -> int | None:
 
 
 def _refuse_several_servers(recipe: Recipe, count: int) -> None:
+    from toolkit.engine_traits import traits_of
     from toolkit.errors import InputError
-    from toolkit.files.fleet import SERVERS
 
-    if recipe.engine.name in SERVERS and count > 1:
+    if traits_of(recipe.engine.name).server and count > 1:
         raise InputError(
             f"--workers {count}: engine '{recipe.engine.name}' is a server, which is one worker",
             "tune one server for its share of the traffic with --rate; --workers auto says how much one can bear",
@@ -489,7 +517,7 @@ def _show_sizing(sizing: Sizing) -> None:
             one.feasible,
             one.goodput_rps,
             f"{one.attainment_percent:.1f} %",
-            f"{one.binding} at {one.binding_ratio:.0%}",
+            f"{one.binding} {share_used(one.binding_ratio).removesuffix(' of its limit')}",
         )
         for one in sizing.rows
     ]

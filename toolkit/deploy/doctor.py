@@ -12,18 +12,17 @@ import platform
 import re
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Literal
 
 import psutil
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-from toolkit.endpoints.vllm import vllm_python, vllm_version
+from toolkit.backends import Check, Checks, backend_of
+from toolkit.engine_traits import traits_of
 from toolkit.engines.devices import CudaDevice, Devices
-from toolkit.errors import InputError, LlmctlError
+from toolkit.errors import InputError
 from toolkit.files.recipe import HardwareSpec, ModelSpec, Recipe
 from toolkit.files.shipped import load_recipe, shipped_recipes, siblings
 
@@ -33,19 +32,6 @@ DISTRIBUTION = "llmctl"
 LOW_DISK_BYTES = 2 * GIB
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 SAME_MEMORY = 0.98  # drivers keep slightly different shares of the memory for themselves
-
-
-@dataclass(frozen=True, slots=True)
-class Check:
-    """The result of one check: what was found, and the remedy where something is missing.
-
-    A `note` does not prevent anything; the recipe cannot be used here until all `missing` is there.
-    """
-
-    name: str
-    status: Literal["ok", "note", "missing"]
-    found: str
-    remedy: str = ""
 
 
 def gib(value: float) -> str:
@@ -189,13 +175,8 @@ def check_recipe(recipe: Recipe, devices: Devices) -> list[Check]:
         remedy = "start it before you profile; it need not run on this machine"
         return [Check("engine", "note", f"a server at {recipe.engine.url}", remedy)]
     checks = [_check_hardware(recipe, devices), _check_model(recipe.model), _check_capacity(recipe)]
-    if recipe.engine.name == "vllm":
-        python = vllm_python(recipe)
-        try:
-            checks.append(Check("engine", "ok", f"vLLM {vllm_version(recipe)}, of {python}"))
-        except LlmctlError as error:
-            checks.append(Check("engine", "missing", error.message, error.hint or ""))
-    return checks
+    backend = backend_of(recipe.engine.name)
+    return [*checks, backend.check(recipe)] if isinstance(backend, Checks) else checks
 
 
 def check_engine(recipe: Recipe | None, devices: Devices) -> list[Check]:
@@ -214,7 +195,7 @@ def check_engine(recipe: Recipe | None, devices: Devices) -> list[Check]:
             and any(_is_wanted(gpu, each.hardware) for gpu in devices.gpus)
         ]
     names = [each.name for each in found if each.engine.name == "vllm"]
-    if not names or (recipe is not None and recipe.engine.name in ("vllm", "openai")):
+    if not names or (recipe is not None and traits_of(recipe.engine.name).server):
         return []
     if recipe is None:
         text = f"vLLM serves the most from this GPU; its recipes: {', '.join(names)}"

@@ -22,6 +22,7 @@ from typing import Generic, TypeVar
 import jinja2
 
 import toolkit
+from toolkit.engine_traits import traits_of
 from toolkit.errors import InputError
 from toolkit.files.bench import Validation
 from toolkit.files.plan import Kind, Plan
@@ -39,7 +40,6 @@ IMAGE = re.compile(
 )
 # Of 63 characters: the rest is for what a ReplicaSet, a pod and a ConfigMap's hash append.
 MAX_OBJECT_NAME = 40
-IN_EXTRAS = {"deepspeed", "vllm"}  # engines that are extras of the package of the same name
 
 # The label of a node with the product name of its GPUs, which NVIDIA's GPU feature discovery
 # writes: the device's name with hyphens for spaces, as NVIDIA-H200 or NVIDIA-A100-SXM4-80GB. A GPU
@@ -236,9 +236,12 @@ def llmctl_image(order: Order, *extras: str) -> Sourced[str]:
     Raises `InputError` where the image of the command line is not pinned.
     """
     if order.options.image:
-        return Sourced(check_image(order.options.image), "--image")
-    engines = {kind.recipe.engine.name for kind in order.plan.kinds}
-    wanted = sorted({*extras, *(engines & IN_EXTRAS)})
+        image, source = check_image(order.options.image), "--image"
+        if "@sha256:" not in image:
+            source += f"; NOT PINNED: a tag may be moved, {image}@sha256:... may not"
+        return Sourced(image, source)
+    needed = {traits_of(kind.recipe.engine.name).extra for kind in order.plan.kinds}
+    wanted = sorted({*extras, *needed} - {""})
     name = "-".join([f"llmctl:{toolkit.__version__}", *wanted])
     arguments = f" --build-arg 'EXTRAS=[{','.join(wanted)}]'" if wanted else ""
     build = f"docker build -t {name}{arguments} ."

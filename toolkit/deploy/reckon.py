@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,7 +22,7 @@ from numpy.typing import NDArray
 from toolkit.deploy.order import Order, Sourced
 from toolkit.errors import InputError
 from toolkit.files.plan import Kind, Plan
-from toolkit.files.recipe import Recipe
+from toolkit.files.recipe import Recipe, TuneSpec
 from toolkit.sched.policies import make_any
 from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sched.protocols import AnyPolicy, BuiltIn
@@ -44,10 +45,13 @@ VALUE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 # Host memory of `serve` itself, and of a worker process before it loads a model: docs/deploying.md
 FRONT_MIB = 768
 WORKER_MIB = 1024
+# A pod's memory limit over its request: libraries and loading were not measured exactly.
+LIMIT_FACTOR = 2
+SHARED_GIB = 1  # of /dev/shm, for NCCL between a worker's processes
+UNKNOWN_MODELS_GIB = 1024  # the models' cache, where a size is not known
 MAX_PLAN_BYTES = 900 * 1024  # a ConfigMap and systemd's credentials both hold at most 1 MiB
 MODELS = "/models"  # where a pod has the volume of models
 MAX_BACKLOG = 4096  # requests: no server needs a longer queue
-DEFAULT_TRACE = "chat-small"  # a shipped trace; the default of `tune` too
 
 
 def drain_s(order: Order) -> Sourced[int]:
@@ -144,6 +148,31 @@ def worker_memory_mib(kind: Kind) -> Sourced[int]:
     return Sourced(libraries + math.ceil((weights + cache) / MIB), " + ".join(parts))
 
 
+def memory_limit_mib(order: Order) -> Sourced[int]:
+    """Host memory in MiB at which the pod of a server is killed."""
+    requested, workers = memory_mib(order), order.plan.recipe.workers
+    extra = worker_extra_memory_mib(order.plan.kinds[0])
+    source = f"{LIMIT_FACTOR} times what it requests"
+    if extra.value:
+        source += f", and for each of {workers} workers {extra.source}"
+    return Sourced(LIMIT_FACTOR * requested.value + workers * extra.value, source)
+
+
+def worker_extra_memory_mib(kind: Kind) -> Sourced[int]:
+    """Host memory in MiB that a worker may use besides its request: swapped caches, shared memory,
+    and the weights that all processes of a group load.
+    """
+    group, weights = kind.recipe.engine.tensor_parallel_size, kind.recipe.model.weight_bytes or 0
+    sizes = {
+        "MiB of swapped caches": kind.fit.swap.host_bytes if kind.fit.swap else 0,
+        f"MiB of weights in the {group - 1} other processes while they load": (group - 1) * weights,
+        "MiB of /dev/shm": SHARED_GIB * GIB if group > 1 else 0,
+    }
+    parts = [(math.ceil(size / MIB), name) for name, size in sizes.items() if size]
+    source = " + ".join(f"{size:,} {name}" for size, name in parts)
+    return Sourced(sum(size for size, _ in parts), source)
+
+
 def replicas(order: Order) -> Sourced[int]:
     """The number of replicas, each with all the plan's workers."""
     workload, each = order.plan.workload, order.plan.workers
@@ -160,8 +189,7 @@ def replicas(order: Order) -> Sourced[int]:
 
 def from_hub(recipe: Recipe) -> bool:
     """Whether the model or its tokenizer comes from the hub."""
-    source = recipe.model.source
-    return source != "random" and not source.startswith(("/", "."))
+    return recipe.model.from_hub
 
 
 def gap_target(recipe: Recipe) -> tuple[str, float] | None:
@@ -195,6 +223,17 @@ def check_plan_size(text: str, holder: str) -> None:
         )
 
 
+def default_trace(recipe: Recipe) -> str:
+    """The trace that is used where none is given: the recipe's if it exists here, else a shipped
+    one.
+    """
+    try:
+        trace_path(recipe.tune.trace)
+    except InputError:
+        return str(TuneSpec.model_fields["trace"].default)
+    return recipe.tune.trace
+
+
 def ttft_targets(recipe: Recipe) -> dict[str, float]:
     """The recipe's targets for first tokens, in seconds."""
     return {key: limit for key, limit in recipe.sla.items() if key.startswith("ttft_")}
@@ -205,18 +244,17 @@ def waiting_threshold(plan: Plan, trace: Trace | None) -> Sourced[int | None]:
 
     None means that no number of waiting requests tells whether the target is kept. Lengths are
     those of the trace, scaled for the recipe, in its order and repeated; without a trace, those of
-    `DEFAULT_TRACE`. The longest lengths that the recipe allows would not help: one batch of them
+    `default_trace`. The longest lengths that the recipe allows would not help: one batch of them
     takes the whole target, so no request could wait.
     """
     targets = ttft_targets(plan.recipe)
     if not targets:
         return Sourced(None, "the recipe has no TTFT target, which decides how many may wait")
-    lengths_of = (
-        f"the lengths of {trace.source}"
-        if trace
-        else f"no trace was given, so with the lengths of {DEFAULT_TRACE}"
-    )
-    trace = trace or read_trace(trace_path(DEFAULT_TRACE))[0]
+    lengths_of = f"the lengths of {trace.source}" if trace else ""
+    if trace is None:
+        default = default_trace(plan.recipe)
+        lengths_of = f"no trace was given, so with the lengths of {Path(default).name}"
+        trace = read_trace(trace_path(default))[0]
     policy = make_any(plan.policy.name, plan.policy.parameters)
     limit, seed = plan.recipe.serve.max_new_tokens, plan.recipe.tune.seed
     world = fleet(

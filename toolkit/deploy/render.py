@@ -19,6 +19,7 @@ from toolkit.deploy.plan import LIMITS, PREDICTED
 from toolkit.deploy.reckon import waiting_threshold
 from toolkit.deploy.targets import compose, kuberay, kubernetes, local, ray, sglang, systemd, vllm
 from toolkit.deploy.targets.objects import DASHBOARD
+from toolkit.engine_traits import traits_of
 from toolkit.errors import InputError, nearest
 from toolkit.files.bench import Validation
 from toolkit.files.plan import Plan
@@ -80,27 +81,30 @@ def render_target(target: str, order: Order) -> dict[str, str]:
     Raises `InputError` for an unknown target, and for a plan that the target cannot serve.
     """
     engine = order.plan.recipe.engine
+    traits = traits_of(engine.name)
+    own_server = traits.started and traits.server
     if target not in TARGETS:
         raise InputError(f"there is no target '{target}'", nearest(target, TARGETS))
     if order.plan.others and target in ONE_KIND:
         raise InputError(
             f"a fleet cannot be rendered for '{target}': {ONE_KIND[target]}", RENDER_FLEET
         )
-    if engine.name == "openai" and target not in FOREIGN:
+    if not traits.started and target not in FOREIGN:
         raise InputError(
-            f"engine 'openai' is a server already, at {engine.url}: '{target}' has nothing to "
-            "start",
+            f"engine '{engine.name}' is a server already, at {engine.url}: '{target}' has nothing "
+            "to start",
             RENDER_FLAGS,
         )
-    if engine.name == "vllm" and target in NOT_FOR_VLLM:
+    if own_server and target in NOT_FOR_VLLM:
         raise InputError(
-            f"engine 'vllm' cannot be rendered for '{target}': {NOT_FOR_VLLM[target]}", RENDER_VLLM
+            f"engine '{engine.name}' cannot be rendered for '{target}': {NOT_FOR_VLLM[target]}",
+            RENDER_VLLM,
         )
     rendered = TARGETS[target](order)
     files = dict(sorted(rendered.files.items()))
     plan_file = next((name for name in files if name.endswith("plan.json")), "plan.json")
     files[plan_file] = order.text
-    names: Names | None = "vllm" if engine.name == "vllm" else DASHBOARDS.get(target)
+    names: Names | None = traits.metrics if own_server else DASHBOARDS.get(target)
     if target in OURS and names == "llmctl":
         threshold = waiting_threshold(order.plan, order.trace)
         alerts = rules(order, series(order, monitored=False), threshold)

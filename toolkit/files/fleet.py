@@ -17,6 +17,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from toolkit.engine_traits import traits_of
 from toolkit.errors import InputError
 from toolkit.files.io import fit_path
 from toolkit.files.plan import Kind
@@ -25,7 +26,6 @@ from toolkit.files.shipped import recipe_path
 from toolkit.files.strict import Strict, load_yaml, validate
 
 AnyPath = str | os.PathLike[str]
-SERVERS = ("openai", "vllm")  # engines that are servers with queues of their own
 SAME_FACTS = ("model_type", "parameters", "config_sha256", "vocab_size", "max_model_len")
 
 
@@ -134,7 +134,7 @@ def merged(kinds: Sequence[Kind]) -> list[Kind]:
             found.append(kind)
     for number, kind in enumerate(found):
         engine = kind.recipe.engine.name
-        if len(found) > 1 and engine in SERVERS:
+        if len(found) > 1 and traits_of(engine).server:
             raise InputError(
                 f"recipe '{kind.recipe.name}': engine '{engine}' is a server with a scheduler of "
                 "its own; it cannot be one of a fleet's kinds of workers",

@@ -13,6 +13,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
+from toolkit.engine_traits import traits_of
 from toolkit.errors import ForeignError
 from toolkit.files.strict import Envelope, Strict
 
@@ -214,7 +215,7 @@ class EngineFacts(Strict):
         """Whether the engine is a server: it queues requests, batches freely, and has no memory
         edge.
         """
-        return self.engine in ("openai", "vllm")
+        return traits_of(self.engine).server
 
 
 class Profile(Envelope):

@@ -6,12 +6,14 @@ In this order: the names of latency targets, types and limits, one model per sec
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 from pydantic.json_schema import JsonSchemaValue
 
-from toolkit.errors import nearest
+from toolkit.engine_traits import ENGINES, traits_of
+from toolkit.errors import InputError, nearest
 from toolkit.files.strict import Strict
 
 METRICS = ("ttft", "tpot", "itl", "mtpot", "e2e")
@@ -23,8 +25,10 @@ NAME_PATTERN = r"^[a-z0-9][a-z0-9._-]{0,63}$"
 MAX_WORKERS = 1024
 WORKERS_LIMIT = f"the limit is {MAX_WORKERS:,}, since one scheduler plans for all of them"
 MORE_WORKERS = "for more, put several servers behind a router"
-# engines whose workers may be groups of processes
-TENSOR_PARALLEL = ("transformers", "rebatch", "vllm")
+MAX_TRIALS = 100_000  # TPE's time for a trial grows with the number of trials before it
+MAX_DRAWS = 10_000
+REVISION_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._/-]*$"
+COMMIT_PATTERN = r"[0-9a-f]{40}"
 
 # Labels of machines, by which a kind of workers finds its own. Ray has the syntax of Kubernetes.
 _LABEL = r"[A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?"
@@ -46,6 +50,16 @@ def _within_one_scheduler(workers: int) -> int:
     return workers
 
 
+def _known_engine(name: str) -> str:
+    try:
+        return traits_of(name).name
+    except InputError as error:
+        raise ValueError(f"{error.message}; {error.hint}") from None
+
+
+EngineName = Annotated[
+    str, AfterValidator(_known_engine), Field(json_schema_extra={"enum": list(ENGINES)})
+]
 Workers = Annotated[
     Positive,
     AfterValidator(_within_one_scheduler),
@@ -104,7 +118,10 @@ class ModelSpec(Strict):
         description="transformers config keys, `model_type` among them; needed where source is "
         "'random'",
     )
-    revision: str | None = None
+    revision: Annotated[str, Field(pattern=REVISION_PATTERN)] | None = Field(
+        default=None,
+        description="of a model on the hub: a commit of 40 hex digits; a branch or a tag may move",
+    )
     trust_remote_code: bool = False
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
     tokenizer: Literal["model", "bytes"] = Field(
@@ -122,6 +139,16 @@ class ModelSpec(Strict):
         description="2 * layers * kv_heads * head_dim * bytes; checked against the loaded model",
     )
     weight_bytes: Positive | None = None
+
+    @property
+    def from_hub(self) -> bool:
+        """Whether the model or its tokenizer comes from the hub."""
+        return self.source != "random" and not self.source.startswith(("/", "."))
+
+    @property
+    def pinned(self) -> bool:
+        """Whether every load takes the same files."""
+        return not self.from_hub or re.fullmatch(COMMIT_PATTERN, self.revision or "") is not None
 
     @model_validator(mode="after")
     def _random_needs_config(self) -> ModelSpec:
@@ -153,7 +180,7 @@ class HardwareSpec(Strict):
 class EngineSpec(Strict):
     """What runs the model."""
 
-    name: Literal["transformers", "rebatch", "deepspeed", "vllm", "openai", "fake"] = "transformers"
+    name: EngineName = "transformers"
     url: str | None = Field(
         default=None, description="openai: the server, like http://127.0.0.1:8000"
     )
@@ -203,29 +230,25 @@ class EngineSpec(Strict):
 
     @model_validator(mode="after")
     def _check_settings_of_the_engine(self) -> EngineSpec:
-        name, size = self.name, self.tensor_parallel_size
-        if name == "openai" and self.url is None:
-            raise ValueError("engine.name is 'openai', so engine.url must be the server's address")
-        if name != "openai" and (self.url or self.served_model):
-            raise ValueError(
-                f"engine.url and served_model are for engine 'openai'; engine.name is '{name}'"
-            )
+        name, traits = self.name, traits_of(self.name)
+        for other in ENGINES.values():
+            for key in other.settings:
+                if getattr(self, key) is not None and key not in traits.settings:
+                    raise ValueError(
+                        f"engine.{key} is for engine '{other.name}'; engine.name is '{name}'"
+                    )
+        if self.url is None and not traits.started:
+            raise ValueError(f"engine.name is '{name}', so engine.url must be its address")
         if self.url and any(mark in self.url for mark in "@?#"):
             # The message does not repeat the address: it may hold a secret.
             raise ValueError(
                 "engine.url may have scheme, host, port and path only; give a key in LLMCTL_API_KEY"
             )
-        if self.vllm is not None and name != "vllm":
-            raise ValueError(f"engine.vllm is for engine 'vllm'; engine.name is '{name}'")
-        if size > 1 and name not in TENSOR_PARALLEL:
-            able = ", ".join(f"'{engine}'" for engine in TENSOR_PARALLEL)
+        if self.tensor_parallel_size > 1 and not traits.shares_model:
+            able = [f"'{each.name}'" for each in ENGINES.values() if each.shares_model]
             raise ValueError(
-                f"engine.tensor_parallel_size: {size}: a worker of '{name}' is one process; "
-                f"engines that can share a model: {able}"
-            )
-        if self.kernel_injection is not None and name != "deepspeed":
-            raise ValueError(
-                f"engine.kernel_injection is for engine 'deepspeed'; engine.name is '{name}'"
+                f"engine.tensor_parallel_size: {self.tensor_parallel_size}: a worker of '{name}' "
+                f"is one process; {', '.join(able)} share models"
             )
         return self
 
@@ -263,7 +286,7 @@ class PolicySpec(Strict):
 class TuneSpec(Strict):
     """How to search."""
 
-    trials: Positive = 60
+    trials: Annotated[int, Field(gt=0, le=MAX_TRIALS)] = 60
     seed: Seed = 0
     windows: Positive = Field(default=2, description="trace windows used for the search")
     held_out_windows: Positive = Field(
@@ -307,7 +330,7 @@ class TuneSpec(Strict):
         description="share of requests that must meet all targets, judged by its lower confidence "
         "bound",
     )
-    draws: Annotated[int, Field(ge=0)] = Field(
+    draws: Annotated[int, Field(ge=0, le=MAX_DRAWS)] = Field(
         default=40,
         description="the verdict is repeated with this many draws of the fitted laws; 0: none",
     )
@@ -383,7 +406,7 @@ class Recipe(Strict):
                     f"engine.tensor_parallel_size: {size}: does not divide model.config.{key}, "
                     f"{heads}"
                 )
-        if self.engine.name in ("openai", "vllm") and self.workers > 1:
+        if traits_of(self.engine.name).server and self.workers > 1:
             raise ValueError(
                 f"workers: {self.workers}: a server is one worker, whatever runs behind it"
             )

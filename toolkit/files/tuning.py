@@ -19,6 +19,8 @@ from toolkit.units import number
 OOM = "oom_percent"
 EVICTED = "evicted_percent"
 ATTAINMENT = "sla_attainment_lower_percent"
+# The used share of a latency target where no request is served; files cannot hold infinity.
+UNSERVED = 1e9
 UNITS = {"s": "s", "percent": "%"}  # by the end of a limit's name
 # Beyond this divisor, scaled requests differ so much that every result has to say so.
 NOTABLE_DIVISOR = 2.0
@@ -32,17 +34,19 @@ class Limit(Strict):
     name: str = Field(description="the metric; the end of its name is the unit")
     bound: Literal["at most", "at least"]
     limit: float
-    predicted: float | None = Field(default=None, description="held out; None: not predicted")
+    predicted: float | None = Field(
+        default=None, description="held out; None: not predicted, or no request is served"
+    )
     kept: bool | None = Field(default=None, description="None: not predicted")
 
     @model_validator(mode="after")
     def _both_or_neither(self) -> Limit:
-        if (self.predicted is None) != (self.kept is None):
+        if (self.predicted is None) != (self.kept is None) and self.kept is not False:
             raise ValueError(f"{self.name}: 'predicted' and 'kept' belong together")
         return self
 
-    def judged(self, predicted: float, *, kept: bool) -> Limit:
-        """The same limit with a prediction."""
+    def judged(self, predicted: float | None, *, kept: bool) -> Limit:
+        """The same limit with a prediction; None where no request is served, which breaks it."""
         return self.model_copy(update={"predicted": predicted, "kept": kept})
 
     def unpredicted(self) -> Limit:
@@ -54,13 +58,22 @@ class Limit(Strict):
         return f"{self.bound} {self._shown(self.limit)}"
 
     def prediction(self) -> str:
-        """The predicted value with its unit, or 'not predicted'."""
-        return "not predicted" if self.predicted is None else self._shown(self.predicted)
+        """The predicted value with its unit, or why there is none."""
+        if self.predicted is None:
+            return "not predicted" if self.kept is None else "unknown: no request is served"
+        return self._shown(self.predicted)
 
     def _shown(self, value: float) -> str:
         near = self.predicted is not None and number(self.predicted) == number(self.limit)
         text = f"{value:.6g}" if near else number(value)
         return f"{text} {UNITS.get(self.name.rpartition('_')[2], '')}".rstrip()
+
+
+def share_used(share: float) -> str:
+    """The used share of a limit in words: 'at 95% of its limit'."""
+    if share >= UNSERVED:
+        return "broken, since no request is served"
+    return f"at {share:.0%} of its limit"
 
 
 def recipe_limits(recipe: Recipe) -> list[Limit]:

@@ -9,8 +9,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from toolkit.files.fleet import SERVERS
-from toolkit.files.tuning import Alternatives, Interval, Sibling, Sizing, Tuning, WindowLength
+from toolkit.engine_traits import traits_of
+from toolkit.files.tuning import (
+    Alternatives,
+    Interval,
+    Sibling,
+    Sizing,
+    Tuning,
+    WindowLength,
+    share_used,
+)
 from toolkit.units import number, percent
 
 NOTABLE_RATE = 1.25  # a sibling that keeps the limits up to this multiple of the rate is named
@@ -50,7 +58,7 @@ def alternative_lines(result: Tuning) -> list[str]:
         if found.up_to_rps is not None
         else "  not fewer requests: the best settings break a limit even at a 64th of the rate"
     )
-    if result.engines[0] in SERVERS:
+    if traits_of(result.engines[0]).server:
         lines.append("  a server is one worker: several of them behind a router are not simulated")
     if not (kept or found.policies or found.workers or found.up_to_rps):
         lines.append("  a looser target in the recipe's sla")
@@ -111,7 +119,7 @@ def _sibling(one: Sibling) -> str:
 
 def _misses(one: Sibling) -> str:
     worst = max(one.usage, key=lambda key: one.usage[key])
-    at = f"{worst} is at {one.usage[worst]:.0%} of its limit"
+    at = f"{worst} is {share_used(one.usage[worst])}"
     fewer = f"; it keeps all up to {number(one.up_to_rps)} requests/s" if one.up_to_rps else ""
     return f"with recipe {one.recipe} (engine {one.engine}) {at}{fewer}"
 
@@ -132,8 +140,8 @@ def verdict(result: Tuning) -> list[str]:
     elif result.binding_sla and result.binding_ratio is not None:
         state = "missed" if result.binding_ratio > 1 else "met"
         lines.append(
-            f"the target that binds: {result.binding_sla}, {state}, at {result.binding_ratio:.0%} "
-            "of its limit"
+            f"the target that binds: {result.binding_sla}, {state}, "
+            f"{share_used(result.binding_ratio)}"
         )
     # The defaults keep all limits, and no settings have more goodput.
     defaults_suffice = any(t.number == 0 and t.feasible for t in result.trials)
@@ -167,8 +175,7 @@ def _no_feasible_trial(result: Tuning) -> list[str]:
     lines = ["no trial keeps all limits"]
     if worst:
         what = "the defaults are" if result.keep_defaults else "the best is"
-        at = f"{result.usage[worst]:.0%} of its limit"
-        lines[0] += f"; {worst} binds: held out, {what} at {at}"
+        lines[0] += f"; {worst} binds: held out, {what} {share_used(result.usage[worst])}"
     if result.alternatives is None:
         lines.append(
             "remedy: fewer requests (--rate), more workers, or a looser target in the recipe's sla"

@@ -17,6 +17,7 @@ from toolkit.files.recipe import Recipe
 from toolkit.files.tuning import ScaledLengths, Scaling
 from toolkit.traces.types import Trace
 
+MIN_RATE_RPS, MAX_RATE_RPS = 1e-6, 1e6  # one request in 11 days; more than any server takes
 FITTED_PERCENTILE = 99.0  # of the lengths: must fit after dividing; longer ones are clipped
 # Share of the trace that windows cover where their length is not given or does not fit.
 COVERED = 0.8
@@ -34,13 +35,12 @@ def mean_rate(trace: Trace) -> float:
 def scale_rate(trace: Trace, rate_rps: float) -> Trace:
     """Stretch or compress the arrival times to a mean rate; burstiness and order stay.
 
-    Raises `InputError` for a rate that is not positive, and for a trace that has no rate: one
-    request, or all at once.
+    Raises `InputError` for a rate outside `MIN_RATE_RPS` to `MAX_RATE_RPS`, and for a trace that
+    has no rate: one request, or all at once.
     """
-    if not 0 < rate_rps < float("inf"):
-        raise InputError(
-            f"a rate of {rate_rps:g} requests/s is not possible", "give a positive rate"
-        )
+    if not MIN_RATE_RPS <= rate_rps <= MAX_RATE_RPS:
+        hint = f"give a rate from {MIN_RATE_RPS:g} to {MAX_RATE_RPS:,.0f}"
+        raise InputError(f"a rate of {rate_rps:g} requests/s is not possible", hint)
     now = mean_rate(trace)
     if now == 0 and len(trace) == 1:
         raise InputError(

@@ -19,12 +19,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from toolkit.engine_traits import traits_of
 from toolkit.errors import LimitsBrokenError
 from toolkit.files.fit import Fit
-from toolkit.files.fleet import SERVERS
 from toolkit.files.plan import Kind
 from toolkit.files.recipe import PolicySpec, Recipe
-from toolkit.files.tuning import Alternatives, Outcome, Sibling, Sizing, SizingRow
+from toolkit.files.tuning import Alternatives, Outcome, Sibling, Sizing, SizingRow, share_used
 from toolkit.sched.policies.servable import refusal
 from toolkit.sim.api import usual_policies
 from toolkit.sim.world import world_of
@@ -119,8 +119,8 @@ def nothing_suffices(sizes: WorkerCounts, siblings: Sequence[Sibling] = ()) -> L
     able = next((sibling for sibling in siblings if sibling.feasible), None)
     last = max(sizes.rows, key=lambda row: row.workers)
     return LimitsBrokenError(
-        f"no number of workers up to {last.workers} keeps all limits: {last.binding} is at "
-        f"{last.binding_ratio:.0%} of its limit even with {last.workers}",
+        f"no number of workers up to {last.workers} keeps all limits: {last.binding} is "
+        f"{share_used(last.binding_ratio)} even with {last.workers}",
         f"tune {able.recipe} (engine {able.engine}): it keeps them with {able.workers}"
         if able
         else "a looser target in the recipe's sla, or other parameters: more workers do not help",
@@ -238,7 +238,7 @@ def alternatives(
         done = collect(runs.runner, tasks, runs.tick)
         policies = [candidate.outcome for candidate in done if candidate.feasible(runs.limits)]
         sibling_keeps = any(sibling.feasible for sibling in siblings)
-        if engine not in SERVERS and not policies and not sibling_keeps:
+        if not traits_of(engine).server and not policies and not sibling_keeps:
             workers = fewest(lambda count: runs.keeps(at_size(runs.setup, count), chosen.outcome))
     # The best searched policy is worth naming where the engine cannot run it and it is better.
     best = max(searched, key=lambda candidate: (candidate.feasible(runs.limits), candidate.score))
@@ -261,7 +261,7 @@ def try_siblings(runs: AlternativeRuns, siblings: Sequence[Kind]) -> list[Siblin
     found = []
     for kind in siblings:
         spec, recipe = kind.recipe, runs.recipe
-        workers = 1 if spec.engine.name in SERVERS else runs.setup.world.size
+        workers = 1 if traits_of(spec.engine.name).server else runs.setup.world.size
         sized = kind.model_copy(update={"workers": workers})
         world = world_of([sized], max_new_tokens=recipe.serve.max_new_tokens, seed=recipe.tune.seed)
         setup = replace(runs.setup, world=world, label=f"{runs.setup.label}, {spec.name}")

@@ -31,6 +31,7 @@ from urllib.parse import quote, quote_plus, unquote
 
 import optuna
 from optuna.distributions import BaseDistribution, FloatDistribution, IntDistribution
+from pydantic import TypeAdapter
 from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.pool import NullPool
@@ -45,6 +46,11 @@ USAGE = (
     "~/.pgpass"
 )
 KEY, OUTCOME, RATIOS = "llmctl_key", "llmctl_outcome", "llmctl_ratios"
+
+_FINGERPRINT = TypeAdapter(str)
+_LINE = TypeAdapter(tuple[str, object, object])
+_OUTCOME = TypeAdapter(Outcome)
+_RATIOS = TypeAdapter(dict[str, float])
 
 
 class Runner(Protocol):
@@ -280,6 +286,8 @@ class JournalFile:
     Args:
         path: the file. Its first line is the fingerprint; others are in the order of completion.
         fingerprint: digests and settings that decide the results. A file with another is replaced.
+
+    Raises `InputError` for a file with a damaged line, except a torn last line, which a kill leaves.
     """
 
     def __init__(self, path: Path, fingerprint: str) -> None:
@@ -310,18 +318,30 @@ def _key(task: Task) -> str:
 def _read(path: Path, fingerprint: str) -> dict[str, Evaluation]:
     if not path.exists():
         return {}
-    lines = path.read_bytes().splitlines(keepends=True)
-    if not lines or lines[0] != json.dumps(fingerprint).encode() + b"\n":
-        return {}
+    lines = path.read_bytes().split(b"\n")[:-1]  # a kill may have torn the last line
+    known: dict[str, Evaluation] = {}
+    number = 1
     try:
-        whole = [
-            json.loads(line) for line in lines[1:] if line.endswith(b"\n")
-        ]  # a kill tears the last line
-        return {key: Evaluation(Outcome(**outcome), ratios) for key, outcome, ratios in whole}
-    except (ValueError, TypeError, RecursionError):
+        if not lines or _FINGERPRINT.validate_python(json.loads(lines[0])) != fingerprint:
+            return {}
+        for line in lines[1:]:
+            number += 1
+            key, outcome, ratios = _LINE.validate_python(json.loads(line))
+            known[key] = _evaluation_of(outcome, ratios)
+    except (ValueError, RecursionError):
         raise InputError(
-            f"{path.name}: a line of it is damaged", "delete it; tune then begins anew"
+            f"{path.name}: line {number} is damaged, or the file is no journal of tune",
+            "move it away; tune then begins anew",
         ) from None
+    return known
+
+
+def _evaluation_of(outcome: object, ratios: object) -> Evaluation:
+    """A kept evaluation. Raises `ValueError` for damaged data."""
+    found = Evaluation(_OUTCOME.validate_python(outcome), _RATIOS.validate_python(ratios))
+    if "goodput_rps" not in found.outcome.metrics:
+        raise ValueError("an evaluation without goodput_rps")
+    return found
 
 
 def _drop_torn_line(path: Path) -> None:
@@ -454,4 +474,11 @@ def _evaluations(study: optuna.Study) -> Iterator[tuple[str, Evaluation]]:
     for trial in study.get_trials(deepcopy=False):
         attributes = trial.user_attrs
         if KEY in attributes:
-            yield attributes[KEY], Evaluation(Outcome(**attributes[OUTCOME]), attributes[RATIOS])
+            try:
+                found = _evaluation_of(attributes.get(OUTCOME), attributes.get(RATIOS))
+            except ValueError:
+                raise InputError(
+                    f"--storage: trial {trial.number} of study '{study.study_name}' is damaged",
+                    "delete the study, or name another database",
+                ) from None
+            yield attributes[KEY], found

@@ -13,16 +13,17 @@ from functools import partial
 
 import numpy as np
 
+from toolkit.engine_traits import traits_of
 from toolkit.errors import InputError
 from toolkit.estimators.fitting import resampled_fits, scaled_fits
 from toolkit.estimators.load import laws_from_fit
 from toolkit.files.fit import Fit
-from toolkit.files.fleet import SERVERS
 from toolkit.files.io import EnvelopeFields
 from toolkit.files.plan import Kind
 from toolkit.files.profile import Profile
 from toolkit.files.recipe import Recipe
 from toolkit.files.tuning import (
+    UNSERVED,
     Interval,
     Outcome,
     PolicyResult,
@@ -173,7 +174,7 @@ def tune_to_size(
     sizes = WorkerCounts(setup, runner, settings.limits, partial(progress, 0.0), [])
     own = settings.spaces[0]
     chosen, name = Outcome(policy=own.policy, parameters=dict(own.start), metrics={}), RECIPE
-    if inputs.recipe.engine.name in SERVERS:
+    if traits_of(inputs.recipe.engine.name).server:
         found = _search(inputs, runner, progress)
         result, name = _report(inputs, found, runner, head, progress), "tuned for 1"
         if not sizes.keeps(name, result.best_held_out, 1):
@@ -328,7 +329,9 @@ def _verdict(
         share = usage[USAGE_KEYS.get(limit.name, limit.name)]
         # A target is judged on the requests of all windows together.
         ratio = recommended.ratios.get(limit.name)
-        value = metrics.get(limit.name, 0.0) if ratio is None else ratio * limit.limit
+        value: float | None = metrics.get(limit.name, 0.0)
+        if ratio is not None:
+            value = None if share >= UNSERVED else ratio * limit.limit
         judged.append(limit.judged(value, kept=share <= 1.0))
     targets = {key: share for key, share in usage.items() if key != "oom_percent"}
     binding = max(targets, key=lambda key: targets[key], default=None)

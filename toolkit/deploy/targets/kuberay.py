@@ -43,6 +43,7 @@ from toolkit.deploy.order import (
 )
 from toolkit.deploy.reckon import (
     FRONT_MIB,
+    LIMIT_FACTOR,
     MIB,
     PROPAGATION_S,
     check_podable,
@@ -169,7 +170,8 @@ def _pod(order: Order) -> PodSpec:
             *RAY_ENVIRONMENT,
         ],
         resources=Resources(
-            requests={"cpu": CPU, "memory": f"{front_memory().value}Mi"}, limits={}
+            requests={"cpu": CPU, "memory": f"{front_memory().value}Mi"},
+            limits={"memory": f"{front_memory_limit().value}Mi"},
         ),
         startup_probe=started(order),
         readiness_probe=READY,
@@ -187,6 +189,11 @@ def front_memory() -> Sourced[int]:
     """MiB that the front's pod requests."""
     ray = f"{NODE_MIB} for its raylet, {OBJECT_STORE_MIB} for the object store"
     return Sourced(FRONT_MIB + NODE_MIB + OBJECT_STORE_MIB, f"{FRONT_MIB} MiB for the front, {ray}")
+
+
+def front_memory_limit() -> Sourced[int]:
+    """MiB at which the front's pod is killed."""
+    return Sourced(LIMIT_FACTOR * front_memory().value, f"{LIMIT_FACTOR} times what it requests")
 
 
 def render(order: Order) -> Rendered:
@@ -262,7 +269,7 @@ def _budget(order: Order) -> PodDisruptionBudget:
 
 def _explained(order: Order) -> list[ExplainedValue]:
     drain, startup, drift = drain_s(order), startup_s(order), drift_percent(order)
-    grace, asked = grace_s(drain, PROPAGATION_S), front_memory()
+    grace, asked, limit = grace_s(drain, PROPAGATION_S), front_memory(), front_memory_limit()
     return [
         explain_value("image", llmctl_image(order, EXTRA)),
         ExplainedValue(
@@ -307,6 +314,7 @@ def _explained(order: Order) -> list[ExplainedValue]:
             "head: preStop", "linger head", "the head stays until all connected nodes have left"
         ),
         explain_value("front: memory", asked, f"{asked.value:,} MiB"),
+        explain_value("front: memory limit", limit, f"{limit.value:,} MiB"),
         ExplainedValue(
             "front: strategy",
             "Recreate",

@@ -63,6 +63,7 @@ from toolkit.deploy.reckon import (
     from_hub,
     gpus,
     grace_s,
+    memory_limit_mib,
     memory_mib,
     replicas,
     startup_s,
@@ -85,12 +86,16 @@ from toolkit.deploy.targets.objects import (
 )
 from toolkit.files.strict import dump_yaml
 
+CLUSTER_DNS = Peer(  # CoreDNS and kube-dns both have this label
+    namespace_selector=AnyPods(match_labels={"kubernetes.io/metadata.name": "kube-system"}),
+    pod_selector=AnyPods(match_labels={"k8s-app": "kube-dns"}),
+)
 CLIENT = {"llmctl.io/client": "true"}
 
 
 def network_policy(order: Order) -> NetworkPolicy:
     """Allow traffic from its namespace, namespaces labelled as clients, and that of Prometheus; to
-    DNS, and to the hub if needed.
+    the cluster's DNS, and to the hub if needed.
     """
     callers = Ingress(sender=_callers(order), ports=[PolicyPort(port="http")])
     return _policy(
@@ -152,7 +157,7 @@ def _prometheus(order: Order) -> list[Peer]:
 
 def _egress(order: Order) -> list[Egress]:
     cluster_dns = Egress(
-        to=[Peer(namespace_selector=AnyPods())],
+        to=[CLUSTER_DNS],
         ports=[PolicyPort(protocol="UDP", port=53), PolicyPort(protocol="TCP", port=53)],
     )
     hub = [Egress(ports=[PolicyPort(port=443)])] if from_hub(order.plan.recipe) else []
@@ -290,7 +295,7 @@ def _explained(order: Order, threshold: Sourced[int | None]) -> list[ExplainedVa
     drain, recipe = drain_s(order), order.plan.recipe
     where = products(order, order.plan.kinds[0])
     grace = grace_s(drain, PROPAGATION_S)
-    memory = memory_mib(order)
+    memory, limit = memory_mib(order), memory_limit_mib(order)
     lines = [
         explain_value("image", llmctl_image(order)),
         explain_value("replicas", replicas(order)),
@@ -311,6 +316,7 @@ def _explained(order: Order, threshold: Sourced[int | None]) -> list[ExplainedVa
         *explain_models(order, _mounting(order, threshold)),
         explain_value("cpu", cpus(recipe)),
         explain_value("memory", memory, f"{memory.value:,} MiB"),
+        explain_value("memory limit", limit, f"{limit.value:,} MiB"),
         explain_value("drift alert", drift_percent(order), f"{drift_percent(order).value:g} %"),
     ]
     if threshold.value is None:

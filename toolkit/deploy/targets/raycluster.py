@@ -48,10 +48,12 @@ from toolkit.deploy.order import (
     products,
 )
 from toolkit.deploy.reckon import (
+    LIMIT_FACTOR,
     MIB,
     PROPAGATION_S,
     drain_s,
     grace_s,
+    worker_extra_memory_mib,
     worker_memory_mib,
 )
 from toolkit.deploy.targets.objects import (
@@ -106,6 +108,14 @@ class RayWorkerGroup:
         engine = worker_memory_mib(self.kind)
         ours = f"{NODE_MIB} MiB for Ray's processes and {OBJECT_STORE_MIB} MiB for its object store"
         return Sourced(engine.value + NODE_MIB + OBJECT_STORE_MIB, f"{engine.source} + {ours}")
+
+    @property
+    def memory_limit(self) -> Sourced[int]:
+        """MiB at which a worker's pod is killed."""
+        extra = worker_extra_memory_mib(self.kind)
+        source = f"{LIMIT_FACTOR} times what it requests"
+        source += f" + {extra.source}" if extra.value else ""
+        return Sourced(LIMIT_FACTOR * self.memory.value + extra.value, source)
 
     @property
     def set_here(self) -> dict[str, str]:
@@ -191,6 +201,9 @@ def explain_group(order: Order, group: RayWorkerGroup) -> list[ExplainedValue]:
         ),
         ExplainedValue(f"{group.name}: num-cpus", str(share.cpus), threads),
         explain_value(f"{group.name}: memory", group.memory, f"{group.memory.value:,} MiB"),
+        explain_value(
+            f"{group.name}: memory limit", group.memory_limit, f"{group.memory_limit.value:,} MiB"
+        ),
     ]
     if group.labels:
         shown = ", ".join(f"{key}={value}" for key, value in group.labels.items())
@@ -234,11 +247,12 @@ def _container(order: Order, group: RayWorkerGroup, lifecycle: Lifecycle) -> Con
     share = group.share
     devices = {GPU: str(share.gpus)} if share.gpus else {}
     asked = {"cpu": f"{1000 * share.cpus + NODE_CPU_MILLI}m", "memory": f"{group.memory.value}Mi"}
+    limit = {"memory": f"{group.memory_limit.value}Mi"}
     return Container(
         name="ray-worker",
         image=llmctl_image(order, EXTRA).value,
         env=[*loading_environment(order), *RAY_ENVIRONMENT],
-        resources=Resources(requests=asked | devices, limits=devices),
+        resources=Resources(requests=asked | devices, limits=limit | devices),
         lifecycle=lifecycle,
         volume_mounts=[MODELS_MOUNT, TMP_MOUNT],
     )
