@@ -84,7 +84,9 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (scaling(1.0, 3.0), "max_new_tokens: 128 limits the outputs"),
     ],
 )
-def test_beyond_twice_the_warnings_say_what_cuts(given: Scaling, last: str | None) -> None:
+def test_beyond_a_divisor_of_two_the_warnings_say_what_limits_the_lengths(
+    given: Scaling, last: str | None
+) -> None:
     warnings = given.warnings()
     if last is None:
         assert warnings == []
@@ -115,7 +117,7 @@ def test_the_model_s_own_context_comes_from_the_recipe() -> None:
         assert prepared.scaling.model_context == context
 
 
-def test_the_verdict_the_plan_and_the_page_say_it(
+def test_the_verdict_the_plan_and_the_page_have_the_warning(
     files: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fit = ["--fit", "fit.json"]
@@ -146,9 +148,7 @@ def test_the_verdict_the_plan_and_the_page_say_it(
 
 
 @pytest.mark.slow
-def test_requests_that_fit_are_not_warned_of(
-    files: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_requests_that_fit_give_no_warning(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_trace(20)
     words = ["--trace", "trace.jsonl", "--jobs", "1"]
     assert llmctl("tune", "recipe.yaml", "--fit", "fit.json", *words) == 0
