@@ -209,7 +209,7 @@ def test_an_unmeasured_fleet_explains_that_machines_are_not_known(fleet: Plan) -
     )
     told = render_target("kuberay", orders.order(guessed))["EXPLAIN.md"]
     assert (
-        "the fit is no measurement, so the GPU's product is not known; name nodes in the fleet"
+        "the fit is not measured, so the GPU's product is not known; name nodes in the fleet"
         in told
     )
 

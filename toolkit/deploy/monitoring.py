@@ -291,6 +291,7 @@ def _load_panels() -> list[DashboardPanel]:
     generated = Query(_rate("generation_tokens_total"), "generated")
     refused = Query(_rate("refused_total"), "503, overload")
     limited = Query(_rate("key_limited_total"), "429, a key's limit")
+    share = Query(_rate("client_limited_total", by="limit"), "a client's share, {{limit}}")
     kept = f"{_rate('requests_within_targets_total')} / {_rate('requests_total')}"
     return [
         DashboardPanel(
@@ -300,7 +301,7 @@ def _load_panels() -> list[DashboardPanel]:
         ),
         DashboardPanel("Requests that ended", "reqps", [ends]),
         DashboardPanel("Tokens a second", "short", [prompt, generated]),
-        DashboardPanel("Refused requests", "reqps", [refused, limited]),
+        DashboardPanel("Refused requests", "reqps", [refused, limited, share]),
         DashboardPanel(
             "Requests that kept every target",
             "percentunit",
