@@ -12,6 +12,7 @@ once. Files with slow tests go first, so no worker is left alone with one at the
 import asyncio
 import multiprocessing.util
 import os
+import platform
 import sys
 from collections import defaultdict
 from collections.abc import Iterator
@@ -46,6 +47,7 @@ def _see(event: str, arguments: tuple[Any, ...]) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     if not config.pluginmanager.has_plugin("lanes-watch"):
+        platform.processor()  # starts `uname -p` once in a process, in whichever test is first
         config.pluginmanager.register(Watch(), "lanes-watch")
         sys.addaudithook(_see)
 
