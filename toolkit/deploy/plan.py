@@ -105,19 +105,7 @@ def make_plan(
         _check_servable(chosen, kind.recipe, tuning if given is None else None)
     policy = PlannedPolicy(name=choice.policy, parameters=parameters(chosen))
     explained = explain(kinds, policy, choice)
-    workload = None
-    if choice.predicted and tuning is not None:
-        scaling, trace = tuning.scaling, tuning.inputs.get("trace")
-        if scaling is not None and scaling.notable:
-            source = "; ".join(scaling.warnings())
-            requests = Explanation(value=scaling.divided(), source=source)
-            explained = {"requests": requests} | explained
-        if trace is not None:
-            workload = PlannedWorkload(
-                trace=trace.name,
-                request_rate_rps=tuning.request_rate_rps,
-                workers_needed=tuning.sizing.workers if tuning.sizing else None,
-            )
+    tuned_for = tuning if choice.predicted else None
     return Plan(
         **head(inputs, fit.engine.device, fit.environment.device_memory_bytes),
         recipe=recipe,
@@ -126,10 +114,29 @@ def make_plan(
         policy=policy,
         predicted=dict(choice.predicted),
         limits=list(choice.limits),
-        explained=explained,
-        workload=workload,
+        explained=_explain_requests(tuned_for) | explained,
+        workload=_workload(tuned_for),
         others=list(others),
     )
+
+
+def _workload(tuning: Tuning | None) -> PlannedWorkload | None:
+    """The traffic that the tuning's predictions are about, if it is recorded."""
+    trace = tuning.inputs.get("trace") if tuning else None
+    if tuning is None or trace is None:
+        return None
+    needed = tuning.sizing.workers if tuning.sizing else None
+    return PlannedWorkload(
+        trace=trace.name, request_rate_rps=tuning.request_rate_rps, workers_needed=needed
+    )
+
+
+def _explain_requests(tuning: Tuning | None) -> Explained:
+    """Explain the requests of the predictions, where they differ much from the trace's own."""
+    scaling = tuning.scaling if tuning else None
+    if scaling is None or not scaling.notable:
+        return {}
+    return {"requests": Explanation(value=scaling.divided(), source="; ".join(scaling.warnings()))}
 
 
 def _check_servable(policy: AnyPolicy, recipe: Recipe, tuning: Tuning | None) -> None:

@@ -225,7 +225,7 @@ def _report(
     The best is one that the recipe's engine can run. `siblings` are the siblings where they were
     tried already.
     """
-    recipe, workload = inputs.recipe, inputs.workload
+    recipe, workload, cut = inputs.recipe, inputs.workload, inputs.workload.windows
     settings = settings_of(recipe, inputs.fit, inputs.others)
     limits = settings.limits
     runs = _alternative_runs(inputs, runner, progress)
@@ -254,9 +254,7 @@ def _report(
             "trace_notes": list(workload.trace.notes),
             "scaling": workload.trace.scaling,
             "window_length": WindowLength(
-                wished_s=workload.windows.wished_s,
-                seconds=workload.windows.seconds,
-                longest_s=workload.windows.longest_s,
+                wished_s=cut.wished_s, seconds=cut.seconds, longest_s=cut.longest_s
             ),
             "search_windows": _window_specs(workload.search),
             "held_out_windows": _window_specs(workload.held_out),

@@ -268,71 +268,10 @@ def _budget(order: Order) -> PodDisruptionBudget:
 
 
 def _explained(order: Order) -> list[ExplainedValue]:
-    drain, startup, drift = drain_s(order), startup_s(order), drift_percent(order)
-    grace, asked, limit = grace_s(drain, PROPAGATION_S), front_memory(), front_memory_limit()
+    drift = drift_percent(order)
     return [
-        explain_value("image", llmctl_image(order, EXTRA)),
-        ExplainedValue(
-            "rayVersion", RAY, "what the image has installed; KubeRay chooses its probes by it"
-        ),
-        ExplainedValue(
-            "authOptions",
-            "token",
-            f"Secret {order.name}, key {TOKEN_KEY}: every connection to Ray's ports needs it",
-        ),
-        ExplainedValue(
-            "upgradeStrategy",
-            "Recreate",
-            "all pods have one image: another image replaces all of Ray's pods and the front",
-        ),
-        *[line for group in groups(order) for line in explain_group(order, group)],
-        explain_value(
-            "workers: terminationGracePeriodSeconds",
-            worker_grace_s(order),
-            f"{worker_grace_s(order).value} s",
-        ),
-        ExplainedValue(
-            "workers: preStop",
-            "linger worker",
-            "its raylet stays until no actor runs on it, so that the front can drain",
-        ),
-        ExplainedValue(
-            "head: num-cpus", "0", "no work runs on it; without the head there is no cluster"
-        ),
-        ExplainedValue("head: dashboard-host", "127.0.0.1", "only for kubectl port-forward"),
-        ExplainedValue(
-            "head: memory",
-            f"{HEAD_MIB:,} MiB",
-            "Ray 2.60's head: 610 MiB when idle, and room for its records",
-        ),
-        explain_value(
-            "head: terminationGracePeriodSeconds",
-            head_grace_s(order),
-            f"{head_grace_s(order).value} s",
-        ),
-        ExplainedValue(
-            "head: preStop", "linger head", "the head stays until all connected nodes have left"
-        ),
-        explain_value("front: memory", asked, f"{asked.value:,} MiB"),
-        explain_value("front: memory limit", limit, f"{limit.value:,} MiB"),
-        ExplainedValue(
-            "front: strategy",
-            "Recreate",
-            "the next front finds room only after the workers of this one have ended",
-        ),
-        ExplainedValue(
-            "front: --room-timeout",
-            f"{startup.value} s",
-            "until KubeRay's pods run; then loading begins",
-        ),
-        ExplainedValue(
-            "front: --shutdown-notice",
-            f"{PROPAGATION_S} s",
-            "until the cluster's proxies know that the pod is leaving",
-        ),
-        explain_value("front: --shutdown-timeout", drain, f"{drain.value} s"),
-        explain_value("front: terminationGracePeriodSeconds", grace, f"{grace.value} s"),
-        *explain_probes(order, "front: "),
+        *_explain_cluster(order),
+        *_explain_front(order),
         *explain_models(order, _mounting(order)),
         ExplainedValue(
             "probes of Ray's pods",
@@ -353,6 +292,73 @@ def _explained(order: Order) -> list[ExplainedValue]:
     ]
 
 
+def _explain_cluster(order: Order) -> list[ExplainedValue]:
+    workers, head = worker_grace_s(order), head_grace_s(order)
+    return [
+        explain_value("image", llmctl_image(order, EXTRA)),
+        ExplainedValue(
+            "rayVersion", RAY, "what the image has installed; KubeRay chooses its probes by it"
+        ),
+        ExplainedValue(
+            "authOptions",
+            "token",
+            f"Secret {order.name}, key {TOKEN_KEY}: every connection to Ray's ports needs it",
+        ),
+        ExplainedValue(
+            "upgradeStrategy",
+            "Recreate",
+            "all pods have one image: another image replaces all of Ray's pods and the front",
+        ),
+        *[line for group in groups(order) for line in explain_group(order, group)],
+        explain_value("workers: terminationGracePeriodSeconds", workers, f"{workers.value} s"),
+        ExplainedValue(
+            "workers: preStop",
+            "linger worker",
+            "its raylet stays until no actor runs on it, so that the front can drain",
+        ),
+        ExplainedValue(
+            "head: num-cpus", "0", "no work runs on it; without the head there is no cluster"
+        ),
+        ExplainedValue("head: dashboard-host", "127.0.0.1", "only for kubectl port-forward"),
+        ExplainedValue(
+            "head: memory",
+            f"{HEAD_MIB:,} MiB",
+            "Ray 2.60's head: 610 MiB when idle, and room for its records",
+        ),
+        explain_value("head: terminationGracePeriodSeconds", head, f"{head.value} s"),
+        ExplainedValue(
+            "head: preStop", "linger head", "the head stays until all connected nodes have left"
+        ),
+    ]
+
+
+def _explain_front(order: Order) -> list[ExplainedValue]:
+    drain, startup = drain_s(order), startup_s(order)
+    grace, asked, limit = grace_s(drain, PROPAGATION_S), front_memory(), front_memory_limit()
+    return [
+        explain_value("front: memory", asked, f"{asked.value:,} MiB"),
+        explain_value("front: memory limit", limit, f"{limit.value:,} MiB"),
+        ExplainedValue(
+            "front: strategy",
+            "Recreate",
+            "the next front finds room only after the workers of this one have ended",
+        ),
+        ExplainedValue(
+            "front: --room-timeout",
+            f"{startup.value} s",
+            "until KubeRay's pods run; then loading begins",
+        ),
+        ExplainedValue(
+            "front: --shutdown-notice",
+            f"{PROPAGATION_S} s",
+            "until the cluster's proxies know that the pod is leaving",
+        ),
+        explain_value("front: --shutdown-timeout", drain, f"{drain.value} s"),
+        explain_value("front: terminationGracePeriodSeconds", grace, f"{grace.value} s"),
+        *explain_probes(order, "front: "),
+    ]
+
+
 def _start(order: Order) -> str:
     name, namespace = order.name, order.options.namespace
     return f"""\
@@ -360,7 +366,8 @@ Needs KubeRay 1.6 or newer. One Secret has the clients' key and the token of Ray
 
 ```bash
 {preparation(order, TOKEN_KEY)}
-kubectl apply -k .  # needs the CRDs of KubeRay and Prometheus' operator; without these: -k core
+# Needs the CRDs of KubeRay and of Prometheus' operator; without the latter: apply -k core
+kubectl apply -k .
 kubectl -n {namespace} rollout status deployment/{name}
 kubectl -n {namespace} port-forward service/{name} 8000
 kubectl delete -k .         # the front drains, then the workers end, then the head
