@@ -118,8 +118,8 @@ def front_policy(order: Order, members: dict[str, str]) -> NetworkPolicy:
 
 
 def cluster_policy(order: Order, cluster: dict[str, str], members: dict[str, str]) -> NetworkPolicy:
-    """For the pods of a Ray cluster: only the deployment's `members` may connect, since whoever can
-    connect can run code there.
+    """For the pods of a Ray cluster: only the deployment's `members` may connect, since every
+    connection to Ray can run code.
     """
     ours = [Peer(pod_selector=AnyPods(match_labels=members))]
     return _policy(
