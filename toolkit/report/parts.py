@@ -208,15 +208,19 @@ class _Scale:
     ticks: list[float] = field(default_factory=list)
 
     def place(self, value: float) -> float:
-        low, high, at = (math.log(one) if self.log else one for one in (self.low, self.high, value))
+        low, high, at = (
+            math.log(bound) if self.log else bound for bound in (self.low, self.high, value)
+        )
         return round(self.start + (at - low) / (high - low) * (self.end - self.start), 1)
 
 
 def chart(axes: Axes) -> Markup:
     """Draw a chart. Points that an axis cannot show (0 on a logarithmic one) are left out."""
-    drawn = [one for one in (_drawable(series, log=axes.log) for series in axes.series) if one.xs]
-    xs = [x for one in drawn for x in one.xs]
-    ys = [y for one in drawn for y in one.ys]
+    drawn = [
+        shown for shown in (_drawable(series, log=axes.log) for series in axes.series) if shown.xs
+    ]
+    xs = [x for shown in drawn for x in shown.xs]
+    ys = [y for shown in drawn for y in shown.ys]
     if not xs:
         return Markup()
     if axes.diagonal:
@@ -231,8 +235,8 @@ def chart(axes: Axes) -> Markup:
         _line(root, [(x.low, x.low), (x.high, x.high)], x, y, "rule")
     if axes.level is not None:
         _line(root, [(x.low, axes.level), (x.high, axes.level)], x, y, "rule")
-    for index, one in enumerate(drawn):
-        _draw(root, one, axes, x, y, index)
+    for index, shown in enumerate(drawn):
+        _draw(root, shown, axes, x, y, index)
     if len(drawn) > 1:
         _legend(root, drawn)
     return _svg_text(root)
@@ -290,9 +294,9 @@ def bars(
 def _drawable(series: ChartSeries, *, log: bool) -> ChartSeries:
     labels = series.labels or [""] * len(series.xs)
     points = [
-        one
-        for one in zip(series.xs, series.ys, labels, strict=True)
-        if not log or (one[0] > 0 and one[1] > 0)
+        point
+        for point in zip(series.xs, series.ys, labels, strict=True)
+        if not log or (point[0] > 0 and point[1] > 0)
     ]
     step = -(-len(points) // MAX_POINTS) or 1
     kept = points[::step]
@@ -300,7 +304,7 @@ def _drawable(series: ChartSeries, *, log: bool) -> ChartSeries:
         series,
         xs=[x for x, _, _ in kept],
         ys=[y for _, y, _ in kept],
-        labels=[one for _, _, one in kept],
+        labels=[label for _, _, label in kept],
     )
 
 
@@ -384,10 +388,10 @@ def _line(
 
 def _legend(root: Element, drawn: Sequence[ChartSeries]) -> None:
     at = float(LEFT)
-    for index, one in enumerate(drawn):
+    for index, shown in enumerate(drawn):
         _add(root, "circle", cx=at, cy=HEIGHT + 8, r=4, cls=f"s{index % 4}")
-        _add(root, "text", x=at + 8, y=HEIGHT + 12, text=one.name)
-        at += 22 + 6.2 * len(one.name)
+        _add(root, "text", x=at + 8, y=HEIGHT + 12, text=shown.name)
+        at += 22 + 6.2 * len(shown.name)
 
 
 def _short(text: str, most: int) -> str:

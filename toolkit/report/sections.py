@@ -61,21 +61,21 @@ def bench_section(found: Material) -> Section:
         )
         section.lines += [f"Left out: {why}." for why in out]
         return section
-    requests = sum(one.content.answered for one in found.benches)
+    requests = sum(bench.content.answered for bench in found.benches)
     counted = f"{len(found.benches)} replay{'s' if len(found.benches) > 1 else ''}"
     section = Section(
         BENCH_KEY,
         BENCH_TITLE,
         f"{counted} against a running server, {requests:,} requests: measured, not simulated.",
     )
-    for one in found.benches:
-        section.lines.append(_bench_line(one, found.rate_rps))
+    for bench in found.benches:
+        section.lines.append(_bench_line(bench, found.rate_rps))
         errors = {
             row.metric: row.error_percent
-            for row in one.content.compared
+            for row in bench.content.compared
             if row.error_percent is not None
         }
-        values = {row.metric: (row.predicted, row.measured) for row in one.content.compared}
+        values = {row.metric: (row.predicted, row.measured) for row in bench.content.compared}
         titles = {
             name: f"{metric_name(name)}: predicted {quantity(name, predicted)}, "
             f"measured {quantity(name, measured)}"
@@ -84,8 +84,8 @@ def bench_section(found: Material) -> Section:
         }
         svg = bars(errors, " %", titles=titles)
         if svg:
-            section.figures.append(Figure(svg, f"{_title(one)}: the prediction's error"))
-        section.tables.append(_table(one))
+            section.figures.append(Figure(svg, f"{_title(bench)}: the prediction's error"))
+        section.tables.append(_table(bench))
     if len(found.benches) > 1:
         section.tables.insert(0, _side_by_side(found.benches))
     section.lines += [f"Left out: {why}." for why in out]
@@ -145,11 +145,11 @@ def _table(bench: BenchResult) -> Table:
 
 
 def _side_by_side(benches: Sequence[BenchResult]) -> Table:
-    metrics = dict.fromkeys(row.metric for one in benches for row in one.content.compared)
+    metrics = dict.fromkeys(row.metric for bench in benches for row in bench.content.compared)
     rows: list[list[Cell]] = [
-        [name, *(one.content.measured.get(name) for one in benches)] for name in metrics
+        [name, *(bench.content.measured.get(name) for bench in benches)] for name in metrics
     ]
-    return Table("Measured, side by side", ["metric", *(one.name for one in benches)], rows)
+    return Table("Measured, side by side", ["metric", *(bench.name for bench in benches)], rows)
 
 
 def fit_section(found: Material) -> Section:
@@ -206,17 +206,26 @@ def _errors(fit: Fit) -> Table:
 
 def _candidates(fit: Fit) -> Table:
     rows = [
-        (name, one.form, *error_cells(one.error)[:2], "kept" if one.form == law.form else "")
+        (
+            name,
+            candidate.form,
+            *error_cells(candidate.error)[:2],
+            "kept" if candidate.form == law.form else "",
+        )
         for name, law in (("prefill", fit.prefill), ("decode", fit.decode))
-        for one in law.candidates
+        for candidate in law.candidates
     ]
     return Table("Forms that competed", ["law", "form", "median error", "p95", ""], rows)
 
 
 def _figures(fit: Fit, profile: Profile) -> list[Figure]:
     laws = laws_from_fit(fit)
-    prefill = [(one.batch_size, one.input_length, median(one.seconds)) for one in profile.prefill]
-    decode = [(one.batch_size, one.cached_length, median(one.seconds)) for one in profile.decode]
+    prefill = [
+        (point.batch_size, point.input_length, median(point.seconds)) for point in profile.prefill
+    ]
+    decode = [
+        (point.batch_size, point.cached_length, median(point.seconds)) for point in profile.decode
+    ]
     figures = [
         *_law_figures("prefill", prefill, lambda size, length: laws.engine.prefill_s(size, length)),
         *_law_figures(
@@ -230,7 +239,7 @@ def _figures(fit: Fit, profile: Profile) -> list[Figure]:
 
 def _step_s(law: LatencyFit, size: int, length: int) -> float:
     """tau(l, N), Eq. 4."""
-    segment = [one for one in law.segments if one.batch_size_min <= size][-1]
+    segment = [candidate for candidate in law.segments if candidate.batch_size_min <= size][-1]
     return segment.nl * size * length + segment.n * size + segment.l * length + segment.const
 
 
@@ -256,7 +265,11 @@ def _law_figures(
         ChartSeries(
             f"N {group[0]}" + (f" to {group[-1]}" if len(group) > 1 else ""),
             [length for size, length, _ in points if size in group],
-            [one for (size, _, _), one in zip(points, residuals, strict=True) if size in group],
+            [
+                residual
+                for (size, _, _), residual in zip(points, residuals, strict=True)
+                if size in group
+            ],
             labels=[
                 label for (size, _, _), label in zip(points, labels, strict=True) if size in group
             ],
@@ -278,16 +291,18 @@ def _law_figures(
 
 
 def _slices(laws: Laws, profile: Profile) -> Figure:
-    measured = [one.seconds for one in profile.slices]
+    measured = [point.seconds for point in profile.slices]
     predicted = [
-        laws.latency.prefill_s(one.batch_size, one.input_length)
-        + laws.latency.decode_s(one.batch_size, one.input_length, laws.engine.iterations(one.steps))
-        for one in profile.slices
+        laws.latency.prefill_s(point.batch_size, point.input_length)
+        + laws.latency.decode_s(
+            point.batch_size, point.input_length, laws.engine.iterations(point.steps)
+        )
+        for point in profile.slices
     ]
     labels = [
-        f"N {one.batch_size}, length {one.input_length}, {one.steps} steps: "
-        f"predicted {seconds(law)}, measured {seconds(one.seconds)}"
-        for one, law in zip(profile.slices, predicted, strict=True)
+        f"N {point.batch_size}, length {point.input_length}, {point.steps} steps: "
+        f"predicted {seconds(law)}, measured {seconds(point.seconds)}"
+        for point, law in zip(profile.slices, predicted, strict=True)
     ]
     drawn = ChartSeries("slices", measured, predicted, labels=labels)
     axes = Axes("measured, s", "predicted, s", [drawn], log=True, diagonal=True)
@@ -296,17 +311,20 @@ def _slices(laws: Laws, profile: Profile) -> Figure:
 
 def _memory(fit: Fit, laws: Laws, profile: Profile) -> Figure:
     """The memory edge, probed and by the law, for the least number of steps that was probed."""
-    steps = min((one.steps for one in profile.memory), default=1)
+    steps = min((point.steps for point in profile.memory), default=1)
     points = sorted(
-        (one for one in profile.memory if one.steps == steps), key=lambda one: one.input_length
+        (point for point in profile.memory if point.steps == steps),
+        key=lambda point: point.input_length,
     )
-    lengths = np.array([one.input_length for one in points], dtype=np.int64)
+    lengths = np.array([point.input_length for point in points], dtype=np.int64)
     allowed = laws.memory.max_batch(lengths, steps, 0.0).tolist() if points else []
     failed = [
-        (one.input_length, one.smallest_oom) for one in points if one.smallest_oom is not None
+        (point.input_length, point.smallest_oom)
+        for point in points
+        if point.smallest_oom is not None
     ]
     series = [
-        ChartSeries("ran", lengths.tolist(), [one.largest_ok for one in points]),
+        ChartSeries("ran", lengths.tolist(), [point.largest_ok for point in points]),
         ChartSeries("the law allows", lengths.tolist(), allowed, "line"),
         ChartSeries(
             "out of memory", [length for length, _ in failed], [size for _, size in failed]
@@ -367,7 +385,7 @@ def tuning_section(found: Material) -> Section:
     lead = f"{len(tuning.trials):,} trials of {policies} at {rate}, simulated."
     section = Section(TUNING_KEY, TUNING_TITLE, lead)
     section.figures += [
-        one for one in (_front(tuning), _importance(tuning), _swings(tuning)) if one.svg
+        figure for figure in (_front(tuning), _importance(tuning), _swings(tuning)) if figure.svg
     ]
     section.tables += [_held_out(tuning), _parameters(tuning)]
     if tuning.policies:
@@ -378,17 +396,17 @@ def tuning_section(found: Material) -> Section:
 def _front(tuning: Tuning) -> Figure:
     latency = tuning.latency_metric
     known = [
-        one
-        for one in tuning.trials
-        if latency in one.outcome.metrics and "goodput_rps" in one.outcome.metrics
+        trial
+        for trial in tuning.trials
+        if latency in trial.outcome.metrics and "goodput_rps" in trial.outcome.metrics
     ]
-    front = [one for one in known if one.number in tuning.front]
-    front.sort(key=lambda one: one.outcome.metrics[latency])
-    best = [one for one in known if _same(one.outcome, tuning.best_held_out)][:1]
+    front = [trial for trial in known if trial.number in tuning.front]
+    front.sort(key=lambda trial: trial.outcome.metrics[latency])
+    best = [trial for trial in known if _same(trial.outcome, tuning.best_held_out)][:1]
     series = [
         _series("trials", known, latency),
         _series("the front", front, latency, "line"),
-        _series("defaults", [one for one in known if one.number == 0], latency, "marks"),
+        _series("defaults", [trial for trial in known if trial.number == 0], latency, "marks"),
         _series("best", best, latency, "marks"),
     ]
     svg = chart(Axes(latency, "goodput, requests/s", series))
@@ -403,8 +421,8 @@ def _series(
     latency: str,
     kind: Literal["points", "line", "marks"] = "points",
 ) -> ChartSeries:
-    xs, ys = ([one.outcome.metrics[key] for one in trials] for key in (latency, "goodput_rps"))
-    return ChartSeries(name, xs, ys, kind, [_label(one, latency) for one in trials])
+    xs, ys = ([trial.outcome.metrics[key] for trial in trials] for key in (latency, "goodput_rps"))
+    return ChartSeries(name, xs, ys, kind, [_label(trial, latency) for trial in trials])
 
 
 def _label(trial: Trial, latency: str) -> str:
@@ -418,8 +436,8 @@ def _label(trial: Trial, latency: str) -> str:
     return f"trial {trial.number}, {outcome.policy}: {values}, {limits}; {settings}"
 
 
-def _same(one: Outcome, other: Outcome) -> bool:
-    return (one.policy, one.parameters) == (other.policy, other.parameters)
+def _same(first: Outcome, second: Outcome) -> bool:
+    return (first.policy, first.parameters) == (second.policy, second.parameters)
 
 
 def _importance(tuning: Tuning) -> Figure:
@@ -434,7 +452,7 @@ def _importance(tuning: Tuning) -> Figure:
 
 
 def _swings(tuning: Tuning) -> Figure:
-    swings = {one.parameter: one.swing_percent for one in tuning.sensitivity}
+    swings = {swept.parameter: swept.swing_percent for swept in tuning.sensitivity}
     return Figure(
         bars(swings, " %"),
         "how far goodput moves when one parameter of the best is swept over its range",
@@ -476,16 +494,16 @@ def _policies(tuning: Tuning) -> Table:
     latency = tuning.latency_metric
     rows = [
         (
-            marked(one.policy, tuning.engines),
-            one.trials,
-            one.held_out.metrics.get("goodput_rps"),
-            one.held_out.metrics.get(latency),
-            one.feasible,
+            marked(result.policy, tuning.engines),
+            result.trials,
+            result.held_out.metrics.get("goodput_rps"),
+            result.held_out.metrics.get(latency),
+            result.feasible,
         )
-        for one in tuning.policies
+        for result in tuning.policies
     ]
     columns = ["policy", "trials", "goodput_rps", latency, "keeps all limits"]
-    note = footnote([one.policy for one in tuning.policies], tuning.engines)
+    note = footnote([result.policy for result in tuning.policies], tuning.engines)
     caption = "Each policy's best trial, held out" + (f" ({note})" if note else "")
     return Table(caption, columns, rows)
 
@@ -509,30 +527,30 @@ def validation_section(found: Material) -> Section:
         f"{validation.model} with policy '{validation.policy}'; {failed:,} failed."
     )
     section = Section(VALIDATION_KEY, VALIDATION_TITLE, lead, lines=[validation.summary()])
-    errors = {one.metric: one.error_percent for one in validation.metrics}
+    errors = {row.metric: row.error_percent for row in validation.metrics}
     section.figures.append(
         Figure(bars(errors, " %"), "the prediction's error, of the means over the windows")
     )
     rows = [
         (
-            one.metric,
-            one.measured,
-            one.predicted,
-            percent(one.error_percent),
-            percent(one.worst_percent),
+            row.metric,
+            row.measured,
+            row.predicted,
+            percent(row.error_percent),
+            percent(row.worst_percent),
         )
-        for one in validation.metrics
+        for row in validation.metrics
     ]
     columns = ["metric", "measured", "predicted", "its error", "worst window"]
     section.tables.append(Table("Means over the windows", columns, rows))
     by_request = [
         (
-            one.latency,
-            percent(one.median_percent),
-            f"{one.median_absolute_percent:.1f} %",
-            one.requests,
+            row.latency,
+            percent(row.median_percent),
+            f"{row.median_absolute_percent:.1f} %",
+            row.requests,
         )
-        for one in validation.requests
+        for row in validation.requests
     ]
     columns = ["latency", "median error", "median absolute error", "requests"]
     section.tables.append(Table("Request by request", columns, by_request))

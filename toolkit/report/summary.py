@@ -58,10 +58,10 @@ class Promise:
     @property
     def broken_measured(self) -> list[tuple[Limit, MeasuredTargets]]:
         return [
-            (limit, one)
-            for one in self.measured
+            (limit, source)
+            for source in self.measured
             for limit in self.limits
-            if (judged := _judge(limit, one.values.get(limit.name))) and not judged.kept
+            if (judged := _judge(limit, source.values.get(limit.name))) and not judged.kept
         ]
 
 
@@ -90,25 +90,25 @@ def _promise(found: Material) -> Promise | None:
     return Promise(metrics, limits, _measured(found)) if metrics else None
 
 
-def _share(one: Limit) -> float | None:
+def _share(limit: Limit) -> float | None:
     """The used share of a limit. A lower limit in percent is used by 100 minus the value."""
-    if one.predicted is None:
+    if limit.predicted is None:
         return None
     used, may = (
-        (one.predicted, one.limit)
-        if one.bound == "at most"
-        else (100 - one.predicted, 100 - one.limit)
+        (limit.predicted, limit.limit)
+        if limit.bound == "at most"
+        else (100 - limit.predicted, 100 - limit.limit)
     )
     return used / may if may else (2.0 if used else 0.0)
 
 
-def _judge(one: Limit, value: float | None) -> Judged | None:
+def _judge(limit: Limit, value: float | None) -> Judged | None:
     """A measured value with its judgement against the limit."""
     if value is None:
         return None
     return Judged(
-        quantity(one.name, value),
-        value <= one.limit if one.bound == "at most" else value >= one.limit,
+        quantity(limit.name, value),
+        value <= limit.limit if limit.bound == "at most" else value >= limit.limit,
     )
 
 
@@ -125,9 +125,9 @@ def _measured(found: Material) -> list[MeasuredTargets]:
             break
     validation = found.validation
     if validation is not None and rate and found.is_of_plan(validation):
-        requests = sum(one.requests for one in validation.windows)
-        seconds = sum(one.end_s - one.start_s for one in validation.windows)
-        values = {one.metric: one.measured for one in validation.metrics}
+        requests = sum(window.requests for window in validation.windows)
+        seconds = sum(window.end_s - window.start_s for window in validation.windows)
+        values = {row.metric: row.measured for row in validation.metrics}
         if (
             abs(requests - rate * seconds) <= WINDOWS_RATE * rate * seconds
             and values.keys() & sla.keys()
@@ -142,33 +142,34 @@ def _badge(found: Material, promise: Promise | None) -> Badge:
         return Badge("open", f"{what}: nothing predicts whether the targets will be kept.")
     missed, measured = broken(promise.limits), promise.broken_measured
     if missed:
-        worst_first = sorted(missed, key=lambda one: -(_share(one) or 0.0))
+        worst_first = sorted(missed, key=lambda limit: -(_share(limit) or 0.0))
         return Badge(
             "broken", f"Not every target is kept, as predicted: {'; '.join(map(_at, worst_first))}."
         )
     if measured:
         names = _listed([metric_name(limit.name) for limit, _ in measured])
-        where = _listed(sorted({one.name for _, one in measured}))
-        slow = max((one.slowdown or 0.0 for _, one in measured), default=0.0)
+        where = _listed(sorted({source.name for _, source in measured}))
+        slow = max((source.slowdown or 0.0 for _, source in measured), default=0.0)
         pace = (
             f" Batches took {slow:.2f} times as long as fitted." if slow > NOTABLE_SLOWDOWN else ""
         )
         text = f"Predicted to keep every target, but the measurement broke {names} ({where}).{pace}"
         return Badge("broken", text)
-    if any(one.kept is None for one in promise.limits):
-        unknown = _listed([metric_name(one.name) for one in promise.limits if one.kept is None])
+    if any(limit.kept is None for limit in promise.limits):
+        unpredicted = [limit.name for limit in promise.limits if limit.kept is None]
+        unknown = _listed([metric_name(name) for name in unpredicted])
         return Badge("open", f"Nothing predicts {unknown}.")
     if promise.measured:
-        where = _listed([one.name for one in promise.measured])
+        where = _listed([source.name for source in promise.measured])
         return Badge("kept", f"Every target is kept: as predicted, and as measured ({where}).")
     return Badge("kept", "Every target is kept, as predicted; not measured at this rate yet.")
 
 
-def _at(one: Limit) -> str:
+def _at(limit: Limit) -> str:
     """A broken limit: the prediction, the limit, and the used share of it."""
-    what = f"{metric_name(one.name)} is {one.prediction()}, must be {one.allowed()}"
-    share = _share(one)
-    if one.bound == "at least" or not one.limit or share is None:
+    what = f"{metric_name(limit.name)} is {limit.prediction()}, must be {limit.allowed()}"
+    share = _share(limit)
+    if limit.bound == "at least" or not limit.limit or share is None:
         return what
     return f"{what}, {number(100 * share)} % of the limit"
 
@@ -184,7 +185,7 @@ def _what_to_run(found: Material) -> list[tuple[str, str]]:
     facts: list[tuple[str, str]] = []
     if plan is not None:
         facts += _policy(plan.policy.name, plan.policy.parameters)
-        kinds = [(f"{one.recipe.name}: ", one.fit, one.workers) for one in plan.kinds]
+        kinds = [(f"{kind.recipe.name}: ", kind.fit, kind.workers) for kind in plan.kinds]
     elif tuning is not None:
         outcome = tuning.recommended
         facts += _policy(outcome.policy, outcome.parameters)
@@ -211,7 +212,7 @@ def _policy(name: str, parameters: Mapping[str, ParameterValue]) -> list[tuple[s
 
 def _checks(found: Material) -> list[str]:
     """The measurements that the predictions were compared with, a sentence each."""
-    texts = [_check(one, found.rate_rps) for one in found.benches if one.of_plan]
+    texts = [_check(bench, found.rate_rps) for bench in found.benches if bench.of_plan]
     if found.validation is not None:
         other = "" if found.is_of_plan(found.validation) else " (another plan of the same fit)"
         texts.append(f"{found.file_name('validation')}{other}: {found.validation.summary()}")
@@ -258,18 +259,25 @@ def _next_command(found: Material) -> tuple[str, str]:
 
 def _table(promise: Promise) -> Table:
     """The shown metrics, then every limit: predicted and, where known, measured."""
-    columns = ["", "limit", "predicted", *(f"measured, {one.name}" for one in promise.measured)]
+    columns = [
+        "",
+        "limit",
+        "predicted",
+        *(f"measured, {source.name}" for source in promise.measured),
+    ]
     rows: list[list[Cell]] = []
-    known = {one.name for one in promise.limits}
+    known = {limit.name for limit in promise.limits}
     for key in SHOWN_METRICS:
         if key in promise.metrics and key not in known:
             values = [m.values.get(key) for m in promise.measured]
             given = [None if value is None else quantity(key, value) for value in values]
             rows.append([metric_name(key), "none", quantity(key, promise.metrics[key]), *given])
-    for one in promise.limits:
-        measured = [_judge(one, m.values.get(one.name)) for m in promise.measured]
-        predicted = one.prediction() if one.kept is None else Judged(one.prediction(), one.kept)
-        rows.append([metric_name(one.name), one.allowed(), predicted, *measured])
+    for limit in promise.limits:
+        measured = [_judge(limit, m.values.get(limit.name)) for m in promise.measured]
+        predicted = (
+            limit.prediction() if limit.kept is None else Judged(limit.prediction(), limit.kept)
+        )
+        rows.append([metric_name(limit.name), limit.allowed(), predicted, *measured])
     return Table("What it will give", columns, rows, folded=False)
 
 
@@ -277,20 +285,20 @@ def _shares(promise: Promise) -> Figure:
     """The used share of each latency target, predicted and measured."""
     shares: dict[str, float] = {}
     titles: dict[str, str] = {}
-    for one in promise.limits:
-        if not one.name.endswith("_s") or one.predicted is None:
+    for limit in promise.limits:
+        if not limit.name.endswith("_s") or limit.predicted is None:
             continue
         measured = [
-            (f"measured, {m.name}", m.values[one.name])
+            (f"measured, {m.name}", m.values[limit.name])
             for m in promise.measured
-            if one.name in m.values
+            if limit.name in m.values
         ]
-        for where, value in [("predicted", one.predicted), *measured]:
-            name = f"{metric_name(one.name)}, {where.partition(',')[0]}"
+        for where, value in [("predicted", limit.predicted), *measured]:
+            name = f"{metric_name(limit.name)}, {where.partition(',')[0]}"
             if name not in shares:  # the bench comes first of two measurements
-                shares[name] = 100 * value / one.limit
-                values = f"{quantity(one.name, value)}, {one.allowed()}"
-                titles[name] = f"{metric_name(one.name)}, {where}: {values}"
+                shares[name] = 100 * value / limit.limit
+                values = f"{quantity(limit.name, value)}, {limit.allowed()}"
+                titles[name] = f"{metric_name(limit.name)}, {where}: {values}"
     svg = bars(shares, " %", limit=100.0, titles=titles)
     return Figure(svg, "used share of each latency target; kept up to the dashed line")
 

@@ -40,16 +40,20 @@ def alternative_lines(result: Tuning) -> list[str]:
     lines = _best_of_all(result, found)
     if found.feasible:
         return lines + _serves_more(found)
-    kept = [one for one in found.siblings if one.feasible]
+    kept = [option for option in found.siblings if option.feasible]
     lines.append(
         f"changes that keep all limits at {number(result.request_rate_rps)} requests/s, simulated:"
     )
     lines += [
-        f"  another policy on engine '{result.engines[0]}': --policies {one.policy}"
-        for one in found.policies
+        f"  another policy on engine '{result.engines[0]}': --policies {option.policy}"
+        for option in found.policies
     ]
-    lines += [f"  another engine: {_sibling(one)}" for one in kept]
-    lines += [f"  not another engine: {_misses(one)}" for one in found.siblings if not one.feasible]
+    lines += [f"  another engine: {_sibling(option)}" for option in kept]
+    lines += [
+        f"  not another engine: {_misses(option)}"
+        for option in found.siblings
+        if not option.feasible
+    ]
     if found.workers is not None:
         lines.append(f"  more workers: {found.workers} with the best settings")
     lines.append(
@@ -71,14 +75,14 @@ def sizing_lines(result: Tuning) -> list[str]:
     if result.sizing is None or found is None:
         return []
     return [
-        f"before you add workers: {_sibling(one)}"
-        for one in found.siblings
-        if one.feasible and one.workers < result.sizing.workers
+        f"before you add workers: {_sibling(sibling)}"
+        for sibling in found.siblings
+        if sibling.feasible and sibling.workers < result.sizing.workers
     ]
 
 
 def _best_of_all(result: Tuning, found: Alternatives) -> list[str]:
-    best = next((one for one in result.policies if one.policy == found.best_of_all), None)
+    best = next((policy for policy in result.policies if policy.policy == found.best_of_all), None)
     if best is None:
         return []
     state = "keeps all limits" if best.feasible else "also breaks limits"
@@ -92,13 +96,13 @@ def _best_of_all(result: Tuning, found: Alternatives) -> list[str]:
 def _serves_more(found: Alternatives) -> list[str]:
     own = found.up_to_rps or 0.0
     better = [
-        one
-        for one in found.siblings
-        if one.feasible and (one.up_to_rps or 0.0) >= NOTABLE_RATE * own
+        sibling
+        for sibling in found.siblings
+        if sibling.feasible and (sibling.up_to_rps or 0.0) >= NOTABLE_RATE * own
     ]
     if not better:
         return []
-    best = max(better, key=lambda one: one.up_to_rps or 0.0)
+    best = max(better, key=lambda sibling: sibling.up_to_rps or 0.0)
     return [
         f"recipe {best.recipe} (engine {best.engine}) keeps all limits up to "
         f"{number(best.up_to_rps or 0.0)} requests/s on {_workers(best)}, this one up to "
@@ -106,30 +110,36 @@ def _serves_more(found: Alternatives) -> list[str]:
     ]
 
 
-def _sibling(one: Sibling) -> str:
-    metrics = one.held_out.metrics
-    most = f", and all limits up to {number(one.up_to_rps)} requests/s" if one.up_to_rps else ""
+def _sibling(sibling: Sibling) -> str:
+    metrics = sibling.held_out.metrics
+    most = (
+        f", and all limits up to {number(sibling.up_to_rps)} requests/s"
+        if sibling.up_to_rps
+        else ""
+    )
     return (
-        f"recipe {one.recipe} (engine {one.engine}) keeps the targets on {_workers(one)}: "
+        f"recipe {sibling.recipe} (engine {sibling.engine}) keeps the targets on {_workers(sibling)}: "
         f"{number(metrics.get('goodput_rps', 0.0))} good requests/s, "
         f"{number(metrics.get('sla_attainment_percent', 0.0))} % within targets{most}"
-        f"{_fit_kind(one)}"
+        f"{_fit_kind(sibling)}"
     )
 
 
-def _misses(one: Sibling) -> str:
-    worst = max(one.usage, key=lambda key: one.usage[key])
-    at = f"{worst} is {share_used(one.usage[worst])}"
-    fewer = f"; it keeps all up to {number(one.up_to_rps)} requests/s" if one.up_to_rps else ""
-    return f"with recipe {one.recipe} (engine {one.engine}) {at}{fewer}"
+def _misses(sibling: Sibling) -> str:
+    worst = max(sibling.usage, key=lambda key: sibling.usage[key])
+    at = f"{worst} is {share_used(sibling.usage[worst])}"
+    fewer = (
+        f"; it keeps all up to {number(sibling.up_to_rps)} requests/s" if sibling.up_to_rps else ""
+    )
+    return f"with recipe {sibling.recipe} (engine {sibling.engine}) {at}{fewer}"
 
 
-def _workers(one: Sibling) -> str:
-    return "1 worker" if one.workers == 1 else f"{one.workers} workers"
+def _workers(sibling: Sibling) -> str:
+    return "1 worker" if sibling.workers == 1 else f"{sibling.workers} workers"
 
 
-def _fit_kind(one: Sibling) -> str:
-    return " (by its shipped analytic fit)" if one.analytic else " (by its shipped fit)"
+def _fit_kind(sibling: Sibling) -> str:
+    return " (by its shipped analytic fit)" if sibling.analytic else " (by its shipped fit)"
 
 
 def verdict(result: Tuning) -> list[str]:
@@ -163,7 +173,12 @@ def verdict(result: Tuning) -> list[str]:
     lines += alternative_lines(result)
     lines += _how_sure(result)
     refused = next(
-        (one.refusal for one in result.policies if one.policy == result.best_held_out.policy), None
+        (
+            policy.refusal
+            for policy in result.policies
+            if policy.policy == result.best_held_out.policy
+        ),
+        None,
     )
     if refused and not result.keep_defaults:
         lines.append(f"`serve` cannot start it: {refused}")
