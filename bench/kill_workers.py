@@ -136,10 +136,13 @@ async def strike(
         load.hangs.append(asyncio.create_task(http.post("/v1/completions", json=body)))
         return 2  # a request that costs two workers fails
     victim = rng.choice(server.workers())
+    before = {worker.pid for worker in server.workers()}
     victim.send_signal(signal.SIGSTOP if fault == "stop" else signal.SIGKILL)
     if fault == "loading":
-        before = {worker.pid for worker in server.workers()}
+        end_s = time.monotonic() + PATIENCE_S
         while not (new := [one for one in server.workers() if one.pid not in before]):
+            if time.monotonic() > end_s:
+                raise RuntimeError(f"no worker was started again within {PATIENCE_S:.0f} s")
             await asyncio.sleep(0.002)
         new[0].send_signal(signal.SIGSTOP)
     return 1

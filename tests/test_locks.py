@@ -121,6 +121,7 @@ def installed(
     return done.returncode, said.read_text().splitlines() if said.exists() else [], done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "cuda", "cpu", "locks"),
     [
@@ -149,6 +150,7 @@ def test_all_but_the_project_itself_comes_from_locks(
     assert itself.endswith(("-e " if "-e" in words else "") + f"{ROOT}/locks/..")
 
 
+@pytest.mark.slow
 def test_an_extra_without_a_lock_is_refused_before_anything_is_installed(tmp_path: Path) -> None:
     status, calls, error = installed(tmp_path, "vllm")
     assert (status, calls) == (2, [])

@@ -10,7 +10,7 @@ import samples
 from serving import Server, fake_plan
 from sse_server import chunked, serve_request, sse_server, tokens_event, usage_event, whole
 
-from toolkit.backends.openai import EndpointBench, kv_tokens
+from toolkit.backends.openai import EndpointBench, OpenaiBackend, kv_tokens
 from toolkit.cli.main import run
 from toolkit.endpoints.target import Metric
 from toolkit.endpoints.wire import Sample
@@ -66,7 +66,7 @@ def test_a_server_is_profiled_and_fitted_like_an_engine(server: Server, tmp_path
     recipe = recipe_for(server.url)
     source = tmp_path / "recipe.yaml"
     source.write_text(recipe.model_dump_json(exclude_defaults=True))
-    found = profile(recipe, source, tmp_path / "profile.json", Watch())
+    found = profile(recipe, source, tmp_path / "profile.json", Watch(), timed=OpenaiBackend().timed)
     assert (found.engine.engine, found.engine.capacity_tokens, found.engine.model_type) == (
         "openai",
         131_072,

@@ -8,6 +8,7 @@ import fake_vllm_server
 import pytest
 import samples
 
+from toolkit.backends.vllm.backend import VllmBackend
 from toolkit.backends.vllm.profile import points, timed
 from toolkit.errors import EngineError
 from toolkit.estimators.fitting import fit_profile
@@ -47,7 +48,7 @@ class Watch:
 def profiled(recipe, folder: Path):
     source = folder / "recipe.yaml"
     source.write_text(recipe.model_dump_json(exclude_defaults=True))
-    return profile(recipe, source, folder / "profile.json", Watch())
+    return profile(recipe, source, folder / "profile.json", Watch(), timed=VllmBackend().timed)
 
 
 @pytest.mark.slow
@@ -82,9 +83,9 @@ def test_an_interrupted_profile_keeps_its_passes(tmp_path: Path):
     source = tmp_path / "recipe.yaml"
     source.write_text(recipe.model_dump_json(exclude_defaults=True))
     with pytest.raises(KeyboardInterrupt):
-        profile(recipe, source, tmp_path / "profile.json", Stops())
+        profile(recipe, source, tmp_path / "profile.json", Stops(), timed=VllmBackend().timed)
     watch = Watch()
-    found = profile(recipe, source, tmp_path / "profile.json", watch)
+    found = profile(recipe, source, tmp_path / "profile.json", watch, timed=VllmBackend().timed)
     assert watch.plan.resumed >= 11
     assert len(found.decode) == 9
 

@@ -25,7 +25,6 @@ from toolkit.cli.output import WIDTH, number, table
 from toolkit.cli.plots import PlotPoint, scatter
 from toolkit.files.tuning import Outcome, ParameterValue, PolicyResult, Sizing, Tuning, share_used
 from toolkit.report.verdict import verdict
-from toolkit.sched.policies.servable import footnote, marked
 
 if TYPE_CHECKING:
     from toolkit.cli.basis import Fleet
@@ -480,6 +479,8 @@ def show(result: Tuning) -> None:
 
 
 def _show_policies(result: Tuning) -> None:
+    from toolkit.sched.policies.servable import footnote, marked
+
     latency = result.latency_metric
     rows = [
         (

@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
-import httpx
 import psutil
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
@@ -53,7 +52,7 @@ def check_version(version: str, remedy: str = "or leave out --scheduler-cls") ->
 
 PYTHON = "LLMCTL_VLLM_PYTHON"
 SHUTDOWN = "--shutdown-timeout"  # vLLM's flag: seconds for requests that run
-COMMAND_END_S = 10.0  # from then to SIGKILL, as `toolkit.inside.vllm_serve` has it
+COMMAND_END_S = 10.0  # from then to SIGKILL, as `toolkit.backends.vllm.child` has it
 MIB = 1 << 20
 ASK_VERSION = "import importlib.metadata as m; print(m.version('vllm'))"
 PATIENCE_S = 60.0
@@ -110,7 +109,7 @@ class VllmCommand:
     @property
     def end_s(self) -> float:
         """Seconds that a server whose llmctl has died takes at most, if it runs: see
-        `toolkit.inside.vllm_serve`.
+        `toolkit.backends.vllm.child`.
         """
         words = list(self.flags)
         return COMMAND_END_S + (
@@ -230,6 +229,8 @@ class VllmServer:
 
     def healthy(self) -> bool:
         """Whether /health says so now."""
+        import httpx  # here: what runs inside vLLM imports this module and needs none
+
         try:
             return httpx.get(f"{self.url}/health", timeout=UP_S, trust_env=False).status_code == 200
         except httpx.HTTPError:
