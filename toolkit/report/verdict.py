@@ -32,116 +32,6 @@ METHODS = {
 }
 
 
-def alternative_lines(result: Tuning) -> list[str]:
-    """The alternatives to the recommended settings, the cheapest change first; may be empty."""
-    found = result.alternatives
-    if found is None:
-        return []
-    lines = _best_of_all(result, found)
-    if found.feasible:
-        return lines + _serves_more(found)
-    kept = [option for option in found.siblings if option.feasible]
-    lines.append(
-        f"changes that keep all limits at {number(result.request_rate_rps)} requests/s, simulated:"
-    )
-    lines += [
-        f"  another policy on engine '{result.engines[0]}': --policies {option.policy}"
-        for option in found.policies
-    ]
-    lines += [f"  another engine: {_sibling(option)}" for option in kept]
-    lines += [
-        f"  not another engine: {_misses(option)}"
-        for option in found.siblings
-        if not option.feasible
-    ]
-    if found.workers is not None:
-        lines.append(f"  more workers: {found.workers} with the best settings")
-    lines.append(
-        f"  fewer requests: at most {number(found.up_to_rps)} requests/s (--rate) with the best "
-        "settings"
-        if found.up_to_rps is not None
-        else "  not fewer requests: the best settings break a limit even at a 64th of the rate"
-    )
-    if traits_of(result.engines[0]).server:
-        lines.append("  a server is one worker: several of them behind a router are not simulated")
-    if not (kept or found.policies or found.workers or found.up_to_rps):
-        lines.append("  a looser target in the recipe's sla")
-    return lines
-
-
-def sizing_lines(result: Tuning) -> list[str]:
-    """The recipes that keep the limits with fewer workers than the sizing found."""
-    found = result.alternatives
-    if result.sizing is None or found is None:
-        return []
-    return [
-        f"before you add workers: {_sibling(sibling)}"
-        for sibling in found.siblings
-        if sibling.feasible and sibling.workers < result.sizing.workers
-    ]
-
-
-def _best_of_all(result: Tuning, found: Alternatives) -> list[str]:
-    best = next((policy for policy in result.policies if policy.policy == found.best_of_all), None)
-    if best is None:
-        return []
-    state = "keeps all limits" if best.feasible else "also breaks limits"
-    goodput = number(best.held_out.metrics.get("goodput_rps", 0.0))
-    return [
-        f"best of all policies: {best.policy}, which needs engine {' or '.join(best.engines)}; "
-        f"by this engine's laws it {state}, {goodput} good requests/s"
-    ]
-
-
-def _serves_more(found: Alternatives) -> list[str]:
-    own = found.up_to_rps or 0.0
-    better = [
-        sibling
-        for sibling in found.siblings
-        if sibling.feasible and (sibling.up_to_rps or 0.0) >= NOTABLE_RATE * own
-    ]
-    if not better:
-        return []
-    best = max(better, key=lambda sibling: sibling.up_to_rps or 0.0)
-    return [
-        f"recipe {best.recipe} (engine {best.engine}) keeps all limits up to "
-        f"{number(best.up_to_rps or 0.0)} requests/s on {_workers(best)}, this one up to "
-        f"{number(own)}{_fit_kind(best)}"
-    ]
-
-
-def _sibling(sibling: Sibling) -> str:
-    metrics = sibling.held_out.metrics
-    most = (
-        f", and all limits up to {number(sibling.up_to_rps)} requests/s"
-        if sibling.up_to_rps
-        else ""
-    )
-    return (
-        f"recipe {sibling.recipe} (engine {sibling.engine}) keeps the targets on {_workers(sibling)}: "
-        f"{number(metrics.get('goodput_rps', 0.0))} good requests/s, "
-        f"{number(metrics.get('sla_attainment_percent', 0.0))} % within targets{most}"
-        f"{_fit_kind(sibling)}"
-    )
-
-
-def _misses(sibling: Sibling) -> str:
-    worst = max(sibling.usage, key=lambda key: sibling.usage[key])
-    at = f"{worst} is {share_used(sibling.usage[worst])}"
-    fewer = (
-        f"; it keeps all up to {number(sibling.up_to_rps)} requests/s" if sibling.up_to_rps else ""
-    )
-    return f"with recipe {sibling.recipe} (engine {sibling.engine}) {at}{fewer}"
-
-
-def _workers(sibling: Sibling) -> str:
-    return "1 worker" if sibling.workers == 1 else f"{sibling.workers} workers"
-
-
-def _fit_kind(sibling: Sibling) -> str:
-    return " (by its shipped analytic fit)" if sibling.analytic else " (by its shipped fit)"
-
-
 def verdict(result: Tuning) -> list[str]:
     """The conclusion of a tuning, a line each; indented lines continue the one before."""
     lines = [*_warnings(result), *sizing_lines(result), *_size_lines(result.sizing)]
@@ -153,14 +43,13 @@ def verdict(result: Tuning) -> list[str]:
             f"the target that binds: {result.binding_sla}, {state}, "
             f"{share_used(result.binding_ratio)}"
         )
-    # The defaults keep all limits, and no settings have more goodput.
-    defaults_suffice = any(t.number == 0 and t.feasible for t in result.trials)
+    defaults_feasible = any(t.number == 0 and t.feasible for t in result.trials)
     if result.keep_defaults and not result.keeps_limits:
         lines.append(
             "nothing better than the defaults was found on the held-out windows; they also break "
             "limits"
         )
-    elif _no_gain(result.gain_percent) and defaults_suffice:
+    elif _no_gain(result.gain_percent) and defaults_feasible:
         lines += _equal_goodput(result)
     elif result.keep_defaults:
         lines.append("keep the defaults: nothing better was found on the held-out windows")
@@ -280,3 +169,113 @@ def _size_lines(sizing: Sizing | None) -> list[str]:
         *lines,
         "  workers on one machine slow each other, and the fit holds for its own number",
     ]
+
+
+def alternative_lines(result: Tuning) -> list[str]:
+    """The alternatives to the recommended settings, the cheapest change first; may be empty."""
+    found = result.alternatives
+    if found is None:
+        return []
+    lines = _best_of_all(result, found)
+    if found.feasible:
+        return lines + _serves_more(found)
+    kept = [option for option in found.siblings if option.feasible]
+    lines.append(
+        f"changes that keep all limits at {number(result.request_rate_rps)} requests/s, simulated:"
+    )
+    lines += [
+        f"  another policy on engine '{result.engines[0]}': --policies {option.policy}"
+        for option in found.policies
+    ]
+    lines += [f"  another engine: {_sibling(option)}" for option in kept]
+    lines += [
+        f"  not another engine: {_misses(option)}"
+        for option in found.siblings
+        if not option.feasible
+    ]
+    if found.workers is not None:
+        lines.append(f"  more workers: {found.workers} with the best settings")
+    lines.append(
+        f"  fewer requests: at most {number(found.up_to_rps)} requests/s (--rate) with the best "
+        "settings"
+        if found.up_to_rps is not None
+        else "  not fewer requests: the best settings break a limit even at a 64th of the rate"
+    )
+    if traits_of(result.engines[0]).server:
+        lines.append("  a server is one worker: several of them behind a router are not simulated")
+    if not (kept or found.policies or found.workers or found.up_to_rps):
+        lines.append("  a looser target in the recipe's sla")
+    return lines
+
+
+def sizing_lines(result: Tuning) -> list[str]:
+    """The recipes that keep the limits with fewer workers than the sizing found."""
+    found = result.alternatives
+    if result.sizing is None or found is None:
+        return []
+    return [
+        f"before you add workers: {_sibling(sibling)}"
+        for sibling in found.siblings
+        if sibling.feasible and sibling.workers < result.sizing.workers
+    ]
+
+
+def _best_of_all(result: Tuning, found: Alternatives) -> list[str]:
+    best = next((policy for policy in result.policies if policy.policy == found.best_of_all), None)
+    if best is None:
+        return []
+    state = "keeps all limits" if best.feasible else "also breaks limits"
+    goodput = number(best.held_out.metrics.get("goodput_rps", 0.0))
+    return [
+        f"best of all policies: {best.policy}, which needs engine {' or '.join(best.engines)}; "
+        f"by this engine's laws it {state}, {goodput} good requests/s"
+    ]
+
+
+def _serves_more(found: Alternatives) -> list[str]:
+    own = found.up_to_rps or 0.0
+    better = [
+        sibling
+        for sibling in found.siblings
+        if sibling.feasible and (sibling.up_to_rps or 0.0) >= NOTABLE_RATE * own
+    ]
+    if not better:
+        return []
+    best = max(better, key=lambda sibling: sibling.up_to_rps or 0.0)
+    return [
+        f"recipe {best.recipe} (engine {best.engine}) keeps all limits up to "
+        f"{number(best.up_to_rps or 0.0)} requests/s on {_workers(best)}, this one up to "
+        f"{number(own)}{_fit_kind(best)}"
+    ]
+
+
+def _sibling(sibling: Sibling) -> str:
+    metrics = sibling.held_out.metrics
+    most = (
+        f", and all limits up to {number(sibling.up_to_rps)} requests/s"
+        if sibling.up_to_rps
+        else ""
+    )
+    return (
+        f"recipe {sibling.recipe} (engine {sibling.engine}) keeps the targets on "
+        f"{_workers(sibling)}: {number(metrics.get('goodput_rps', 0.0))} good requests/s, "
+        f"{number(metrics.get('sla_attainment_percent', 0.0))} % within targets{most}"
+        f"{_fit_kind(sibling)}"
+    )
+
+
+def _misses(sibling: Sibling) -> str:
+    worst = max(sibling.usage, key=lambda key: sibling.usage[key])
+    at = f"{worst} is {share_used(sibling.usage[worst])}"
+    fewer = (
+        f"; it keeps all up to {number(sibling.up_to_rps)} requests/s" if sibling.up_to_rps else ""
+    )
+    return f"with recipe {sibling.recipe} (engine {sibling.engine}) {at}{fewer}"
+
+
+def _workers(sibling: Sibling) -> str:
+    return "1 worker" if sibling.workers == 1 else f"{sibling.workers} workers"
+
+
+def _fit_kind(sibling: Sibling) -> str:
+    return " (by its shipped analytic fit)" if sibling.analytic else " (by its shipped fit)"
