@@ -285,7 +285,7 @@ class JournalFile:
 
     Args:
         path: the file. Its first line is the fingerprint; others are in the order of completion.
-        fingerprint: digests and settings that decide the results. A file with another is replaced.
+        fingerprint: digests and settings that decide the results. Another one replaces the file.
 
     Raises `InputError` for a file with a damaged line, except a torn last line, which a kill leaves.
     """
