@@ -287,7 +287,7 @@ class JournalFile:
         path: the file. Its first line is the fingerprint; others are in the order of completion.
         fingerprint: digests and settings that decide the results. Another one replaces the file.
 
-    Raises `InputError` for a file with a damaged line, except a torn last line, which a kill leaves.
+    Raises `InputError` for a file with a damaged line, except a last line that a kill tore.
     """
 
     def __init__(self, path: Path, fingerprint: str) -> None:
