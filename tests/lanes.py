@@ -47,6 +47,7 @@ def _see(event: str, arguments: tuple[Any, ...]) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     if not config.pluginmanager.has_plugin("lanes-watch"):
+        platform.processor()  # starts `uname -p` once in a process, in whichever test is first
         config.pluginmanager.register(Watch(), "lanes-watch")
         platform.processor()  # on Arm it starts `uname`, once per process: not in a test
         sys.addaudithook(_see)

@@ -1,4 +1,4 @@
-"""Orders for rendering: a plan on CPUs, one on GPUs whose model comes from the hub. Numbers are
+"""Orders for rendering: a plan on CPUs, and one on GPUs with a model of the hub. The numbers are
 made up for tests.
 """
 

@@ -1,6 +1,4 @@
-"""`llmctl render --target`: folders that are written whole, compared, and never over what somebody
-edited.
-"""
+"""`llmctl render --target`: folders are written whole, compared, and keep edited files."""
 
 import json
 from pathlib import Path

@@ -139,7 +139,7 @@ def test_nothing_within_the_limits_is_said_with_what_binds_and_a_remedy(
         if line.startswith("no trial keeps all limits; ttft_p99_s binds")
     )
     said = " ".join(lines[at:])
-    assert "what keeps all limits at 40 requests/s, simulated:" in said
+    assert "changes that keep all limits at 40 requests/s, simulated:" in said
     assert "not fewer requests: the best settings break a limit even at a 64th of the rate" in said
     assert "a looser target in the recipe's sla" in said
     assert "gain over the defaults" not in out
@@ -297,12 +297,12 @@ def test_few_requests_are_counted_and_longer_windows_proposed(
     count = sum(window.requests for window in read_file(Tuning, "tuning.json").held_out_windows)
     assert 30 < count < 50
     assert (
-        f"warning: only {count} requests in 2 held-out windows stand behind this; a 99th percentile needs 100"
+        f"warning: this rests on only {count} requests in 2 held-out windows; a 99th percentile needs 100"
         in said
     )
-    assert "or more: --window 2 would hold as many" in said
+    assert "or more: --window 2 would hold enough" in said
     assert tune("--draws", "0", "--trials", "1", "--window", "2") in WRITTEN
-    assert "stand behind this" not in capsys.readouterr().out
+    assert "this rests on only" not in capsys.readouterr().out
 
 
 def test_nothing_to_gain_is_said_in_place_of_a_gain_of_nothing(
@@ -312,7 +312,7 @@ def test_nothing_to_gain_is_said_in_place_of_a_gain_of_nothing(
     assert tune("--rate", "0.5", "--window", "400") == 0
     said = " ".join(capsys.readouterr().out.split())
     assert (
-        "nothing to gain: at 0.5 requests/s the defaults, too, serve every request within all targets"
+        "nothing to gain: at 0.5 requests/s the defaults also serve every request within all targets"
         in said
     )
     assert "the difference is less than 0.1 %: no gain in goodput" in said

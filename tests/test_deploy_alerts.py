@@ -1,5 +1,5 @@
-"""Alert rules: each deployment's read its own series alone, and every target of a recipe has one
-that is exact.
+"""Alert rules: those of a deployment read only its own series, and every target of a recipe has an
+exact rule.
 """
 
 import re
@@ -16,7 +16,7 @@ from serving import HandWorkers, make_driver
 
 from toolkit.deploy.kinds.operators import AlertRule
 from toolkit.deploy.monitoring import rules, series
-from toolkit.deploy.order import Order, Reckoned
+from toolkit.deploy.order import Order, Sourced
 from toolkit.deploy.render import render_target
 from toolkit.files.recipe import SLA_KEYS
 from toolkit.serve.metrics import Exposition
@@ -31,7 +31,7 @@ OWN = {
 }
 READ = re.compile(r"\b(llmctl_[a-z0-9_]+|up)\b(?:\{([^}]*)\})?")
 MATCHER = re.compile(r'(\w+)="([^"]*)"')
-QUEUE: Reckoned[int | None] = Reckoned(7, "test")
+QUEUE: Sourced[int | None] = Sourced(7, "test")
 
 
 def order_of(folder: Path, **changes: object) -> Order:
@@ -49,7 +49,7 @@ def rendered(target: str, order: Order) -> list[AlertRule]:
 
 
 @pytest.mark.parametrize("target", OWN)
-def test_every_rule_reads_the_series_of_its_own_deployment_alone(
+def test_every_rule_reads_only_the_series_of_its_own_deployment(
     target: str, tmp_path: Path
 ) -> None:
     """Two deployments in a namespace, one's name the beginning of the other's, would else trip each
@@ -66,7 +66,7 @@ def test_every_rule_reads_the_series_of_its_own_deployment_alone(
         assert rule.labels["deployment"] == "llmctl-test"
 
 
-def test_the_autoscaler_asks_for_the_same_series(tmp_path: Path) -> None:
+def test_the_autoscaler_reads_the_same_series(tmp_path: Path) -> None:
     scaled = yaml.safe_load(render_target("kubernetes", order_of(tmp_path))["scaledobject.yaml"])
     (trigger,) = scaled["spec"]["triggers"]
     assert trigger["metadata"]["query"] == (
@@ -74,7 +74,7 @@ def test_the_autoscaler_asks_for_the_same_series(tmp_path: Path) -> None:
     )
 
 
-def test_the_label_is_that_of_the_pod_monitor(tmp_path: Path) -> None:
+def test_the_job_label_is_that_of_the_pod_monitor(tmp_path: Path) -> None:
     """Prometheus' operator takes its namespace and name where it names no jobLabel."""
     monitor = yaml.safe_load(render_target("kubernetes", order_of(tmp_path))["podmonitor.yaml"])
     assert "jobLabel" not in monitor["spec"]
@@ -84,7 +84,7 @@ def test_the_label_is_that_of_the_pod_monitor(tmp_path: Path) -> None:
     )
 
 
-def test_expressions_are_whole(tmp_path: Path) -> None:
+def test_expressions_have_balanced_brackets(tmp_path: Path) -> None:
     for rule in rendered("kubernetes", order_of(tmp_path, sla=dict.fromkeys(SLA_KEYS, 1.5))):
         open_: list[str] = []
         for character in re.sub(r'"[^"]*"', "", rule.expr):
@@ -139,7 +139,7 @@ def test_every_target_has_its_rule_and_the_server_the_series_that_it_reads(tmp_p
         assert rule.expr.endswith(f" > {allowed[statistic]}")
 
 
-def test_the_share_beyond_a_limit_is_counted_exactly() -> None:
+def test_the_share_beyond_a_limit_is_exact() -> None:
     stats = Stats(sla={"ttft_p99_s": 2.0, "mtpot_p99_s": 0.33})
     for ttft, gap in ((1.9, 0.1), (2.0, 0.33), (2.1, 0.34), (2.4, 0.2)):
         stats.ttft.observe(ttft)
@@ -211,7 +211,7 @@ BAD = {
 @pytest.mark.skipif(
     not shutil.which("promtool"), reason="needs promtool: Debian's package prometheus has it"
 )
-def test_a_deployment_in_trouble_trips_its_own_alerts_and_no_other(tmp_path: Path) -> None:
+def test_a_failing_deployment_fires_only_its_own_alerts(tmp_path: Path) -> None:
     order = order_of(tmp_path, sla={"ttft_p99_s": 2.0})
     ours, other = "default/llmctl-test", "default/llmctl-test-b"
     assert fired(tmp_path, order, one_server(ours) | one_server(other, **BAD)) == set()

@@ -12,7 +12,7 @@ from toolkit.deploy.order import Order
 from toolkit.deploy.reckon import (
     memory_limit_mib,
     memory_mib,
-    worker_memory_beside,
+    worker_extra_memory_mib,
     worker_memory_mib,
 )
 from toolkit.deploy.render import render_target
@@ -99,7 +99,7 @@ def test_the_limit_has_room_for_swapped_caches_and_explains_itself(gpu: Plan) ->
     told = render_target("kubernetes", order)["EXPLAIN.md"]
     (line,) = (line for line in told.splitlines() if line.startswith("| memory limit |"))
     assert f"{limit.value:,} MiB" in line
-    assert "2 times what it asks for, and for each of 2 workers 300 MiB of swapped caches" in line
+    assert "2 times what it requests, and for each of 2 workers 300 MiB of swapped caches" in line
 
 
 def test_each_process_of_a_group_may_hold_the_weights_while_it_loads(gpu: Plan) -> None:
@@ -111,5 +111,5 @@ def test_each_process_of_a_group_may_hold_the_weights_while_it_loads(gpu: Plan) 
         }
     )
     group = kind.model_copy(update={"recipe": recipe})
-    assert worker_memory_beside(group).value == 3 * 500 + 1024
+    assert worker_extra_memory_mib(group).value == 3 * 500 + 1024
     assert worker_memory_mib(group).value == 4 * 1024 + 500

@@ -1,5 +1,5 @@
-"""What a rendered pod says of the cluster: GPU labels as nodes have them, the hub's token, where
-models are kept.
+"""What a rendered pod needs from the cluster: GPU labels of nodes, the hub's token, the volume of
+models.
 """
 
 import re
@@ -54,7 +54,7 @@ def preferred(pod: dict[str, Any]) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("target", TARGETS)
-def test_nodes_are_asked_for_by_what_they_call_their_gpus(measured: Plan, target: str) -> None:
+def test_nodes_are_selected_by_the_product_names_of_their_gpus(measured: Plan, target: str) -> None:
     assert preferred(rendered(target, measured)[1]) == ["NVIDIA-H200"]
     for name, values in (
         ("H200", ["NVIDIA-H200", "NVIDIA-H200-NVL"]),
@@ -79,7 +79,7 @@ def test_products_that_are_named_are_required(measured: Plan, target: str) -> No
     assert term["matchExpressions"][0]["values"] == ["NVIDIA-H200-SHARED", "NVIDIA-H200"]
 
 
-def test_what_is_no_label_is_refused_and_a_fleet_names_its_nodes_itself(tmp_path: Path) -> None:
+def test_invalid_labels_are_refused_and_a_fleet_names_its_own_nodes(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="--gpu-product 'NVIDIA H200': not the value of a label"):
         orders.Options(gpu_products=("NVIDIA H200",))
     with pytest.raises(InputError, match="--gpu-product names the GPU of one kind"):
@@ -90,7 +90,7 @@ def test_what_is_no_label_is_refused_and_a_fleet_names_its_nodes_itself(tmp_path
 
 @pytest.mark.slow
 @pytest.mark.parametrize("target", TARGETS)
-def test_the_hubs_token_is_in_the_secrets_command_and_in_no_file(
+def test_the_hub_s_token_is_in_the_command_of_the_secret_and_in_no_file(
     measured: Plan, target: str
 ) -> None:
     files, pod = rendered(target, measured)

@@ -1,5 +1,5 @@
-"""The Grafana dashboard: every query names a metric that a live registry exposes, under our names
-and under vLLM's.
+"""The Grafana dashboard: every query names a metric that a live registry exposes, under llmctl's
+names and under vLLM's.
 """
 
 import json
@@ -14,7 +14,7 @@ from serving import HandWorkers, make_driver
 
 import toolkit
 from toolkit.deploy.monitoring import COLUMNS, dashboard, expressions, rules
-from toolkit.deploy.order import Reckoned
+from toolkit.deploy.order import Sourced
 from toolkit.deploy.render import TARGETS, render_target
 from toolkit.serve.access import Account
 from toolkit.serve.metrics import Exposition
@@ -50,14 +50,14 @@ def exposed() -> dict[str, set[str]]:
 
 
 @pytest.mark.parametrize("names", NAMES)
-def test_every_query_reads_a_metric_that_is_there(names, exposed):
+def test_every_query_reads_an_existing_metric(names, exposed):
     found = {name for expr in expressions(dashboard(SLA, names)) for name in METRIC.findall(expr)}
     assert len(found) > 10
     assert found <= exposed.keys()
     assert {name.startswith("vllm:") for name in found} == {names == "vllm"}
 
 
-def test_every_metric_is_on_the_board_or_has_a_reason_not_to_be(exposed):
+def test_every_metric_is_on_the_dashboard_or_has_a_reason_not_to_be(exposed):
     on_board = {name for expr in expressions(dashboard()) for name in METRIC.findall(expr)}
     families = {
         re.sub(r"_(bucket|sum|count|created)$", "", name)
@@ -68,8 +68,8 @@ def test_every_metric_is_on_the_board_or_has_a_reason_not_to_be(exposed):
     assert families - shown == NOT_SHOWN.keys()
 
 
-def test_every_alert_reads_a_metric_that_is_there(exposed, tmp_path):
-    found = rules(orders.order(orders.plan(tmp_path)), 'namespace="x"', Reckoned(7, "test"))
+def test_every_alert_reads_an_existing_metric(exposed, tmp_path):
+    found = rules(orders.order(orders.plan(tmp_path)), 'namespace="x"', Sourced(7, "test"))
     read = {rule.alert: {*METRIC.findall(rule.expr)} for rule in found.groups[0].rules}
     assert set().union(*read.values()) <= exposed.keys()
     assert [alert for alert, metrics in read.items() if not metrics] == ["LlmctlDown"], (
@@ -77,7 +77,7 @@ def test_every_alert_reads_a_metric_that_is_there(exposed, tmp_path):
     )
 
 
-def test_a_deployments_board_is_its_own(tmp_path):
+def test_a_deployment_has_its_own_dashboard(tmp_path):
     board = json.loads(
         render_target("kubernetes", orders.order(orders.plan(tmp_path)))["dashboard.json"]
     )
@@ -88,7 +88,7 @@ def test_a_deployments_board_is_its_own(tmp_path):
 
 
 @pytest.mark.parametrize("names", NAMES)
-def test_every_panel_shows_the_chosen_deployment_alone(names):
+def test_every_panel_shows_only_the_chosen_deployment(names):
     board = dashboard(SLA, names)
     for expr in [
         target["expr"] for panel in board["panels"] for target in panel.get("targets", ())
@@ -97,7 +97,7 @@ def test_every_panel_shows_the_chosen_deployment_alone(names):
 
 
 @pytest.mark.slow
-def test_every_target_whose_metrics_are_known_has_a_board(tmp_path):
+def test_every_target_with_known_metrics_has_a_dashboard(tmp_path):
     order = orders.order(orders.plan(tmp_path, **orders.GPU))
     boards = {target: "dashboard.json" in render_target(target, order) for target in TARGETS}
     assert [target for target, there in boards.items() if not there] == ["sglang"]
@@ -106,7 +106,7 @@ def test_every_target_whose_metrics_are_known_has_a_board(tmp_path):
         for target in TARGETS
         if {"alerts.yaml", "prometheusrule.yaml"} & {*render_target(target, order)}
     }
-    assert TARGETS.keys() - alerts == {"vllm", "sglang"}, "whose metrics the rules do not know"
+    assert TARGETS.keys() - alerts == {"vllm", "sglang"}, "targets without alert rules"
     assert "vllm:" in render_target("vllm", order)["dashboard.json"]
 
 
@@ -135,7 +135,7 @@ def test_panels_do_not_overlap_and_stay_on_the_grid(names):
         cells |= own
 
 
-def test_targets_of_the_recipe_are_lines():
+def test_targets_of_the_recipe_are_drawn_as_lines():
     def limits(board):
         return {
             panel["title"]: [

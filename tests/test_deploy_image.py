@@ -11,14 +11,14 @@ import toolkit
 from toolkit.deploy.kinds.compose import ComposeService
 from toolkit.deploy.kinds.kubernetes import PodSecurity
 from toolkit.deploy.order import llmctl_image
-from toolkit.deploy.targets.kuberay import EXTRA
+from toolkit.deploy.targets.raycluster import EXTRA
 from toolkit.engine_traits import ENGINES
 
 ROOT = Path(toolkit.__file__).parent.parent
 DOCKERFILE = (ROOT / "Dockerfile").read_text(encoding="utf-8")
 
 
-def test_it_starts_from_a_version_and_ends_as_the_user_of_the_deployments() -> None:
+def test_it_starts_from_a_pinned_version_and_runs_as_the_user_of_the_deployments() -> None:
     (base,) = re.findall(r"^FROM (.+)$", DOCKERFILE, re.MULTILINE)
     assert re.fullmatch(r"python:3\.11\.[0-9]+-slim-[a-z]+@sha256:[0-9a-f]{64}", base)
     (user,) = re.findall(r"^USER (.+)$", DOCKERFILE, re.MULTILINE)
@@ -30,12 +30,12 @@ def test_it_starts_from_a_version_and_ends_as_the_user_of_the_deployments() -> N
     )
 
 
-def test_it_runs_where_its_user_may_write_and_no_source_is_found_first() -> None:
+def test_it_runs_in_a_writable_folder_without_sources() -> None:
     *_, last = re.findall(r"^WORKDIR (.+)$", DOCKERFILE, re.MULTILINE)
     assert last == "/tmp" == re.findall(r"HOME=(\S+)", DOCKERFILE)[0]
 
 
-def test_all_that_it_copies_is_there_and_not_ignored() -> None:
+def test_all_copied_files_exist_and_are_not_ignored() -> None:
     ignore = (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()
     copied = [
         word

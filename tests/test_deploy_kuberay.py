@@ -1,4 +1,4 @@
-"""The target kuberay: its RayCluster held against our models and, where one is at hand, against
+"""The target kuberay: its RayCluster is checked with our models and, where available, with
 KubeRay's own CRD.
 """
 
@@ -20,7 +20,7 @@ from toolkit.cluster.linger import actors, main, peers, wait
 from toolkit.cluster.workers import MachineShare, node_labels
 from toolkit.deploy.kinds.operators import RayCluster
 from toolkit.deploy.render import render_target
-from toolkit.deploy.targets.kuberay import RAY
+from toolkit.deploy.targets.raycluster import RAY
 from toolkit.errors import InputError
 from toolkit.files.plan import Plan, PlannedWorkload
 
@@ -73,7 +73,7 @@ def groups(data: Objects) -> list[Objects]:
     return [data["spec"]["headGroupSpec"], *data["spec"]["workerGroupSpecs"]]
 
 
-def test_our_model_reads_what_it_wrote_and_nothing_else(any_plan: Plan) -> None:
+def test_our_model_reads_rendered_objects_and_refuses_unknown_keys(any_plan: Plan) -> None:
     data = cluster(any_plan)
     assert RayCluster.model_validate(data).model_dump(by_alias=True, exclude_none=True) == data
     data["spec"]["autoscalerOption"] = {}
@@ -93,7 +93,7 @@ def test_kubernetes_takes_the_pods_of_the_cluster(any_plan: Plan) -> None:
 
 
 @pytest.mark.slow
-def test_kubernetes_takes_everything_that_is_its_own(any_plan: Plan) -> None:
+def test_kubernetes_takes_all_objects_of_its_own_kinds(any_plan: Plan) -> None:
     checked = set()
     for data in objects(any_plan).values():
         if data["apiVersion"] in ("v1", "apps/v1", "policy/v1", "networking.k8s.io/v1"):
@@ -142,7 +142,7 @@ def test_kuberay_takes_the_cluster(crd: Any, any_plan: Plan) -> None:
         ("authOptions", {"mode": "token", "x": 1}),
     ],
 )
-def test_the_check_against_the_crd_refuses_what_is_wrong(
+def test_the_check_against_the_crd_refuses_wrong_objects(
     crd: Any, cpu: Plan, key: str, value: object
 ) -> None:
     data = cluster(cpu)
@@ -150,7 +150,7 @@ def test_the_check_against_the_crd_refuses_what_is_wrong(
     assert list(crd.iter_errors(data))
 
 
-def test_a_worker_has_room_for_its_actor_and_the_head_for_none(plan: Plan) -> None:
+def test_a_worker_s_pod_has_room_for_its_actor_and_the_head_s_pod_has_none(plan: Plan) -> None:
     head, workers = groups(cluster(plan))
     share = MachineShare.of(plan.recipe.engine, plan.recipe.hardware)
     params = workers["rayStartParams"]
@@ -197,7 +197,7 @@ def test_each_kind_is_on_machines_of_its_own(fleet: Plan) -> None:
     assert [one.get("labels") for one in found] == [None, None, labels[2]]
 
 
-def test_a_fleet_that_was_not_measured_says_that_machines_are_not_known(fleet: Plan) -> None:
+def test_an_unmeasured_fleet_explains_that_machines_are_not_known(fleet: Plan) -> None:
     fit = fleet.fit.model_copy(
         update={"engine": fleet.fit.engine.model_copy(update={"analytic": "data sheet"})}
     )
@@ -209,21 +209,21 @@ def test_a_fleet_that_was_not_measured_says_that_machines_are_not_known(fleet: P
     )
     told = render_target("kuberay", orders.order(guessed))["EXPLAIN.md"]
     assert (
-        "the fit is no measurement, so the GPU's product is not known; name nodes in the fleet"
+        "the fit is not measured, so the GPU's product is not known; name nodes in the fleet"
         in told
     )
 
 
-def test_the_front_of_a_fleet_asks_for_its_workers_by_kind(fleet: Plan) -> None:
+def test_the_front_of_a_fleet_finds_its_workers_by_kind(fleet: Plan) -> None:
     assert "--workers" not in render_target("kuberay", orders.order(fleet))["core/front.sh"]
     files = render_target("ray", orders.order(fleet))
     assert (
-        "| actors of small | 2, of 1 CPU and 1 GPU each | fleet; on nodes of Ray with ray.io/accelerator"
+        "| actors of small | 2, each with 1 CPU and 1 GPU | fleet; on nodes of Ray with ray.io/accelerator"
         in (files["EXPLAIN.md"])
     )
 
 
-def test_who_is_needed_ends_later(plan: Plan) -> None:
+def test_a_pod_ends_after_the_pods_that_need_it(plan: Plan) -> None:
     found = objects(plan)
     head, workers = groups(found["core/raycluster.yaml"])
     front = found["core/deployment.yaml"]["spec"]["template"]
@@ -260,7 +260,7 @@ def test_the_token_is_the_same_for_all_and_in_no_file(plan: Plan) -> None:
         assert "LLMCTL_API_KEY" not in [one["name"] for one in env], "callers' key is the front's"
 
 
-def test_a_new_plan_leaves_the_cluster_as_it_is(cpu: Plan) -> None:
+def test_a_new_plan_does_not_change_the_cluster(cpu: Plan) -> None:
     """Its digests stand in the cluster's metadata; pod templates with them would have it built
     anew.
     """
@@ -281,7 +281,7 @@ def test_another_cluster_starts_another_front(cpu: Plan) -> None:
     assert mark() == mark() != mark(image="llmctl:9-kuberay")
 
 
-def test_only_pods_of_the_deployment_come_to_ray(plan: Plan) -> None:
+def test_only_pods_of_the_deployment_may_connect_to_ray(plan: Plan) -> None:
     found = objects(plan)
     ours = [{"podSelector": {"matchLabels": {"app.kubernetes.io/part-of": "llmctl-test"}}}]
     policy = found["core/networkpolicy-ray.yaml"]["spec"]
@@ -308,7 +308,7 @@ def test_a_budget_is_a_number_since_a_raycluster_has_no_scale(cpu: Plan) -> None
 
 
 @pytest.mark.slow
-def test_tuned_for_more_workers_they_are_under_one_scheduler(cpu: Plan) -> None:
+def test_a_tuning_for_more_workers_puts_them_under_one_scheduler(cpu: Plan) -> None:
     workload = PlannedWorkload(trace="chat-small.jsonl", request_rate_rps=3.5, workers_needed=5)
     more = cpu.model_copy(update={"workload": workload})
     assert groups(cluster(more))[1]["replicas"] == 5
@@ -317,7 +317,7 @@ def test_tuned_for_more_workers_they_are_under_one_scheduler(cpu: Plan) -> None:
     assert "  --ray auto \\\n" in script
 
 
-def test_the_front_asks_where_kuberay_puts_the_head(cpu: Plan) -> None:
+def test_the_front_connects_to_the_service_that_kuberay_makes_for_the_head(cpu: Plan) -> None:
     (container,) = objects(cpu, namespace="llm")["core/deployment.yaml"]["spec"]["template"][
         "spec"
     ]["containers"]
@@ -385,7 +385,7 @@ def test_a_worker_waits_while_an_actor_runs() -> None:
     assert len(slept) == 2
 
 
-def test_the_head_counts_other_machines_on_its_port_alone() -> None:
+def test_the_head_counts_only_connections_of_other_machines_to_its_port() -> None:
     open_ = [(6379, "::ffff:10.0.0.3"), (6379, "10.0.0.2"), (6379, "127.0.0.1"), (8265, "10.0.0.9")]
     assert peers(open_, 6379, ["10.0.0.2", "127.0.0.1"]) == {"10.0.0.3"}
 

@@ -1,6 +1,4 @@
-"""The rendered probes, played as a kubelet plays them, against a live server whose one worker is
-killed.
-"""
+"""The rendered probes, run as a kubelet runs them, on a live server whose only worker is killed."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -46,7 +44,7 @@ def probes(target: str, folder: Path) -> dict[str, Probe]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("target", ["kubernetes", "kuberay"])
-def test_a_killed_worker_costs_the_pod_its_traffic_and_not_its_life(
+def test_a_killed_worker_makes_the_pod_unready_but_not_restarted(
     target: str, tmp_path: Path
 ) -> None:
     """While its one worker is loaded again no new requests come, and those that it has are
@@ -89,7 +87,9 @@ def test_a_killed_worker_costs_the_pod_its_traffic_and_not_its_life(
 
 
 @pytest.mark.parametrize("target", ["kubernetes", "kuberay"])
-def test_no_probe_gives_up_before_what_it_waits_for_may_take(target: str, tmp_path: Path) -> None:
+def test_no_probe_fails_before_the_time_that_its_event_may_take(
+    target: str, tmp_path: Path
+) -> None:
     def gives_up_s(probe: Probe) -> int:
         return probe.data["periodSeconds"] * probe.data["failureThreshold"]
 

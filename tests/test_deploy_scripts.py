@@ -53,7 +53,7 @@ def scripts(order: Order) -> dict[str, str]:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("shellcheck"), reason=NEEDS)
-def test_shellcheck_has_nothing_to_say_about_any_script(order: Order, tmp_path: Path) -> None:
+def test_shellcheck_finds_nothing_in_any_script(order: Order, tmp_path: Path) -> None:
     for name, text in scripts(order).items():
         (tmp_path / name).write_text(text)
     check = [
@@ -67,7 +67,7 @@ def test_shellcheck_has_nothing_to_say_about_any_script(order: Order, tmp_path: 
     assert done.returncode == 0, done.stderr
 
 
-def test_every_target_has_a_script_that_checks_its_claim(order: Order) -> None:
+def test_every_target_has_a_script_that_checks_its_predictions(order: Order) -> None:
     found = scripts(order)
     assert {name for name in found if name.endswith("bench.sh")} == {
         f"{name.split('-')[0]}-bench.sh" for name in found

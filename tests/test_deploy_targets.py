@@ -1,4 +1,4 @@
-"""Rendered files: held against the validators of those who read them, and against names that try to
+"""Rendered files, checked with the validators of their readers, and with names that try to
 break out.
 """
 
@@ -81,14 +81,14 @@ def test_kubernetes_takes_every_object(order: Order) -> None:
 
 
 @pytest.mark.parametrize("change", [{"spec": {"surprise": 1}}, {"spec": {"replicas": "one"}}])
-def test_the_check_of_objects_refuses_what_is_wrong(order: Order, change: dict[str, Any]) -> None:
+def test_the_check_of_objects_refuses_wrong_objects(order: Order, change: dict[str, Any]) -> None:
     data = yaml_files(render_target("kubernetes", order))["core/deployment.yaml"]
     data["spec"] |= change["spec"]
     with pytest.raises(kubernetes_validate.ValidationError):
         check_object(data)
 
 
-def test_our_models_read_what_they_wrote(order: Order) -> None:
+def test_our_models_read_rendered_objects(order: Order) -> None:
     data = yaml_files(render_target("kubernetes", order))["core/deployment.yaml"]
     assert Deployment.model_validate(data).model_dump(by_alias=True, exclude_none=True) == data
 
@@ -116,7 +116,7 @@ def test_kustomize_builds_both_and_hashes_the_plan(order: Order, tmp_path: Path)
         )
 
 
-def test_a_pod_has_what_it_needs_and_no_more(gpu: Plan) -> None:
+def test_a_pod_has_no_more_than_it_needs(gpu: Plan) -> None:
     spec = yaml_files(render_target("kubernetes", orders.order(gpu)))["core/deployment.yaml"][
         "spec"
     ]
@@ -165,7 +165,7 @@ def test_compose_reserves_gpus_and_stays_on_loopback(gpu: Plan) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("systemd-analyze"), reason="needs systemd-analyze")
-def test_systemd_has_nothing_to_say_about_the_unit(order: Order, tmp_path: Path) -> None:
+def test_systemd_finds_nothing_in_the_unit(order: Order, tmp_path: Path) -> None:
     name = f"{order.name}.service"
     (tmp_path / name).write_text(render_target("systemd", order)[name])
     done = subprocess.run(
@@ -211,13 +211,13 @@ def test_every_file_carries_the_digests_and_no_tag_moves(order: Order) -> None:
             assert ":latest" not in text
 
 
-def test_models_that_llmctl_builds_are_nothing_for_other_engines(cpu: Plan) -> None:
+def test_models_that_llmctl_builds_are_refused_for_other_engines(cpu: Plan) -> None:
     for target in HUB_ONLY:
         with pytest.raises(InputError, match="cannot load the model of 'test'"):
             render_target(target, orders.order(cpu))
 
 
-def test_alert_rules_are_a_file_elsewhere(order: Order) -> None:
+def test_alert_rules_are_a_file_on_targets_without_an_operator(order: Order) -> None:
     rules = RulesFile.model_validate(yaml_files(render_target("local", order))["alerts.yaml"])
     names = [rule.alert for rule in rules.groups[0].rules]
     assert names[:3] == ["LlmctlDown", "LlmctlNoWorker", "LlmctlWorkerMissing"]
@@ -229,7 +229,7 @@ def test_ray_gets_its_workers_from_the_machines_cluster(order: Order) -> None:
     assert "  --ray auto \\\n" in render_target("ray", order)["serve.sh"]
 
 
-def test_the_claim_is_checked_where_the_server_is(tmp_path: Path) -> None:
+def test_bench_sh_uses_the_address_of_the_server(tmp_path: Path) -> None:
     order = orders.order(orders.plan(tmp_path, serve={"port": 9000, "max_new_tokens": 128}))
     scripts = {target: render_target(target, order)["bench.sh"] for target in targets_of(order)}
     forwarded = {
@@ -284,7 +284,7 @@ def of_a_folder(source: str) -> bool:
 @many
 @given(source=names.filter(lambda name: not of_a_folder(name)))
 @example("random")
-def test_a_models_name_stays_data(gpu: Plan, source: str) -> None:
+def test_a_model_s_name_is_quoted_as_data(gpu: Plan, source: str) -> None:
     """In YAML it is exactly the string, wherever it stands; nothing else in the file changes with
     it.
     """
@@ -301,7 +301,7 @@ def test_a_models_name_stays_data(gpu: Plan, source: str) -> None:
 @example("/")
 @example("~/x")
 @example("../x")
-def test_a_folder_of_this_machine_is_no_model_of_a_pod(gpu: Plan, source: str) -> None:
+def test_a_folder_of_this_machine_is_refused_as_a_pod_s_model(gpu: Plan, source: str) -> None:
     with pytest.raises(InputError, match="a folder of this machine"):
         render_target("kubernetes", with_model(gpu, source))
 
@@ -315,7 +315,7 @@ def without(data: Any, keys: set[str]) -> Any:
 @pytest.mark.slow
 @many
 @given(source=names)
-def test_a_models_name_stays_one_word_of_a_command(gpu: Plan, source: str) -> None:
+def test_a_model_s_name_is_one_word_of_a_command(gpu: Plan, source: str) -> None:
     """bash itself says what it would run."""
     source = source.replace("\x00", "")  # no command has one
     if source in ("", "random") or source.startswith("-"):  # the latter is refused
@@ -335,13 +335,13 @@ def test_compose_interpolates_nothing(gpu: Plan) -> None:
     assert service["llmctl"]["volumes"][-1]["source"] == "/models/$${PATH}"
 
 
-def test_a_unit_takes_no_second_line(gpu: Plan) -> None:
+def test_a_unit_s_value_cannot_add_a_line(gpu: Plan) -> None:
     with pytest.raises(InputError, match="cannot stand in a unit file"):
         render_target("systemd", with_model(gpu, "/models\nExecStartPre=/bin/sh"))
 
 
-def test_a_models_name_is_no_option(gpu: Plan) -> None:
-    with pytest.raises(InputError, match="would be an option"):
+def test_a_model_s_name_cannot_become_an_option(gpu: Plan) -> None:
+    with pytest.raises(InputError, match="would be read as an option"):
         render_target("vllm", with_model(gpu, "--help"))
 
 
@@ -356,7 +356,7 @@ def test_images_are_pinned(cpu: Plan, image: str) -> None:
 @pytest.mark.parametrize(
     "option", [{"namespace": 'x"\n'}, {"prometheus": 'http://x"\n'}, {"model_claim": "A b"}]
 )
-def test_options_that_are_no_names_are_refused(option: dict[str, str]) -> None:
+def test_options_that_are_not_valid_names_are_refused(option: dict[str, str]) -> None:
     with pytest.raises(InputError, match="not a"):
         orders.Options(**option)  # type: ignore[arg-type]
 
@@ -386,7 +386,7 @@ def test_vllm_gets_the_fitted_values(gpu: Plan) -> None:
     assert "--scheduler-cls" not in script, "not with data parallelism"
 
 
-def test_our_scheduler_goes_into_vllm_where_it_can(tmp_path: Path) -> None:
+def test_our_scheduler_runs_inside_vllm_where_it_can(tmp_path: Path) -> None:
     policy = PlannedPolicy(name="past-future", parameters={})
     fit = samples.fit(workers=1)
     server = {"engine": {"name": "openai", "url": "http://127.0.0.1:8000"}, "workers": 1}
@@ -394,7 +394,7 @@ def test_our_scheduler_goes_into_vllm_where_it_can(tmp_path: Path) -> None:
     files = render_target("vllm", orders.order(plan))
     assert "--scheduler-cls toolkit.backends.vllm.scheduler.LlmctlScheduler" in files["serve.sh"]
     assert 'export LLMCTL_VLLM_PLAN="$here"/plan.json' in files["serve.sh"]
-    assert "a place to start from" not in files["serve.sh"]
+    assert "a starting point" not in files["serve.sh"]
 
 
 def test_sglang_gets_the_fitted_values(gpu: Plan) -> None:
@@ -409,10 +409,10 @@ def test_sglang_gets_the_fitted_values(gpu: Plan) -> None:
     assert "--schedule-conservativeness 1.0" in script
 
 
-def test_a_threshold_is_where_first_tokens_come_too_late() -> None:
-    from toolkit.deploy.reckon import most
+def test_the_threshold_is_the_largest_backlog_that_keeps_the_ttft_target() -> None:
+    from toolkit.deploy.reckon import largest
 
-    assert [most(bound(n)) for n in (0, 1, 7, 8, 100)] == [0, 1, 7, 8, 100]
+    assert [largest(bound(n)) for n in (0, 1, 7, 8, 100)] == [0, 1, 7, 8, 100]
 
 
 @pytest.mark.parametrize(
@@ -442,7 +442,7 @@ def test_the_recipe_s_own_trace_is_the_default_and_one_that_is_not_here_is_repla
     assert default_trace(with_trace("elsewhere/traffic.jsonl").recipe) == "chat-small"
 
 
-def test_a_target_that_no_request_keeps_has_no_threshold_and_says_why(gpu: Plan) -> None:
+def test_a_target_that_no_request_keeps_has_no_threshold_but_a_reason(gpu: Plan) -> None:
     recipe = gpu.recipe.model_copy(update={"sla": {"ttft_p99_s": 1e-6}})
     hopeless = gpu.model_copy(update={"recipe": recipe})
     files = render_target("kubernetes", orders.order(hopeless))
@@ -454,13 +454,15 @@ def test_a_target_that_no_request_keeps_has_no_threshold_and_says_why(gpu: Plan)
     )
 
 
-def test_where_all_that_keep_the_target_start_at_once_there_is_no_threshold(gpu: Plan) -> None:
+def test_there_is_no_threshold_where_all_requests_that_keep_the_target_start_at_once(
+    gpu: Plan,
+) -> None:
     """The second batch of sequences waits for the whole first one."""
     recipe = gpu.recipe.model_copy(update={"sla": {"ttft_p99_s": 0.3}})
     policy = PlannedPolicy(name="sequence", parameters={"batch_size": 4})
     found = waiting_threshold(gpu.model_copy(update={"recipe": recipe, "policy": policy}), None)
     assert found.value is None
-    assert "all of them start at once: none can wait" in found.source
+    assert "all start at once: none can wait" in found.source
 
 
 def bound(limit: int) -> Callable[[int], bool]:
@@ -489,7 +491,7 @@ def test_vllms_own_policy_becomes_its_own_flags(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("target", ["systemd", "compose", "kubernetes", "kuberay", "ray"])
-def test_vllms_own_server_is_not_rendered_where_ours_is_expected(
+def test_vllm_s_own_server_is_refused_for_targets_that_expect_ours(
     tmp_path: Path, target: str
 ) -> None:
     changes = orders.GPU | {"workers": 1, "sla": {}, "engine": {"name": "vllm"}}
@@ -528,7 +530,7 @@ def test_a_pod_does_not_have_this_machines_folders(cpu: Plan, target: str) -> No
 
 
 @pytest.mark.parametrize("target", sorted(set(TARGETS) - set(HUB_ONLY)))
-def test_a_server_that_runs_already_is_not_started(cpu: Plan, target: str) -> None:
+def test_a_running_server_is_refused_for_targets_that_start_one(cpu: Plan, target: str) -> None:
     engine = cpu.recipe.engine.model_copy(update={"name": "openai", "url": "http://127.0.0.1:9"})
     plan = cpu.model_copy(update={"recipe": cpu.recipe.model_copy(update={"engine": engine})})
     with pytest.raises(

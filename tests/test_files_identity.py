@@ -1,5 +1,5 @@
-"""Measurements of another device, engine, version or model: both sides named, refused or, when
-forced, said.
+"""Measurements of another device, engine, version or model: refused with both sides named, or
+reported where forced.
 """
 
 import pytest
@@ -42,7 +42,7 @@ def found(made: EngineFacts) -> list[str]:
         ({"config_sha256": "fedcba9876543210"}, "model_config fedcba987654 (here 0123456789ab)"),
     ],
 )
-def test_what_differs_is_named_with_both_sides(facts: dict[str, object], said: str):
+def test_a_difference_names_both_sides(facts: dict[str, object], said: str):
     assert found(changed(**facts)) == [said]
 
 
@@ -50,22 +50,22 @@ def test_a_patch_release_of_torch_and_another_budget_are_the_same_engine():
     assert found(changed(torch="2.13.1+cpu", kv_budget_bytes=1, capacity_tokens=1, threads=4)) == []
 
 
-def test_cpus_are_told_apart_by_their_names():
+def test_cpus_differ_by_their_names():
     here, there = (identity(changed(device="cpu", processor=name)) for name in ("Xeon", "EPYC"))
     assert differences(there, here) == ["device CPU EPYC (here CPU Xeon)"]
 
 
-def test_a_cpu_whose_name_is_not_known_is_a_cpu():
+def test_a_cpu_without_a_known_name_equals_any_cpu():
     unnamed, gpu = identity(changed(device="cpu")), identity(HERE)
     assert differences(unnamed, identity(changed(device="cpu", processor="Xeon"))) == []
     assert differences(unnamed, gpu) == ["device CPU (here NVIDIA H100)"]
 
 
-def test_what_one_side_does_not_know_is_not_compared():
+def test_a_value_that_one_side_does_not_know_is_not_compared():
     assert found(changed(torch="", config_sha256="", engine_version="")) == []
 
 
-def test_of_an_analytic_profile_the_model_is_compared_and_not_the_data_sheet():
+def test_only_the_model_of_an_analytic_profile_is_compared():
     analytic = changed(analytic="assumed", device="A100-80GB", engine_version="")
     assert found(analytic) == []
     assert found(analytic.model_copy(update={"dtype": "float16"})) == [
@@ -73,7 +73,7 @@ def test_of_an_analytic_profile_the_model_is_compared_and_not_the_data_sheet():
     ]
 
 
-def test_a_foreign_fit_is_refused_in_one_line_with_all_that_differs():
+def test_a_foreign_fit_is_refused_in_one_line_with_all_differences():
     with pytest.raises(
         ForeignError, match=r"another device A \(.*\), another dtype float16 \("
     ) as refused:
@@ -83,7 +83,7 @@ def test_a_foreign_fit_is_refused_in_one_line_with_all_that_differs():
     assert refused.value.exit_code == 2
 
 
-def test_forced_the_same_is_said_once_and_no_more():
+def test_with_force_the_same_message_is_given_once():
     told: list[str] = []
     refuse_foreign(changed(device="A"), [identity(HERE)] * 3, told.append)
     assert told == ["the fit was made with another device A (here NVIDIA H100)"]

@@ -1,4 +1,4 @@
-"""Workflow files: what is written is what is read, and a file knows what it was made from."""
+"""Workflow files: they read back as written, and record their inputs."""
 
 import json
 import os
@@ -102,7 +102,7 @@ def test_folders_are_made(tmp_path: Path) -> None:
     assert (tmp_path / "a" / "b" / "plan.json").read_text() == "x"
 
 
-def test_a_place_that_cannot_be_written_is_an_input_error(tmp_path: Path) -> None:
+def test_an_unwritable_path_is_an_input_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError, match="cannot be written"):
         write_text(tmp_path / "file" / "plan.json", "x")
@@ -188,17 +188,17 @@ def test_a_fit_knows_the_recipe_of_its_profile_and_which_section_changed(
     "old_new",
     [("ttft_p99_s: 2", "ttft_p99_s: 3"), ("  # a comment", ""), ("sla:", "workers: 1\nsla:")],
 )
-def test_what_was_not_measured_makes_no_fit_stale(
+def test_a_change_of_an_unmeasured_section_makes_no_fit_stale(
     chain: dict[str, Path], old_new: tuple[str, str]
 ) -> None:
     chain["recipe"].write_text(RECIPE.replace(*old_new))
     assert read_file(Fit, chain["fit"], inputs={"recipe": chain["recipe"]}).recipe_name == "test"
 
 
-def test_a_file_without_the_role_says_so(chain: dict[str, Path], tmp_path: Path) -> None:
+def test_a_file_without_a_recorded_role_is_stale(chain: dict[str, Path], tmp_path: Path) -> None:
     alone = tmp_path / "alone.json"
     write_file(samples.fit(), alone)
-    with pytest.raises(StaleError, match="does not say from which profile"):
+    with pytest.raises(StaleError, match="does not record from which profile"):
         read_file(Fit, alone, inputs={"profile": chain["profile"]})
 
 
@@ -217,7 +217,9 @@ def test_the_environment_names_no_host_and_is_steady() -> None:
     assert first.packages["numpy"]
 
 
-def test_a_folder_is_no_place_for_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_cannot_be_written_as_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     for place in (".", "/", tmp_path):
         with pytest.raises(InputError, match="cannot be written: Is a directory"):
@@ -226,7 +228,7 @@ def test_a_folder_is_no_place_for_a_file(tmp_path: Path, monkeypatch: pytest.Mon
             check_writable(place)
 
 
-def test_what_is_no_regular_file_is_written_to_and_not_replaced(tmp_path: Path) -> None:
+def test_a_device_or_pipe_is_written_to_and_not_replaced(tmp_path: Path) -> None:
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     heard: list[str] = []
@@ -253,18 +255,18 @@ def test_behind_a_link_the_file_is_replaced(tmp_path: Path) -> None:
     assert (tmp_path / "real").read_text() == "new"
 
 
-def test_asking_whether_a_file_can_be_written_leaves_nothing(tmp_path: Path) -> None:
+def test_check_writable_leaves_nothing(tmp_path: Path) -> None:
     check_writable(tmp_path / "folder" / "file")
     assert not any((tmp_path / "folder").iterdir())
 
 
-def test_below_a_file_there_is_no_place_for_another(tmp_path: Path) -> None:
+def test_a_path_below_a_file_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "plain").write_text("")
     with pytest.raises(InputError, match="cannot be written"):
         check_writable(tmp_path / "plain" / "file")
 
 
-def test_a_file_of_another_version_is_still_known_for_what_it_is(chain: dict[str, Path]) -> None:
+def test_a_file_of_another_version_is_still_recognised(chain: dict[str, Path]) -> None:
     older = json.loads(chain["fit"].read_text()) | {"gone_since": 1}
     chain["fit"].write_text(json.dumps(older))
     with pytest.raises(InputError, match="a fit file, not a profile file"):
@@ -272,10 +274,10 @@ def test_a_file_of_another_version_is_still_known_for_what_it_is(chain: dict[str
 
 
 @pytest.mark.parametrize("role", ["profile", "fit"])
-def test_a_file_that_says_a_key_twice_is_refused(chain: dict[str, Path], role: str) -> None:
+def test_a_file_with_a_duplicate_key_is_refused(chain: dict[str, Path], role: str) -> None:
     text = chain[role].read_text()
     chain[role].write_text(text.replace("{", '{"schema_version": 1, ', 1))
-    with pytest.raises(InputError, match=rf"{role}\.json: the key 'schema_version' is there twice"):
+    with pytest.raises(InputError, match=rf"{role}\.json: the key 'schema_version' occurs twice"):
         read_file({"profile": Profile, "fit": Fit}[role], chain[role])
 
 
@@ -288,7 +290,7 @@ def test_a_file_that_says_a_key_twice_is_refused(chain: dict[str, Path], role: s
         (b"{}{", "not JSON"),
     ],
 )
-def test_what_is_no_json_is_said_in_one_line(tmp_path: Path, content: bytes, said: str) -> None:
+def test_invalid_json_is_one_line(tmp_path: Path, content: bytes, said: str) -> None:
     (tmp_path / "fit.json").write_bytes(content)
     with pytest.raises(InputError, match=said) as raised:
         read_file(Fit, tmp_path / "fit.json")

@@ -1,4 +1,4 @@
-"""Logs on a disk that fills up: whole lines, a mark where some are missing, and nothing is raised."""
+"""Logs on a full disk: whole lines, a mark where lines are missing, and no exception."""
 
 import logging
 import os
@@ -56,7 +56,7 @@ def lines(first: int, last: int) -> bytes:
     return b"".join(f"line {number:04d}\n".encode() for number in range(first, last + 1))
 
 
-def test_a_full_disk_costs_lines_and_the_log_says_how_many(
+def test_a_full_disk_loses_lines_and_the_log_counts_them(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     log = LineLog(tmp_path / "log", 1 << 20, mark)
@@ -93,7 +93,7 @@ def test_each_gap_has_its_own_mark(tmp_path: Path) -> None:
     assert sum(gaps) == log.lost == 400 - (len(found) - 2)
 
 
-def test_the_size_is_bounded_and_said(tmp_path: Path) -> None:
+def test_the_size_is_bounded_and_the_mark_names_the_limit(tmp_path: Path) -> None:
     log = LineLog(tmp_path / "log", 2000, mark)
     for first in range(1, 1001, 10):
         log.write(lines(first, first + 9))
@@ -103,7 +103,7 @@ def test_the_size_is_bounded_and_said(tmp_path: Path) -> None:
     assert found[-1] == f"<{1000 - (len(found) - 1)} its limit of 2000 bytes is reached>"
 
 
-def test_where_nothing_fits_nothing_is_raised(tmp_path: Path) -> None:
+def test_a_log_with_no_room_raises_nothing(tmp_path: Path) -> None:
     log = LineLog(tmp_path / "log", 1 << 20, mark)
     with room_for(10):
         log.write(lines(1, 20))
@@ -113,7 +113,7 @@ def test_where_nothing_fits_nothing_is_raised(tmp_path: Path) -> None:
     assert read(tmp_path / "log") == ["<20 File too large>", "line 0021", "line 0022"]
 
 
-def test_a_pipe_that_is_not_read_costs_lines_and_stalls_nothing(tmp_path: Path) -> None:
+def test_a_pipe_that_is_not_read_loses_lines_and_stalls_nothing(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
     log = LineLog(tmp_path / "pipe", 1 << 30, mark)
@@ -130,7 +130,7 @@ def test_a_pipe_that_is_not_read_costs_lines_and_stalls_nothing(tmp_path: Path) 
     assert all(line.startswith("line") for line in found[:-4])
 
 
-def test_a_log_that_cannot_be_opened_is_the_users_to_mend(tmp_path: Path) -> None:
+def test_a_log_that_cannot_be_opened_is_an_input_error(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="cannot be written"):
         LineLog(tmp_path / "nowhere" / "log", 1000, mark)
     with pytest.raises(InputError, match="cannot be written"):
@@ -143,7 +143,7 @@ def scheduler(sink=None) -> Scheduler:
     return RecordingScheduler(policy, workers, sink) if sink else Scheduler(policy, workers)
 
 
-def test_an_event_log_that_lost_events_says_so_when_it_is_replayed(tmp_path: Path) -> None:
+def test_the_replay_of_an_event_log_reports_lost_events(tmp_path: Path) -> None:
     with EventLog(tmp_path / "log") as log:
         recorded = scheduler(log.add)
         log.add(EventLogHeader("slice", {"slice_tokens": 8}, 1))

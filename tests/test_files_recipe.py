@@ -107,7 +107,7 @@ def test_a_file_wins_over_a_shipped_name(tmp_path: Path, monkeypatch: pytest.Mon
         ("", "neither a file nor a recipe's name", "names match"),
     ],
 )
-def test_a_recipe_that_is_not_there(name: str, message: str, hint: str) -> None:
+def test_a_missing_recipe_gives_a_hint(name: str, message: str, hint: str) -> None:
     with pytest.raises(InputError) as caught:
         recipe_path(name)
     assert message in caught.value.message

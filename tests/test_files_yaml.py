@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from toolkit.errors import InputError
-from toolkit.files.strict import MAX_BYTES, load_yaml
+from toolkit.files.strict import MAX_YAML_BYTES, load_yaml
 
 
 def load(folder: Path, text: str | bytes) -> object:
@@ -49,10 +49,10 @@ def test_scalars_are_read_as_yaml_1_2_does(tmp_path: Path, text: str, expected: 
         ("a: \x00\n", "character 3 is not allowed"),
         ('a: "\\ud800"\n', "half a surrogate pair"),
         (b"a: \xff\n", "byte 3 is not UTF-8"),
-        (b"#" * (MAX_BYTES + 1), "larger than 1 MiB"),
+        (b"#" * (MAX_YAML_BYTES + 1), "larger than 1 MiB"),
     ],
 )
-def test_what_is_not_allowed_is_named_with_its_place(
+def test_forbidden_yaml_is_named_with_line_and_column(
     tmp_path: Path, text: str | bytes, problem: str
 ) -> None:
     with pytest.raises(InputError) as caught:
@@ -62,7 +62,7 @@ def test_what_is_not_allowed_is_named_with_its_place(
     assert "\n" not in caught.value.message
 
 
-def test_a_folder_is_no_document(tmp_path: Path) -> None:
+def test_a_folder_is_not_a_document(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="cannot be read"):
         load_yaml(tmp_path)
 

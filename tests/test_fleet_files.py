@@ -1,4 +1,4 @@
-"""From fleet.yaml to a plan: what kinds of workers are read, refused, and written down."""
+"""From fleet.yaml to a plan: kinds of workers that are read, refused and written."""
 
 import json
 from pathlib import Path
@@ -67,7 +67,7 @@ def test_a_plan_has_all_kinds_and_both_clocks_the_same_workers(unequal):
     assert [worker.capacity_tokens for worker in live] == [7372, 921, 921]
     assert (
         plan.explained["workers"].source
-        == "fleet: 1 of large, 2 of small; measured at once: large with 2"
+        == "fleet: 1 of large, 2 of small; measured together: large with 2"
     )
     assert plan.explained["small: capacity_tokens"].value == "1024"
 
@@ -83,7 +83,7 @@ def test_a_fleet_of_one_kind_is_the_plain_plan(tmp_path):
     assert "others" not in file_text(plain)
 
 
-def test_a_fleet_says_on_which_machines_each_kind_runs(unequal):
+def test_a_fleet_names_the_machines_of_each_kind(unequal):
     text = unequal.read_text().replace(
         "workers: 1}", "workers: 1, nodes: {pool: new, example.com/rack: r7}}"
     )
@@ -108,14 +108,14 @@ def test_the_first_difference_between_models_is_named(tmp_path):
     )
 
 
-def test_servers_are_no_kind_of_workers(tmp_path):
+def test_servers_are_refused_as_a_kind_of_workers(tmp_path):
     write_kind(tmp_path, "large")
     write_kind(tmp_path, "small", engine={"name": "vllm"}, workers=1)
     with pytest.raises(InputError, match="engine 'vllm' is a server with a scheduler of its own"):
         open_fleet(write_fleet(tmp_path, ("large", 1), ("small", 1)))
 
 
-def test_a_recipe_is_no_fleet_and_a_fleet_no_recipe(unequal):
+def test_recipes_and_fleets_are_told_apart(unequal):
     assert is_fleet(unequal)
     assert not is_fleet(unequal.with_name("large.yaml"))
     with pytest.raises(InputError, match=r"fleet.yaml: a fleet, not a recipe"):
@@ -153,7 +153,7 @@ def test_commands_take_a_fleet_where_they_take_a_recipe(unequal, monkeypatch, ca
     assert run("render", "plan.json", "--target", "local") == 0
     assert run("render", "plan.json", "--target", "kubernetes") != 0
     assert (
-        "a fleet cannot be rendered for 'kubernetes': pods of one Deployment"
+        "a fleet cannot be rendered for 'kubernetes': the pods of a Deployment"
         in capsys.readouterr().err
     )
     assert run("serve", "plan.json", "--ray", "local", "--port", "0") != 0
@@ -165,7 +165,7 @@ def test_commands_take_a_fleet_where_they_take_a_recipe(unequal, monkeypatch, ca
 
 @pytest.mark.parametrize("words", ["tune fleet.yaml --workers auto", "simulate --fleet fleet.yaml --workers 2",
                                    "serve fleet.yaml --workers 2"])  # fmt: skip
-def test_the_number_of_workers_is_the_fleets_to_say(unequal, monkeypatch, capsys, words):
+def test_the_number_of_workers_comes_from_the_fleet(unequal, monkeypatch, capsys, words):
     monkeypatch.chdir(unequal.parent)
     assert run(*words.split()) != 0
     assert (

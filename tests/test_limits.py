@@ -1,4 +1,4 @@
-"""A tuning that breaks limits: no consumer takes it silently, and every one shows what is broken."""
+"""A tuning that breaks limits: every command refuses it or warns, and shows the broken limits."""
 
 import io
 import json
@@ -80,7 +80,7 @@ def test_render_refuses_it_and_writes_nothing(capsys: pytest.CaptureFixture[str]
 
 @pytest.mark.usefixtures("files")
 @pytest.mark.parametrize("allowed", ["--force", ALLOW_BROKEN])
-def test_what_is_allowed_is_a_warning_that_stands_in_the_plan(
+def test_an_allowed_broken_limit_is_a_warning_and_stays_in_the_plan(
     allowed: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert llmctl("render", *GIVEN, allowed) == 0
@@ -107,7 +107,7 @@ def test_what_is_allowed_is_a_warning_that_stands_in_the_plan(
 
 
 @pytest.mark.usefixtures("files")
-def test_an_allowance_alone_writes_over_nothing_that_was_edited() -> None:
+def test_the_allowance_does_not_overwrite_edited_files() -> None:
     assert llmctl("render", *GIVEN, "--target", "compose", ALLOW_BROKEN) == 0
     edited = Path("compose/compose.yaml")
     edited.write_text(edited.read_text() + "# mine\n")
@@ -145,7 +145,9 @@ def test_the_files_of_every_target_warn_and_start(target: str, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_files_of_a_plan_that_keeps_its_limits_allow_nothing(target: str, tmp_path: Path) -> None:
+def test_files_of_a_plan_that_keeps_its_limits_have_no_allowance(
+    target: str, tmp_path: Path
+) -> None:
     changes = {**orders.GPU} if target in ("vllm", "sglang") else {}
     files = render_target(target, orders.order(orders.plan(tmp_path, **changes)))
     assert not any(ALLOW_BROKEN in text for text in files.values())
@@ -165,7 +167,7 @@ def test_serve_refuses_a_recipe_a_plan_and_a_folder(capsys: pytest.CaptureFixtur
 
 
 @pytest.mark.slow
-def test_a_running_server_says_what_its_plan_breaks(
+def test_a_running_server_shows_the_limits_that_its_plan_breaks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     plan = fake_plan(tmp_path)
@@ -201,21 +203,21 @@ def test_the_lines_of_a_server_that_starts_warn(
         assert max(map(len, lines)) <= 80
 
 
-def test_the_status_page_has_what_the_limits_say(tmp_path: Path) -> None:
+def test_the_status_page_shows_broken_limits(tmp_path: Path) -> None:
     assert facts_of(broken_plan(tmp_path), "toy").predicted["ttft_p99_s"] == 31.7
     untuned = make_plan(samples.recipe(), samples.fit(), None, {})
     assert facts_of(untuned, "toy").predicted == {}
 
 
 @pytest.mark.usefixtures("files")
-def test_the_report_shows_the_limits_and_praises_nothing() -> None:
+def test_the_report_shows_broken_limits_and_recommends_nothing() -> None:
     write_file(
         read_file(Tuning, "tuning.json").model_copy(update={"gain_percent": 53.1}), "tuning.json"
     )
     assert llmctl("render", *GIVEN, "--force") == 0
     page = report(gather("recipe.yaml"))
     assert "53.1" not in page
-    assert "not to be served: the best breaks limits on the held-out windows" in page
+    assert "do not serve this: the best breaks limits on the held-out windows" in page
     assert page.count("31.7 s") >= 3  # the tuning's table, the plan's, and the plan's explanation
     write_tuning(1.8, gain_percent=53.1)
     assert llmctl("render", *GIVEN) == 0
@@ -233,7 +235,7 @@ def test_without_a_tuning_nothing_is_predicted_and_nothing_refused() -> None:
 
 
 @pytest.mark.usefixtures("files")
-def test_settings_that_a_person_gives_have_no_prediction() -> None:
+def test_settings_of_the_user_have_no_prediction() -> None:
     assert llmctl("render", *GIVEN, "--policy", "sequence") == 0
     plan = read_file(Plan, "plan.json")
     assert (plan.predicted, {one.kept for one in plan.limits}) == ({}, {None})
@@ -243,7 +245,7 @@ def test_settings_that_a_person_gives_have_no_prediction() -> None:
 
 
 @pytest.mark.usefixtures("files")
-def test_the_tunings_own_settings_given_by_hand_keep_their_prediction(
+def test_the_tuning_s_settings_keep_their_prediction_when_given_by_the_user(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     same = [f"--set={name}={value}" for name, value in outcome(66).parameters.items()]
@@ -293,7 +295,7 @@ def test_a_plan_of_an_older_llmctl_is_rendered_again(capsys: pytest.CaptureFixtu
 def test_a_tuning_that_contradicts_itself_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     edit("tuning.json", lambda data: data.update(keeps_limits=True))
     assert llmctl("render", *GIVEN) == 2
-    assert "keeps_limits: True: `limits` say otherwise" in capsys.readouterr().err
+    assert "keeps_limits: True: contradicts `limits`" in capsys.readouterr().err
 
 
 def edit(file: str, change: Callable[[dict[str, object]], object]) -> None:
@@ -325,11 +327,11 @@ def edit(file: str, change: Callable[[dict[str, object]], object]) -> None:
         ),
     ],
 )
-def test_a_broken_limit_is_told_with_its_unit_and_enough_digits(limit: Limit, told: str) -> None:
+def test_a_broken_limit_is_shown_with_its_unit_and_enough_digits(limit: Limit, told: str) -> None:
     assert breaks([limit]) == f"break 1 of 1 limit: {limit.name} is {told}"
 
 
-def test_the_demo_goes_on_where_no_setting_keeps_the_limits(
+def test_the_demo_continues_where_no_settings_keep_the_limits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The commands are not run: what is looked at is which there are, and with which options."""

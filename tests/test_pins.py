@@ -63,7 +63,7 @@ def test_what_is_no_revision_is_refused(revision: str) -> None:
     ("revision", "value", "source"),
     [
         (COMMIT, COMMIT, "recipe: model.revision"),
-        ("main", "main", "NOT PINNED: recipe: model.revision is no commit"),
+        ("main", "main", "NOT PINNED: recipe: model.revision is not a commit"),
         (None, "the hub's newest", "NOT PINNED: the recipe names none"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Where a plan says that a value comes from is where it comes from, for every policy and parameter."""
+"""The sources that a plan names for its values are right, for every policy and parameter."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -118,9 +118,7 @@ def test_a_recipe_sets_what_it_names(policy: str, data: st.DataObject) -> None:
 @EVERY
 @QUICK
 @given(data=st.data())
-def test_a_person_sets_what_set_names_whatever_the_recipe_has(
-    policy: str, data: st.DataObject
-) -> None:
+def test_set_wins_over_the_recipe(policy: str, data: st.DataObject) -> None:
     own, by_hand = data.draw(some(policy)), data.draw(some(policy))
     plan = plan_of(recipe_of(policy, own), chosen=PlannedPolicy(name=policy, parameters=by_hand))
     assert plan.explained["policy"].source == "set by --policy"
@@ -134,7 +132,9 @@ def test_a_person_sets_what_set_names_whatever_the_recipe_has(
 @EVERY
 @QUICK
 @given(data=st.data())
-def test_a_tuning_sets_what_its_search_moved(policy: str, data: st.DataObject) -> None:
+def test_a_tuning_is_the_source_of_parameters_that_its_search_varied(
+    policy: str, data: st.DataObject
+) -> None:
     """The trials begin with the recipe's settings; the search moves some parameters, and may come
     back to a value.
     """
@@ -190,7 +190,7 @@ def test_a_fleet_names_the_recipe_that_sets(policy: str) -> None:
     assert explained["workers"].source.startswith("fleet: 1 of test, 3 of small")
 
 
-def test_a_recipe_that_names_no_policy_is_not_said_to_have() -> None:
+def test_a_recipe_without_a_policy_is_not_named_as_its_source() -> None:
     bare = samples.recipe().model_dump(exclude={"policy"}, exclude_unset=True)
     plan = plan_of(Recipe.model_validate(bare))
     assert plan.explained["policy"].source == "default of recipes that name no policy, not tuned"
@@ -200,7 +200,7 @@ def test_a_recipe_that_names_no_policy_is_not_said_to_have() -> None:
 @EVERY
 @QUICK
 @given(data=st.data())
-def test_what_serve_is_told_is_said_to_be_told_and_has_no_prediction(
+def test_settings_of_serve_are_named_as_such_and_have_no_prediction(
     policy: str, data: st.DataObject
 ) -> None:
     own, by_hand = data.draw(some(policy)), data.draw(some(policy))
@@ -240,7 +240,7 @@ def test_another_policy_or_number_of_workers_has_no_prediction() -> None:
 
 
 @pytest.mark.parametrize(("value", "policy"), [(12, "sequence"), (16, "sequence")])
-def test_the_command_says_that_it_was_set(
+def test_the_command_reports_what_was_set(
     value: int, policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

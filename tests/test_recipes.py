@@ -34,7 +34,7 @@ PUBLISHED = {
 GPUS = {"A100-80GB": ("NVIDIA A100-SXM4-80GB", 79.1), "H200": ("NVIDIA H200", 139.8)}
 
 
-def test_every_model_is_there_on_every_gpu() -> None:
+def test_every_model_has_a_recipe_for_every_gpu() -> None:
     found = {(recipe.model.source, recipe.hardware.name) for recipe in map(open_recipe, RECIPES)}
     wanted = {(model, gpu) for model in PUBLISHED for gpu in GPUS}
     assert found == wanted | {("random", "any CPU")}
@@ -118,7 +118,7 @@ def test_a_recipe_fits_its_own_hardware(path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_recipe_for_vllm_asks_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_recipe_for_vllm_has_that_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LLMCTL_VLLM_PYTHON", "/nowhere/python")
     found = {
         check.name: check

@@ -1,6 +1,4 @@
-"""`llmctl report`: one page, whole and offline, whatever there is of a recipe's files, and whatever
-it is called.
-"""
+"""`llmctl report`: one whole offline page, for any set of a recipe's files and any names."""
 
 import json
 import re
@@ -177,13 +175,13 @@ def test_the_page_starts_with_the_verdict_in_words(folder: Path):
     assert "<details" not in html
 
 
-def test_a_target_that_is_broken_is_told_in_words_and_by_how_much(folder: Path):
+def test_a_broken_target_is_shown_in_words_with_its_used_share(folder: Path):
     make_tuning(folder, {"ttft_p99_s": 10.08, "e2e_p95_s": 1.1})
     html = verdict_of(folder)
     text = text_of(html)
     told = (
-        "TTFT p99 is 20.2 s, at most 2 s is asked for, 1,008 % of the limit; "
-        "E2E p95 is 8.8 s, at most 8 s is asked for, 110 % of the limit."
+        "TTFT p99 is 20.2 s, must be at most 2 s, 1,008 % of the limit; "
+        "E2E p95 is 8.8 s, must be at most 8 s, 110 % of the limit."
     )
     assert f"✗ Not every target is kept, as predicted: {told}" in text
     assert "TTFT p99 at most 2 s 20.2 s ✗ broken" in text
@@ -193,7 +191,7 @@ def test_a_target_that_is_broken_is_told_in_words_and_by_how_much(folder: Path):
 
 
 @pytest.mark.parametrize(("surely", "kept"), [(99.4, True), (98.1, False)])
-def test_the_share_of_requests_is_a_limit_where_the_recipe_asks_for_one(
+def test_the_attainment_is_a_limit_where_the_recipe_has_one(
     folder: Path, surely: float, kept: bool
 ):
     """It is judged by its confidence bound, not by the share itself."""
@@ -205,7 +203,7 @@ def test_the_share_of_requests_is_a_limit_where_the_recipe_asks_for_one(
     )
     section = summary_section(replace(found, plan=plan))
     assert section.badge.state == ("kept" if kept else "broken")
-    told = "requests within every target, at least is 98.1 %, at least 99 % is asked for"
+    told = "requests within every target, at least is 98.1 %, must be at least 99 %"
     assert (told in section.badge.text) is not kept
     row = next(
         row for row in section.tables[0].rows if row[0] == "requests within every target, at least"
@@ -213,7 +211,7 @@ def test_the_share_of_requests_is_a_limit_where_the_recipe_asks_for_one(
     assert row[1:3] == ["at least 99 %", Judged(f"{surely} %", kept)]
 
 
-def test_measured_is_shown_beside_predicted_and_judged(folder: Path):
+def test_measured_values_are_shown_beside_predicted_ones_and_judged(folder: Path):
     make_tuning(folder, {"ttft_p99_s": 0.75, "e2e_p95_s": 0.8})
     make_bench(folder, "bench.json", 3.01, ttft_p99_s=1.6, e2e_p95_s=7.0, goodput_rps=2.9)
     text = text_of(verdict_of(folder))
@@ -226,15 +224,17 @@ def test_measured_is_shown_beside_predicted_and_judged(folder: Path):
     )
     make_bench(folder, "bench.json", 3.0, ttft_p99_s=2.6, e2e_p95_s=7.0)
     text = text_of(verdict_of(folder))
-    assert "✗ Predicted to keep every target, but measured it broke TTFT p99 (bench.json)." in text
+    assert (
+        "✗ Predicted to keep every target, but the measurement broke TTFT p99 (bench.json)." in text
+    )
     assert "130 %, broken" in text
 
 
 @pytest.mark.parametrize(
     ("requests", "told"),
-    [(27, "measured it broke TTFT p99 (validation.json)"), (90, "as predicted")],
+    [(27, "measurement broke TTFT p99 (validation.json)"), (90, "as predicted")],
 )
-def test_a_validation_of_the_plan_at_its_rate_judges_the_targets_too(folder: Path, requests, told):
+def test_a_validation_of_the_plan_at_its_rate_also_judges_the_targets(folder: Path, requests, told):
     make_tuning(folder, {"ttft_p99_s": 0.75, "e2e_p95_s": 0.8})
     old = read_file(Validation, folder / "validation.json")
     late = MetricError(
@@ -251,15 +251,15 @@ def test_a_validation_of_the_plan_at_its_rate_judges_the_targets_too(folder: Pat
     assert told in text_of(verdict_of(folder))
 
 
-def test_a_bench_at_another_rate_is_no_test_of_the_targets(folder: Path):
+def test_a_bench_at_another_rate_does_not_judge_the_targets(folder: Path):
     make_tuning(folder, {"ttft_p99_s": 0.75, "e2e_p95_s": 0.8})
     make_bench(folder, "overload.json", 9.0, ttft_p99_s=50.0)
     page = text_of(report(gather(str(folder / "plan.json"))))
-    assert "measured it broke" not in page
+    assert "measurement broke" not in page
     assert "this plan at 3.00 times the rate that it was tuned for" in page
 
 
-def test_benches_are_found_by_what_they_hold_the_most_telling_first(folder: Path):
+def test_benches_are_found_by_content_and_those_of_the_plan_come_first(folder: Path):
     make_tuning(folder, {"ttft_p99_s": 0.75, "e2e_p95_s": 0.8})
     shutil.copy(folder / "plan.json", folder / "other-plan.json")
     with (folder / "other-plan.json").open("a") as file:
@@ -301,21 +301,24 @@ def test_a_bench_of_another_fit_or_of_none_is_named_and_left_out(folder: Path):
     assert "without --plan" in found.why["none.json"]
 
 
-def test_what_was_not_tuned_is_said_to_be_undecided(folder: Path, tmp_path: Path):
+def test_untuned_settings_have_an_open_verdict(folder: Path, tmp_path: Path):
     recipe, fit = read_file(Plan, folder / "plan.json").recipe, read_file(Fit, folder / "fit.json")
     paths = {role: folder / f"{role}.json" for role in ("recipe", "fit")}
     write_file(make_plan(recipe, fit, None, paths), folder / "plan.json")
     (folder / "tuning.json").unlink()
     text = text_of(verdict_of(folder))
-    assert "? These settings were not tuned: nothing says whether the targets will be kept." in text
+    assert (
+        "? These settings were not tuned: nothing predicts whether the targets will be kept."
+        in text
+    )
     empty = tmp_path / "empty"
     empty.mkdir()
     page = text_of(report(gather("tiny-llama-cpu", empty)))
-    assert "? Nothing was tuned yet: nothing says whether the targets will be kept." in page
+    assert "? Nothing was tuned yet: nothing predicts whether the targets will be kept." in page
     assert "Measure it llmctl profile tiny-llama-cpu; llmctl fit profile.json" in page
 
 
-def test_a_plan_of_other_settings_than_the_tunings_takes_over_none_of_its_promise(folder: Path):
+def test_a_plan_with_other_settings_has_no_prediction_of_the_tuning(folder: Path):
     make_tuning(folder, {"ttft_p99_s": 0.75, "e2e_p95_s": 0.8})
     recipe, fit = read_file(Plan, folder / "plan.json").recipe, read_file(Fit, folder / "fit.json")
     paths = {role: folder / f"{role}.json" for role in ("recipe", "fit", "tuning")}
@@ -327,12 +330,12 @@ def test_a_plan_of_other_settings_than_the_tunings_takes_over_none_of_its_promis
     assert "the plan runs other settings than tuning.json found" in text
 
 
-def test_what_was_done_to_the_trace_is_in_the_verdict(folder: Path):
+def test_changes_to_the_trace_are_in_the_verdict(folder: Path):
     make_tuning(folder, {"ttft_p99_s": 0.75}, trace_notes=["prompts divided by 11.91"])
     assert "The trace: prompts divided by 11.91." in text_of(verdict_of(folder))
 
 
-def test_tables_are_folded_but_for_the_verdicts(folder: Path):
+def test_all_tables_but_that_of_the_verdict_are_folded(folder: Path):
     make_tuning(folder, {"ttft_p99_s": 0.75})
     page = report(gather(str(folder / "plan.json")))
     after = page[page.index('<section id="bench"') :]
@@ -340,7 +343,7 @@ def test_tables_are_folded_but_for_the_verdicts(folder: Path):
     assert "<details open" not in page
 
 
-def test_points_and_bars_have_their_values_for_a_pointer(folder: Path):
+def test_points_and_bars_have_their_values_as_titles(folder: Path):
     make_tuning(folder, {"ttft_p99_s": 0.75})
     page = report(gather(str(folder / "plan.json")))
     drawn = re.findall(r"<(circle|rect) [^>]*?(/?)>(<title>)?", page)
@@ -351,14 +354,14 @@ def test_points_and_bars_have_their_values_for_a_pointer(folder: Path):
         r"prefill: N \d+, length \d+: predicted [\d.]+ m?s, measured [\d.]+ m?s", titles
     )
     assert (
-        "trial 0, slice: goodput_rps 3.2 requests/s, e2e_p95_s 6 s, in all limits; slice_tokens 128"
+        "trial 0, slice: goodput_rps 3.2 requests/s, e2e_p95_s 6 s, keeps all limits; slice_tokens 128"
         in titles
     )
     assert "TTFT p99, predicted: 1.5 s, at most 2 s" in titles
     assert "throughput_rps: +50" in titles or "throughput_rps: 50 %" in titles
 
 
-def test_everything_there_is_is_on_the_page(folder: Path):
+def test_the_page_shows_all_files(folder: Path):
     make_bench(folder, "overload.json", 9.0)
     found = gather(str(folder / "plan.json"))
     assert found.why == {}
@@ -378,7 +381,7 @@ def test_everything_there_is_is_on_the_page(folder: Path):
     assert len(page.encode()) < 2 << 20
 
 
-def test_no_name_becomes_markup(folder: Path):
+def test_names_are_escaped(folder: Path):
     page = report(gather(str(folder / "plan.json")))
     assert "<script" not in page
     assert "<img" not in page
@@ -388,7 +391,7 @@ def test_no_name_becomes_markup(folder: Path):
     )
 
 
-def test_what_is_not_there_names_the_command_that_makes_it(folder: Path, tmp_path: Path):
+def test_a_missing_file_names_the_command_that_makes_it(folder: Path, tmp_path: Path):
     empty = tmp_path / "empty"
     empty.mkdir()
     page = report(gather(str(folder / "plan.json"), empty))
@@ -412,14 +415,14 @@ def test_a_file_about_another_fit_is_not_shown(folder: Path, capsys):
     assert "not the one that is shown here" in (folder / "report.html").read_text()
 
 
-def test_a_source_that_cannot_be_read_is_one_line(tmp_path: Path, capsys):
+def test_an_unreadable_source_is_one_line(tmp_path: Path, capsys):
     assert llmctl("report", tmp_path / "plan.json", "--out", tmp_path / "report.html") == 2
     assert not (tmp_path / "report.html").exists()
 
 
 @pytest.mark.parametrize("log", [False, True])
 @pytest.mark.parametrize("values", [[], [0.0], [1.0], [-1.0, 0.0, 3.0], [1e-9, 1e9], [5.0, 5.0]])
-def test_charts_of_any_numbers_can_be_drawn(values, log):
+def test_charts_of_all_numbers_can_be_drawn(values, log):
     for kind in ("points", "line", "marks"):
         text = chart(
             Axes(
@@ -436,7 +439,7 @@ def test_charts_of_any_numbers_can_be_drawn(values, log):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("width", "scheme"), [(360, "dark"), (1200, "light")])
-def test_a_browser_shows_it_without_a_complaint_or_a_request(folder: Path, width, scheme):
+def test_a_browser_shows_it_without_errors_or_requests(folder: Path, width, scheme):
     (folder / "report.html").write_text(report(gather(str(folder / "plan.json"))), encoding="utf-8")
     options = {"viewport": {"width": width, "height": 800}, "color_scheme": scheme}
     with (

@@ -287,7 +287,7 @@ ENTRY = f"  - name: ana\n    sha256: {DIGEST}\n"
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("", "there is no list of keys in it"),
+        ("", "it holds no list of keys"),
         ("keys: []", "at least 1 item"),
         (
             f"keys:\n  - name: ana\n    sha256: {ANA}\n",
@@ -295,7 +295,7 @@ ENTRY = f"  - name: ana\n    sha256: {DIGEST}\n"
         ),
         (
             f"keys:\n  - name: ana\n    sha256: {hashlib.sha256(b'').hexdigest()}\n",
-            "the sha256 of nothing at all",
+            "the sha256 of empty input",
         ),
         (f"keys:\n  - name: Ana!\n    sha256: {DIGEST}\n", "keys[0].name: 'Ana!'"),
         (f"keys:\n  - name: ana\n    key: {ANA}\n", "keys[0].key: unknown key"),

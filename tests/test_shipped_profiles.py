@@ -1,6 +1,4 @@
-"""The profiles that ship: made from the shipped recipes as they are, with their fits; found by
-name.
-"""
+"""The shipped profiles: made from the shipped recipes, with their fits, and found by name."""
 
 import re
 from pathlib import Path
@@ -43,7 +41,7 @@ def test_profile_and_fit_are_of_the_recipe_as_it_is(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", GPU_RECIPES)
-def test_who_has_no_gpu_can_tune_for_one(name: str) -> None:
+def test_a_user_without_a_gpu_can_tune_for_one(name: str) -> None:
     """Analytic, marked so, and what `llmctl profile --analytic` makes today."""
     shipped = read_file(Profile, shipped_profiles() / name / "profile.json")
     made = analytic_profile(load_recipe(recipe_path(name)), head({"recipe": recipe_path(name)}))
@@ -95,19 +93,21 @@ def test_a_fit_is_a_path_or_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.chdir(tmp_path)
     shipped = shipped_profiles() / "tiny-llama-cpu" / "fit.json"
     assert fit_path("tiny-llama-cpu") == shipped == shipped_fit("tiny-llama-cpu")
-    assert fit_path("fit.json") == Path("fit.json")  # whoever reads it says that it is not there
+    assert fit_path("fit.json") == Path("fit.json")  # reading it gives the error
     (tmp_path / "tiny-llama-cpu").write_text("a file of that name comes first")
     assert fit_path("tiny-llama-cpu") == Path("tiny-llama-cpu")
 
 
-def test_a_name_that_is_none_gets_the_nearest() -> None:
-    with pytest.raises(InputError, match="no such file, and no fit of that name ships") as caught:
+def test_an_unknown_name_gets_the_nearest() -> None:
+    with pytest.raises(
+        InputError, match="no such file, and no shipped fit has that name"
+    ) as caught:
         fit_path("llama-3.1-8b-h20")
     assert caught.value.hint == "did you mean 'llama-3.1-8b-h200'?"
     assert shipped_fit("../recipes") is None
 
 
-def test_tune_without_a_fit_names_the_one_that_ships(
+def test_tune_without_a_fit_names_the_shipped_fit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)

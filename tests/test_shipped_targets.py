@@ -1,4 +1,4 @@
-"""What each shipped recipe recommends keeps its targets, on its own trace at its own load, by its
+"""The recommended settings of each shipped recipe keep its targets, on its own trace and load, by its
 shipped fit.
 """
 
@@ -34,7 +34,7 @@ def tuned(name: str, **changes: object) -> Tuning:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_a_shipped_recipe_recommends_keeps_its_targets(name: str) -> None:
+def test_the_recommended_settings_of_a_shipped_recipe_keep_its_targets(name: str) -> None:
     result = tuned(name)
     recommended = result.defaults_held_out if result.keep_defaults else result.best_held_out
     assert result.alternatives is not None

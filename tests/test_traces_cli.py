@@ -1,4 +1,4 @@
-"""`llmctl trace`, and the shipped traces, which are what the commands in docs/traces.md make."""
+"""`llmctl trace`, and the shipped traces, which the commands in docs/traces.md make."""
 
 import json
 import shlex
@@ -35,13 +35,13 @@ def test_every_shipped_trace_is_documented():
     }
 
 
-def test_shipped_traces_read_without_a_loss():
+def test_no_row_of_a_shipped_trace_is_dropped():
     for file in FOLDER.iterdir():
         trace, report = read_trace(file)
         assert (report.dropped, report.reordered, trace.arrival_s[0]) == ({}, False, 0)
 
 
-def test_a_shipped_trace_goes_by_its_name_and_a_file_by_its_path(tmp_path):
+def test_a_trace_is_given_by_its_shipped_name_or_its_path(tmp_path):
     assert trace_path("chat-small") == FOLDER / "chat-small.jsonl"
     own = tmp_path / "own.jsonl"
     shutil.copy(FOLDER / "bursty-small.jsonl", own)
@@ -49,7 +49,7 @@ def test_a_shipped_trace_goes_by_its_name_and_a_file_by_its_path(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["../data/chat-small", "chat-smal", "/etc", ""])
-def test_a_name_that_is_none_is_an_input_error(name):
+def test_an_unknown_name_is_an_input_error(name):
     with pytest.raises(InputError):
         trace_path(name)
 
@@ -62,7 +62,7 @@ def test_inspect_fits_80_columns(capsys):
     assert "20.3 requests/s" in out
 
 
-def test_inspect_says_what_was_dropped(capsys, tmp_path):
+def test_inspect_reports_dropped_rows(capsys, tmp_path):
     path = tmp_path / "trace.csv"
     path.write_text("arrived_at,num_prefill_tokens,num_decode_tokens\n0,5,6\n1,0,6\n2,8,8\n")
     code, out, _ = llmctl(capsys, "trace", "inspect", path, "--json")
@@ -73,7 +73,7 @@ def test_inspect_says_what_was_dropped(capsys, tmp_path):
     assert found["prompt"]["histogram"] == [[4, 7, 1], [8, 15, 1]]
 
 
-def test_convert_cuts_and_scales_and_says_so(capsys, tmp_path):
+def test_convert_cuts_and_scales_and_reports_it(capsys, tmp_path):
     out_file = tmp_path / "small.jsonl"
     options = [
         "--start",

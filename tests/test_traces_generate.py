@@ -1,4 +1,4 @@
-"""Synthetic traces: the same seed gives the same trace, and the numbers asked for come out."""
+"""Synthetic traces: the same seed gives the same trace, and the requested numbers come out."""
 
 import math
 
@@ -10,11 +10,11 @@ from toolkit.traces.generate import (
     Arrivals,
     Lengths,
     backlog,
+    default_max_length,
     draw_arrivals,
     generate,
     limited,
     parse_lengths,
-    usual_longest,
 )
 
 SCLS_PROMPT, SCLS_OUTPUT = (
@@ -32,7 +32,7 @@ def test_the_same_seed_gives_the_same_trace_and_another_seed_another():
     assert first.output_tokens.tobytes() != other.output_tokens.tobytes()
 
 
-def test_the_paper_s_setting_has_the_rate_and_the_medians_that_were_asked_for():
+def test_the_setting_of_the_paper_has_its_rate_and_medians():
     trace = generate(Arrivals(20), 600, SCLS_PROMPT, SCLS_OUTPUT, seed=0)
     assert len(trace) == pytest.approx(12_000, rel=0.03)
     assert np.median(trace.prompt_tokens) == pytest.approx(400, rel=0.05)
@@ -41,13 +41,13 @@ def test_the_paper_s_setting_has_the_rate_and_the_medians_that_were_asked_for():
 
 
 @pytest.mark.parametrize("cv", [0.5, 1.0, 2.0])
-def test_gaps_vary_as_asked(cv):
+def test_gaps_have_the_given_variation(cv):
     gaps = Arrivals(10, cv).gaps(np.random.default_rng(0), 20_000)
     assert gaps.mean() == pytest.approx(0.1, rel=0.05)
     assert gaps.std() / gaps.mean() == pytest.approx(cv, rel=0.05)
 
 
-def test_a_metronome_has_equal_gaps():
+def test_gaps_without_variation_are_equal():
     assert Arrivals(4, cv=0).times(np.random.default_rng(0), 1.0).tolist() == [0, 0.25, 0.5, 0.75]
 
 
@@ -84,7 +84,7 @@ def test_drawn_arrivals_keep_the_requests():
 @pytest.mark.parametrize(
     "text", ["lognormal:400:1", "uniform:32:4096", "pareto:20:1.5", "fixed:128"]
 )
-def test_a_distribution_is_spelled_as_it_is_printed(text):
+def test_a_distribution_prints_as_it_is_spelled(text):
     assert str(parse_lengths(text)) == text
 
 
@@ -115,7 +115,7 @@ def test_a_distribution_is_spelled_as_it_is_printed(text):
         ("fixed:4:5", "give fixed:TOKENS"),
     ],
 )
-def test_an_impossible_distribution_names_what_is_right(text, hint):
+def test_an_impossible_distribution_names_the_limits(text, hint):
     with pytest.raises(InputError) as caught:
         parse_lengths(text)
     assert caught.value.hint == hint
@@ -135,7 +135,7 @@ def test_an_impossible_duration_is_refused(duration_s):
         generate(Arrivals(1), duration_s, SCLS_PROMPT, SCLS_OUTPUT, seed=0)
 
 
-def test_a_backlog_waits_from_the_start():
+def test_a_backlog_arrives_at_once():
     trace = backlog(300, Lengths("uniform", 2048, 4096), Lengths("uniform", 32, 34), seed=0)
     assert trace.arrival_s.tolist() == [0.0] * 300
     assert set(trace.output_tokens.tolist()) == {32, 33, 34}
@@ -148,9 +148,9 @@ def test_a_limit_below_the_outputs_is_refused():
         limited(trace, 4096)
 
 
-def test_lengths_with_a_bound_of_their_own_are_not_clipped_unasked():
-    assert usual_longest("uniform:32:4096") > 4096
-    assert usual_longest("lognormal:400:1") == 1024
+def test_bounded_distributions_are_not_clipped_by_default():
+    assert default_max_length("uniform:32:4096") > 4096
+    assert default_max_length("lognormal:400:1") == 1024
 
 
 @pytest.mark.parametrize(
@@ -162,7 +162,7 @@ def test_a_distribution_that_would_overflow_is_refused(text):
 
 
 @pytest.mark.parametrize("cv", [-1.0, 1e9, 1e200, math.nan])
-def test_a_variation_that_no_gaps_can_have_is_refused(cv):
+def test_an_impossible_variation_of_gaps_is_refused(cv):
     with pytest.raises(InputError, match="variation of gaps"):
         Arrivals(1.0, cv)
 

@@ -1,4 +1,4 @@
-"""The trace that grows: whole lines, bounded files, and what earlier processes wrote stays."""
+"""The trace log: whole lines, bounded files, and lines of earlier processes stay."""
 
 import errno
 import itertools
@@ -18,11 +18,10 @@ from toolkit.traces.write import TraceLine, TraceLog
 ENDLESS = """
 import itertools, sys
 from pathlib import Path
-from toolkit.traces.write import TraceLog
-from toolkit.traces.write import Line
+from toolkit.traces.write import TraceLine, TraceLog
 log = TraceLog(Path(sys.argv[1]), 20_000)
 for index in itertools.count(1):
-    log.add(Line(index, index, 1))
+    log.add(TraceLine(index, index, 1))
     if index == 2000:
         print("running", flush=True)
 """
@@ -32,7 +31,7 @@ def line(index: int = 1, **more) -> TraceLine:
     return TraceLine(float(index), index, 2 * index, **more)
 
 
-def test_lines_are_in_the_file_at_once(tmp_path: Path):
+def test_a_line_is_in_the_file_after_add(tmp_path: Path):
     with TraceLog(tmp_path / "log") as log:
         log.add(line(1, max_tokens=9, ttft_ms=1.5, e2e_ms=2, status="ok"))
         written = (tmp_path / "log").read_text()
@@ -43,7 +42,7 @@ def test_lines_are_in_the_file_at_once(tmp_path: Path):
     assert written == "{" + expected + "}\n"
 
 
-def test_a_later_process_goes_on_where_an_earlier_one_ended(tmp_path: Path):
+def test_a_later_process_appends_to_an_earlier_log(tmp_path: Path):
     for index in (1, 2):
         with TraceLog(tmp_path / "log") as log:
             log.add(TraceLine(log.timestamp(index), 5, 6))
@@ -54,7 +53,7 @@ def test_a_later_process_goes_on_where_an_earlier_one_ended(tmp_path: Path):
     )  # both were opened at about the same time
 
 
-def test_a_torn_last_line_costs_no_other(tmp_path: Path):
+def test_a_torn_last_line_loses_no_other_line(tmp_path: Path):
     (tmp_path / "log").write_text(
         '{"timestamp":1,"input_length":1,"output_length":1}\n{"timestamp":2,"inp'
     )
@@ -92,9 +91,9 @@ def test_a_killed_process_leaves_whole_lines(tmp_path: Path):
     assert all(after == before + 1 for before, after in itertools.pairwise(lengths))
 
 
-def test_what_is_no_trace_is_left_alone(tmp_path: Path):
+def test_a_file_that_is_not_a_trace_is_not_changed(tmp_path: Path):
     (tmp_path / "recipe.yaml").write_text("name: mine\n")
-    with pytest.raises(InputError, match=r"recipe\.yaml: is there already, and is no trace"):
+    with pytest.raises(InputError, match=r"recipe\.yaml: exists and is not a trace"):
         TraceLog(tmp_path / "recipe.yaml")
     with pytest.raises(InputError, match="cannot be written"):
         TraceLog(tmp_path / "nowhere" / "log")
@@ -102,7 +101,7 @@ def test_what_is_no_trace_is_left_alone(tmp_path: Path):
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
-def test_a_full_disk_costs_lines_and_is_said_once(caplog: pytest.LogCaptureFixture):
+def test_a_full_disk_loses_lines_and_warns_once(caplog: pytest.LogCaptureFixture):
     with caplog.at_level(logging.WARNING), TraceLog(Path("/dev/full")) as log:
         for index in range(3):
             log.add(line(index + 1))

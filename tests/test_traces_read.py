@@ -1,4 +1,4 @@
-"""Each format by a tiny literal file; rows that cannot be are counted by reason."""
+"""Each format by a tiny literal file; impossible rows are counted by reason."""
 
 import json
 from pathlib import Path
@@ -67,14 +67,14 @@ def test_each_format_is_recognised_by_its_columns(tmp_path, text, form, arrivals
     assert trace.output_tokens.tolist() == outputs
 
 
-def test_columns_are_found_by_name_wherever_they_stand(tmp_path):
+def test_columns_are_found_by_name_in_any_order(tmp_path):
     trace, _ = read_trace(
         _file(tmp_path, "GeneratedTokens,x, TIMESTAMP,ContextTokens\n7,?,2023-11-16 18:15:46,5\n")
     )
     assert (trace.prompt_tokens.tolist(), trace.output_tokens.tolist()) == ([5], [7])
 
 
-def test_a_byte_order_mark_and_windows_line_ends_are_no_obstacle(tmp_path):
+def test_a_byte_order_mark_and_windows_line_ends_are_accepted(tmp_path):
     path = tmp_path / "trace"
     path.write_bytes(b"\xef\xbb\xbf" + VIDUR.replace("\n", "\r\n").encode())
     assert read_trace(path)[1].kept == 2
@@ -100,7 +100,7 @@ def test_max_tokens_is_kept_and_zero_where_the_trace_has_none(tmp_path):
         ("soon,5,5", "unparsable"),
     ],
 )
-def test_a_csv_row_that_cannot_be_is_counted_with_its_reason(tmp_path, row, reason):
+def test_an_impossible_csv_row_is_counted_with_its_reason(tmp_path, row, reason):
     text = f"arrived_at,num_prefill_tokens,num_decode_tokens\n3,10,20\n{row}\n"
     trace, report = read_trace(_file(tmp_path, text))
     assert (report.rows, report.kept, report.dropped) == (2, 1, {reason: 1})
@@ -145,7 +145,7 @@ def test_the_first_bad_row_is_shown_with_its_value_and_the_limit(tmp_path, row, 
 
 
 @pytest.mark.parametrize("array", [False, True])
-def test_json_of_nans_says_which_value_is_one(tmp_path, array):
+def test_a_report_names_the_json_value_that_is_nan(tmp_path, array):
     rows = ['{"timestamp": NaN, "input_length": 5, "output_length": 5}'] * 3
     with pytest.raises(InputError) as caught:
         read_trace(_file(tmp_path, "[" + ",".join(rows) + "]" if array else "\n".join(rows)))
@@ -153,7 +153,7 @@ def test_json_of_nans_says_which_value_is_one(tmp_path, array):
         "3 unparsable (row 1: timestamp is nan, must be a finite number of ms)"
         in caught.value.message
     )
-    assert caught.value.hint.startswith("mend these rows")
+    assert caught.value.hint.startswith("correct these rows")
 
 
 def test_nanoseconds_are_not_taken_for_milliseconds(tmp_path):
@@ -184,7 +184,7 @@ ROWS = st.lists(
 
 
 @given(rows=ROWS, lenient=st.booleans())
-def test_of_any_rows_a_trace_has_only_what_can_be(tmp_path_factory, rows, lenient):
+def test_a_trace_keeps_only_possible_rows(tmp_path_factory, rows, lenient):
     whole = [{"timestamp": 5, "input_length": 1, "output_length": 1}, *rows]
     text = "\n".join(map(json.dumps, whole)) if lenient else json.dumps(whole)
     trace, report = read_trace(_file(tmp_path_factory.mktemp("odd"), text))
@@ -223,7 +223,7 @@ def test_of_any_rows_a_trace_has_only_what_can_be(tmp_path_factory, rows, lenien
         ),
     ],
 )
-def test_a_json_line_that_cannot_be_is_counted_with_its_reason(tmp_path, line, reason):
+def test_an_impossible_json_line_is_counted_with_its_reason(tmp_path, line, reason):
     _, report = read_trace(_file(tmp_path, MOONCAKE + line + "\n"))
     assert (report.rows, report.kept, report.dropped) == (3, 2, {reason: 1})
 
@@ -237,7 +237,7 @@ def test_a_failed_response_of_burstgpt_has_no_tokens(tmp_path):
     assert read_trace(_file(tmp_path, BURSTGPT))[1].dropped == {"failed responses": 1}
 
 
-def test_rows_out_of_order_are_sorted_and_said_to_be(tmp_path):
+def test_rows_out_of_order_are_sorted_and_reported(tmp_path):
     lines = [{"timestamp": ms, "input_length": ms + 1, "output_length": 1} for ms in (30, 10, 20)]
     trace, report = read_trace(_file(tmp_path, "\n".join(map(json.dumps, lines))))
     assert trace.arrival_s.tolist() == pytest.approx([0, 0.01, 0.02])

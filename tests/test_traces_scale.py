@@ -1,4 +1,4 @@
-"""Scaling a trace keeps its order and shape, and says what was done."""
+"""Scaling a trace keeps its order and shape, and leaves a note."""
 
 import numpy as np
 import pytest

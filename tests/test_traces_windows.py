@@ -49,7 +49,7 @@ def test_a_cut_without_requests_is_an_input_error():
     seed=st.integers(0, 2**32),
     share=st.floats(0.1, 1),
 )
-def test_windows_are_as_many_as_asked_disjoint_and_spread(search, held_out, seed, share):
+def test_windows_are_disjoint_spread_and_as_many_as_given(search, held_out, seed, share):
     count = search + held_out
     if count == 0:
         return
@@ -73,7 +73,7 @@ def test_the_two_kinds_take_turns():
     assert kinds in (["search", "held out"] * 2, ["held out", "search"] * 2)
 
 
-def test_the_seed_decides_and_nothing_else():
+def test_windows_depend_on_the_seed_alone():
     first, same, other = (split_windows(STEADY, 10, 2, 2, seed)[0][0].start_s for seed in (1, 1, 2))
     assert first == same
     assert first != other
@@ -136,7 +136,7 @@ def test_requests_that_arrive_at_once_have_no_windows():
     search=st.integers(1, 5),
     held_out=st.integers(1, 4),
 )
-def test_no_wish_is_too_long_at_any_rate(gaps, rate, search, held_out):
+def test_every_wished_length_gives_windows_at_every_rate(gaps, rate, search, held_out):
     fitted, wish = scale_rate(STEADY, rate), gaps / rate
     found = fit_windows(fitted, wish, search, held_out)
     assert found.seconds <= min(wish, fitted.arrival_s[-1] / (search + held_out))

@@ -53,7 +53,7 @@ def test_writing_what_was_read_gives_the_same_bytes(tmp_path):
     assert second.read_bytes() == first.read_bytes()
 
 
-def test_a_line_holds_only_what_there_is_to_say(tmp_path):
+def test_a_line_omits_default_values(tmp_path):
     path = tmp_path / "log.jsonl"
     write_lines(
         [
@@ -69,7 +69,7 @@ def test_a_line_holds_only_what_there_is_to_say(tmp_path):
     )
 
 
-def test_a_place_that_cannot_be_written_is_an_input_error(tmp_path):
+def test_an_unwritable_path_is_an_input_error(tmp_path):
     with pytest.raises(InputError, match="cannot be written"):
         write_trace(_trace([(0, 5, 6, False)]), tmp_path)
 
@@ -102,7 +102,7 @@ def test_priorities_are_read_and_written_cut_and_simulated(tmp_path):
 
 
 @pytest.mark.parametrize("priority", [0.5, "high", 1 << 40])
-def test_what_is_no_priority_is_dropped_and_counted(tmp_path, priority):
+def test_a_row_with_an_invalid_priority_is_dropped_and_counted(tmp_path, priority):
     line = {"timestamp": 0, "input_length": 8, "output_length": 4}
     path = tmp_path / "trace.jsonl"
     path.write_text(

@@ -1,5 +1,5 @@
-"""The tuner: same seed same bytes, defaults first, a verdict on other windows, an interrupted
-search goes on.
+"""The tuner: same bytes for the same seed, the defaults as trial 0, a verdict on other windows, and
+a resumed search.
 """
 
 from itertools import pairwise
@@ -78,7 +78,7 @@ def test_same_seed_same_bytes(tuned):
 
 
 @pytest.mark.slow
-def test_processes_change_no_byte(searched):
+def test_several_processes_give_the_same_bytes(searched):
     with ProcessPool(2) as crew:
         assert (
             run(crew, policies=["sequence", "past-future"], trials=20).model_dump_json()
@@ -87,7 +87,7 @@ def test_processes_change_no_byte(searched):
 
 
 @pytest.mark.slow
-def test_another_seed_searches_elsewhere(tuned):
+def test_another_seed_gives_other_trials(tuned):
     assert [t.outcome.parameters for t in run(seed=1).trials] != [
         t.outcome.parameters for t in tuned.trials
     ]
@@ -113,7 +113,7 @@ def test_every_policy_is_searched_and_judged_held_out(searched):
     assert searched.best_held_out in held_out
 
 
-def test_a_policy_that_the_engine_cannot_serve_is_searched_and_says_so(searched):
+def test_a_policy_that_the_engine_cannot_serve_is_searched_with_its_refusal(searched):
     refusals = {one.policy: one.refusal for one in searched.policies}
     assert refusals["slice"] is None
     assert refusals["past-future"] is not None
@@ -129,7 +129,7 @@ def test_a_policys_importances_are_its_own_parameters_and_sum_to_one():
     assert sum(result.policies[0].importance.values()) == pytest.approx(1.0)
 
 
-def test_no_trial_beats_one_of_the_front(searched):
+def test_no_trial_beats_a_trial_of_the_front(searched):
     points = {t.number: t.outcome.metrics for t in searched.trials}
     latency = searched.latency_metric
     assert searched.front
@@ -174,7 +174,7 @@ def test_sensitivity_sweeps_every_searched_parameter(tuned):
     )
 
 
-def test_limits_beside_the_targets_are_used_up_to_a_share():
+def test_other_limits_than_targets_have_a_used_share():
     metrics = {
         "goodput_rps": 1.0,
         "oom_percent": 0.5,
@@ -208,22 +208,25 @@ def test_without_draws_there_is_no_interval():
 
 
 @pytest.mark.slow
-def test_drawn_laws_rule_the_workers_and_not_the_scheduler(monkeypatch):
-    batches = []
+def test_workers_follow_the_drawn_laws_and_the_scheduler_the_fitted_ones(monkeypatch):
+    seen = []
 
-    def remembering(runner, tasks, tick):
-        batches.append(list(tasks))
-        return collect(runner, tasks, tick)
+    def stop_at_draws(runner, tasks, tick):
+        if "draw" not in tasks[0].setup.label:
+            return collect(runner, tasks, tick)
+        seen.extend(tasks)
+        raise KeyboardInterrupt
 
-    monkeypatch.setattr("toolkit.tuning.tune.collect", remembering)
-    run()
-    worlds = [task.bench.world for task in batches[-1]]
+    monkeypatch.setattr("toolkit.tuning.tune.collect", stop_at_draws)
+    with pytest.raises(KeyboardInterrupt):
+        run()
+    worlds = [task.setup.world for task in seen]
     assert len({world.latency.prefill_s(8, 100) for world in worlds}) == 4
     assert len({world.believed.prefill_s(8, 100) for world in worlds}) == 1
 
 
 @pytest.mark.slow
-def test_an_interrupted_search_goes_on_and_ends_the_same(tuned, tmp_path):
+def test_an_interrupted_search_resumes_with_the_same_result(tuned, tmp_path):
     path = tmp_path / "tuning.json.partial"
 
     class Interrupted:
@@ -251,7 +254,7 @@ def test_an_interrupted_search_goes_on_and_ends_the_same(tuned, tmp_path):
     assert whole.remembered > len(tuned.trials)
 
 
-def test_other_inputs_forget_what_was_kept(tmp_path):
+def test_other_inputs_replace_the_journal(tmp_path):
     path = tmp_path / "memo"
     bench = EvaluationSetup(make_world(samples.recipe(), samples.fit()), [trace(50)], {})
     collect(
@@ -269,17 +272,17 @@ def test_a_trace_without_requests_is_refused():
     )
     with pytest.raises(InputError) as caught:
         make_workload(samples.recipe(), samples.fit(), empty)
-    assert caught.value.message == "nothing.csv: there are no requests in it"
+    assert caught.value.message == "nothing.csv: it has no requests"
 
 
-def test_requests_that_come_all_at_once_cannot_be_cut_into_windows():
+def test_requests_that_arrive_at_once_cannot_be_cut_into_windows():
     at_once = Trace(np.zeros(9), *(np.full(9, 8) for _ in range(3)), source="burst.csv")
     with pytest.raises(InputError) as caught:
         make_workload(samples.recipe(tune={"trials": 1}), samples.fit(), at_once)
     assert caught.value.message.startswith("burst.csv: all 9 requests arrive at once")
 
 
-def test_load_is_relative_to_what_the_untuned_policy_can_serve():
+def test_load_is_relative_to_the_capacity_of_the_untuned_policy():
     recipe, fit = samples.recipe(), samples.fit()
     workload = make_workload(recipe, fit, trace())
     capacity = capacity_rps(recipe, make_world(recipe, fit), prepare(trace(), recipe))

@@ -1,5 +1,5 @@
-"""What else would serve the traffic: the highest rate, sibling recipes, one server for `auto`, and
-the words.
+"""The alternatives to a result: the highest rate, sibling recipes, one server for `auto`, and their
+words.
 """
 
 from itertools import pairwise
@@ -59,7 +59,7 @@ def tuned(given: Inputs, auto: bool = False) -> tuple[Tuning, Alternatives]:
 
 
 @given(RATES, RATES, RATES)
-def test_the_highest_rate_keeps_and_one_five_percent_above_it_does_not(
+def test_the_highest_rate_keeps_the_limits_and_a_rate_5_percent_higher_does_not(
     start: float, most: float, edge: float
 ) -> None:
     asked: list[float] = []
@@ -79,7 +79,7 @@ def test_the_highest_rate_keeps_and_one_five_percent_above_it_does_not(
     assert len(asked) <= 20 + BISECTIONS
 
 
-def test_a_sibling_that_keeps_the_limits_comes_before_fewer_requests_and_more_workers() -> None:
+def test_a_sibling_that_keeps_the_limits_is_named_before_fewer_requests_and_more_workers() -> None:
     result, found = tuned(inputs({"ttft_p99_s": 0.5}, (sibling(),)))
     assert not found.feasible
     (one,) = found.siblings
@@ -99,7 +99,7 @@ def test_a_sibling_that_keeps_the_limits_comes_before_fewer_requests_and_more_wo
 
 
 @pytest.mark.slow
-def test_without_one_the_workers_are_counted_and_the_rate_is_searched() -> None:
+def test_without_such_a_sibling_workers_and_rate_are_searched() -> None:
     result, found = tuned(inputs({"ttft_p99_s": 0.5}))
     assert not found.feasible
     assert found.siblings == []
@@ -130,7 +130,7 @@ def test_a_sibling_that_serves_clearly_more_gets_a_line_where_limits_are_kept() 
 
 
 @pytest.mark.slow
-def test_before_more_workers_are_asked_for_the_sibling_is_named() -> None:
+def test_a_sibling_is_named_before_more_workers() -> None:
     result, found = tuned(inputs({"ttft_p99_s": 0.5}, (sibling(),)), auto=True)
     assert result.sizing is not None
     assert result.sizing.workers > 1
@@ -159,7 +159,7 @@ def test_where_no_number_of_workers_suffices_the_hint_is_the_sibling() -> None:
     sizes = WorkerCounts(bench, InProcessRunner(), limits_of(given.recipe), lambda: None, [row])
     assert (
         nothing_suffices(sizes, found.siblings).hint
-        == "tune bare (engine vllm): on 1 it keeps them"
+        == "tune bare (engine vllm): it keeps them with 1"
     )
     assert nothing_suffices(sizes).hint.startswith("a looser target")
 
@@ -184,7 +184,7 @@ def test_a_server_is_one_worker_for_auto(rate: float, suffices: bool) -> None:
 
 
 @pytest.mark.slow
-def test_half_of_the_trials_are_for_what_the_engine_runs_and_the_others_go_round() -> None:
+def test_half_of_the_trials_are_for_the_best_served_policy_and_half_for_each_in_turn() -> None:
     result, _ = tuned(inputs({"ttft_p99_s": 2.0}, tune=TUNE | {"trials": 32, "policies": ["all"]}))
     trials = {one.policy: one.trials for one in result.policies}
     served = sum(count for policy, count in trials.items() if policy in ("slice", "sequence"))
@@ -193,7 +193,7 @@ def test_half_of_the_trials_are_for_what_the_engine_runs_and_the_others_go_round
     assert result.best_held_out.policy in ("slice", "sequence")
 
 
-def test_what_marks_a_policy_is_what_refuses_to_serve_it() -> None:
+def test_marked_policies_are_those_that_cannot_be_served() -> None:
     for policy in KNOWN:
         able = engines_for(policy)
         for engine in STARTED:
@@ -207,7 +207,7 @@ def test_what_marks_a_policy_is_what_refuses_to_serve_it() -> None:
     )
 
 
-def test_several_servers_cannot_be_asked_for(
+def test_a_recipe_cannot_have_several_servers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)

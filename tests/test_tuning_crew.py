@@ -1,6 +1,4 @@
-"""Processes that run tasks: what they compute, which errors come back, and that none is left
-behind.
-"""
+"""Tasks in child processes: same results, errors of the user come back, and no process is left."""
 
 import multiprocessing
 from dataclasses import replace
@@ -30,14 +28,16 @@ def crew():
         yield crew
 
 
-def test_processes_compute_what_this_one_does(crew: ProcessPool, bench: EvaluationSetup):
+def test_child_processes_give_the_same_evaluations(crew: ProcessPool, bench: EvaluationSetup):
     tasks = [Task(bench, "slice", {"slice_tokens": tokens}) for tokens in (8, 16, 32, 64, 128)]
     ticks = []
     assert collect(crew, tasks, lambda: ticks.append(1)) == collect(InProcessRunner(), tasks)
     assert len(ticks) == 5
 
 
-def test_an_error_of_the_user_comes_back_whole(crew: ProcessPool, bench: EvaluationSetup):
+def test_a_user_s_error_in_a_child_keeps_its_message_and_hint(
+    crew: ProcessPool, bench: EvaluationSetup
+):
     with pytest.raises(InputError) as caught:
         collect(crew, [Task(bench, "slice", {"slice_tokens": 0})])
     with pytest.raises(InputError) as here:
@@ -45,27 +45,27 @@ def test_an_error_of_the_user_comes_back_whole(crew: ProcessPool, bench: Evaluat
     assert (caught.value.message, caught.value.hint) == (here.value.message, here.value.hint)
 
 
-def test_no_tasks_need_no_process():
+def test_without_tasks_no_process_is_started():
     before = set(multiprocessing.active_children())
     with ProcessPool(2) as crew:
         assert collect(crew, []) == []
         assert set(multiprocessing.active_children()) == before
 
 
-def test_leaving_ends_the_processes_also_in_the_middle(bench: EvaluationSetup):
+def test_leaving_the_pool_ends_its_processes_also_in_the_middle(bench: EvaluationSetup):
     before = set(multiprocessing.active_children())
     with ProcessPool(1) as crew:
         next(crew.run([Task(bench, "slice"), Task(bench, "slice")]))
     assert set(multiprocessing.active_children()) - before == set()
 
 
-def test_windows_of_a_task_are_put_together_in_order(crew: ProcessPool, bench: EvaluationSetup):
+def test_windows_of_a_task_are_assembled_in_order(crew: ProcessPool, bench: EvaluationSetup):
     several = replace(bench, windows=[trace(40, seed) for seed in range(3)])
     tasks = [Task(several, "slice"), Task(several, "sequence")]
     assert collect(crew, tasks) == collect(InProcessRunner(), tasks)
 
 
-def test_answers_of_tasks_that_were_left_are_not_taken_for_the_next_ones(bench: EvaluationSetup):
+def test_results_of_abandoned_tasks_are_not_taken_for_later_tasks(bench: EvaluationSetup):
     with ProcessPool(2) as crew:
         left = crew.run([Task(bench, "sequence"), Task(bench, "sequence"), Task(bench, "sequence")])
         next(left)
@@ -75,6 +75,6 @@ def test_answers_of_tasks_that_were_left_are_not_taken_for_the_next_ones(bench: 
         )
 
 
-def test_a_process_that_dies_is_an_error_and_no_wait_for_ever(bench: EvaluationSetup):
+def test_a_process_that_dies_is_an_error_instead_of_an_endless_wait(bench: EvaluationSetup):
     with ProcessPool(1) as crew, pytest.raises(RuntimeError, match="died"):
         collect(crew, [Task(bench, "slice"), Task(bench, "slice", np.int64)])

@@ -1,4 +1,4 @@
-"""Requests that are not the trace's own are said to be so: in the verdict, the plan and the page."""
+"""The verdict, the plan and the page say that requests were scaled to fit the model."""
 
 import json
 import re
@@ -70,21 +70,23 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     [
         (scaling(2.0), None),
         (scaling(1.9, 1.5, context=99_999), None),
-        (scaling(4.0), "max_model_len: 512 is what cuts the prompts; raise it if the model takes"),
-        (scaling(4.0, context=512), "the model takes no more than 512 tokens, which is what cuts"),
+        (scaling(4.0), "max_model_len: 512 limits the prompts; raise it if the model takes"),
+        (scaling(4.0, context=512), "the model takes at most 512 tokens, which limits the prompts"),
         (
             scaling(4.0, longest=7000, context=8192),
-            "the model takes 8,192 tokens, so every prompt as it is; max_model_len: 512 in the recipe",
+            "the model takes 8,192 tokens, enough for every prompt as it is; max_model_len: 512 in the recipe",
         ),
         (
             scaling(4.0, longest=9000, context=896),
-            "the model takes 896 tokens; max_model_len: 512 in the recipe is what cuts:"
-            " with 896 prompts would be divided by 2",
+            "the model takes 896 tokens; max_model_len: 512 in the recipe limits the prompts:"
+            " with 896 they would be divided by 2",
         ),
-        (scaling(1.0, 3.0), "max_new_tokens: 128 is what cuts the outputs"),
+        (scaling(1.0, 3.0), "max_new_tokens: 128 limits the outputs"),
     ],
 )
-def test_beyond_twice_the_warnings_say_what_cuts(given: Scaling, last: str | None) -> None:
+def test_beyond_a_divisor_of_two_the_warnings_say_what_limits_the_lengths(
+    given: Scaling, last: str | None
+) -> None:
     warnings = given.warnings()
     if last is None:
         assert warnings == []
@@ -115,7 +117,7 @@ def test_the_model_s_own_context_comes_from_the_recipe() -> None:
         assert prepared.scaling.model_context == context
 
 
-def test_the_verdict_the_plan_and_the_page_say_it(
+def test_the_verdict_the_plan_and_the_page_have_the_warning(
     files: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fit = ["--fit", "fit.json"]
@@ -124,10 +126,8 @@ def test_the_verdict_the_plan_and_the_page_say_it(
     assert err.splitlines()[0].startswith("warning: trace: prompts divided by 8.5")
     verdict = re.sub(r"\s+", " ", out[out.index("warning: ") :])
     assert verdict.startswith("warning: not the trace's own requests: prompts are divided by 8.5")
-    cuts = (
-        "the model takes 8,192 tokens, so every prompt as it is; max_model_len: 512 in the recipe"
-    )
-    assert f"warning: {cuts} is what cuts" in verdict
+    cuts = "the model takes 8,192 tokens, enough for every prompt as it is; max_model_len: 512 in the recipe"
+    assert f"warning: {cuts} limits the prompts" in verdict
     tuning = read_file(Tuning, "tuning.json")
     assert tuning.scaling is not None
     assert tuning.scaling.prompts.divisor == pytest.approx(8.58, abs=0.01)
@@ -148,9 +148,7 @@ def test_the_verdict_the_plan_and_the_page_say_it(
 
 
 @pytest.mark.slow
-def test_requests_that_fit_are_not_warned_of(
-    files: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_requests_that_fit_give_no_warning(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_trace(20)
     words = ["--trace", "trace.jsonl", "--jobs", "1"]
     assert llmctl("tune", "recipe.yaml", "--fit", "fit.json", *words) == 0

@@ -1,6 +1,4 @@
-"""How few workers suffice: the search for the count, its verification, and what is said where none
-does.
-"""
+"""The fewest workers that suffice: the search, its check, and the error where no number does."""
 
 import pytest
 import samples
@@ -30,7 +28,7 @@ def sized() -> Tuning:
 
 
 @given(st.integers(1, WORKERS_MAX))
-def test_where_more_is_better_the_fewest_are_found(needed: int) -> None:
+def test_the_fewest_workers_are_found_where_more_are_better(needed: int) -> None:
     asked: list[int] = []
 
     def keeps(count: int) -> bool:
@@ -42,16 +40,14 @@ def test_where_more_is_better_the_fewest_are_found(needed: int) -> None:
 
 
 @given(st.sets(st.integers(1, WORKERS_MAX)), st.integers(1, WORKERS_MAX))
-def test_wherever_it_is_not_the_answer_keeps_and_its_lower_neighbour_does_not(
-    good: set[int], known: int
-) -> None:
+def test_the_answer_keeps_and_the_number_below_it_does_not(good: set[int], known: int) -> None:
     found = fewest((good | {known}).__contains__, known)
     assert found is not None
     assert found in good | {known}
     assert found - 1 not in good | {known}
 
 
-def test_none_where_no_count_suffices() -> None:
+def test_fewest_is_none_where_no_number_suffices() -> None:
     assert fewest(lambda count: False) is None
 
 
@@ -65,7 +61,7 @@ def test_the_answer_and_its_neighbours_were_simulated(sized: Tuning) -> None:
     assert rows[sizing.workers + 1] == sizing.one_more_keeps
 
 
-def test_the_tuning_is_of_the_answer(sized: Tuning) -> None:
+def test_the_tuning_has_the_found_number_of_workers(sized: Tuning) -> None:
     assert sized.sizing is not None
     recipes = [
         row.workers for row in sized.sizing.rows if row.settings == "recipe" and row.feasible
@@ -74,12 +70,12 @@ def test_the_tuning_is_of_the_answer(sized: Tuning) -> None:
 
 
 @pytest.mark.slow
-def test_processes_change_no_byte(sized: Tuning) -> None:
+def test_several_processes_give_the_same_bytes(sized: Tuning) -> None:
     with ProcessPool(2) as crew:
         assert size({"e2e_p95_s": 3.0}, crew).model_dump_json() == sized.model_dump_json()
 
 
-def test_what_no_number_of_workers_can_keep_is_named() -> None:
+def test_the_limit_that_no_number_of_workers_keeps_is_named() -> None:
     with pytest.raises(LimitsBrokenError) as caught:
         size({"ttft_p50_s": 1e-3})
     message = caught.value.message
@@ -87,6 +83,6 @@ def test_what_no_number_of_workers_can_keep_is_named() -> None:
     assert message.endswith("of its limit even with 256")
 
 
-def test_without_targets_there_is_nothing_to_size_for() -> None:
+def test_sizing_without_targets_is_an_input_error() -> None:
     with pytest.raises(InputError, match="needs latency targets"):
         size({})

@@ -1,4 +1,4 @@
-"""What is searched: policies, their parameters and ranges, and what is refused."""
+"""The search space: policies, their parameters and ranges, and refused ones."""
 
 import pytest
 import samples
@@ -22,7 +22,7 @@ def test_by_default_only_the_recipes_own_policy_is_searched():
     assert names() == ["slice"]
 
 
-def test_the_recipes_own_is_always_first_and_nothing_comes_twice():
+def test_the_recipe_s_own_policy_is_first_and_no_policy_comes_twice():
     assert names("past-future", "slice", "past-future") == ["slice", "past-future"]
 
 
@@ -39,7 +39,7 @@ def test_parameters_of_a_policy_are_named_with_it_and_plain_ones_are_the_recipes
     assert ranges == [(100, 200), (2, 16)]  # 16 is where sequence starts
 
 
-def test_a_space_of_a_policy_that_is_not_searched_is_checked_and_left_out():
+def test_ranges_of_a_policy_that_is_not_searched_are_only_checked():
     assert len(make_spaces(SLICE, [], {"sequence.batch_size": [2, 4]}, 2)) == 1
     with pytest.raises(InputError):
         make_spaces(SLICE, [], {"sequence.batch": [2, 4]}, 2)
@@ -50,7 +50,7 @@ def test_routers_are_searched_where_there_are_several_workers():
     assert "router" not in search_space("past-future", {}, {}, workers=1)
 
 
-def test_what_is_not_searched_by_default_is_where_it_is_named():
+def test_a_named_parameter_is_searched():
     assert "eager" not in search_space("slice", {}, {})
     space = search_space("slice", {}, {"eager": [True, False], "max_batch_size": [1, 64]})
     assert space["eager"].choices == (True, False)
@@ -66,7 +66,7 @@ def test_every_policy_can_be_searched(policy):
     ("policies", "narrowed", "message"),
     [
         ([], {"slice_token": [1, 2]}, "tune.space: policy 'slice' has no parameter 'slice_token'"),
-        ([], {"eager": [0, 1]}, "tune.space: eager: 0 is none of its choices"),
+        ([], {"eager": [0, 1]}, "tune.space: eager: 0 is not one of its choices"),
         (
             [],
             {"memory_reserve": [0.0, 2.0]},
@@ -82,7 +82,7 @@ def test_every_policy_can_be_searched(policy):
             {"memory_reserve": ["a", True]},
             "tune.space: memory_reserve: [a, true] is not a range within [0, 0.99]",
         ),
-        ([], {"past-future.router": ["x"]}, "tune.space: router: x is none of its choices"),
+        ([], {"past-future.router": ["x"]}, "tune.space: router: x is not one of its choices"),
         ([], {"slices.eager": [True]}, "tune.space: slices.eager: there is no policy 'slices'"),
         (["slices"], {}, "tune.policies: there is no policy 'slices'"),
         (
@@ -92,7 +92,7 @@ def test_every_policy_can_be_searched(policy):
         ),
     ],
 )
-def test_what_cannot_be_searched_is_named(policies, narrowed, message):
+def test_an_impossible_search_names_the_problem(policies, narrowed, message):
     with pytest.raises(InputError) as caught:
         make_spaces(SLICE, policies, narrowed, 2)
     assert caught.value.message.startswith(message)
@@ -104,7 +104,7 @@ def test_a_range_is_widened_to_hold_the_start():
     assert sweep(space["slice_tokens"], 2) == [4, 128]
 
 
-def test_a_sweep_of_choices_has_them_all():
+def test_a_sweep_has_all_choices():
     assert sweep(search_space("slice", {}, {"eager": [False]})["eager"], 7) == [True, False]
 
 
@@ -116,14 +116,17 @@ def test_recipes_take_ranges_and_choices():
 def test_the_0_of_a_logarithmic_range_is_searched_as_its_upper_end():
     space = PolicySpace("fcfs", {}, search_space("fcfs", {}, {"chunk_tokens": [16, 512]}))
     assert (space.distributions["chunk_tokens"].low, space.first()["chunk_tokens"]) == (16, 512)
-    assert (space.meant("chunk_tokens", 512), space.meant("chunk_tokens", 511)) == (0, 511)
+    assert (space.value_of("chunk_tokens", 512), space.value_of("chunk_tokens", 511)) == (0, 511)
     bounded = PolicySpace(
         "fcfs", {"chunk_tokens": 64}, search_space("fcfs", {"chunk_tokens": 64}, {})
     )
-    assert (bounded.first()["chunk_tokens"], bounded.meant("chunk_tokens", 16_384)) == (64, 16_384)
+    assert (bounded.first()["chunk_tokens"], bounded.value_of("chunk_tokens", 16_384)) == (
+        64,
+        16_384,
+    )
 
 
-def test_vllms_flags_that_bound_one_another_are_tried_as_near_as_it_takes_them() -> None:
+def test_vllm_s_flags_that_bound_each_other_are_moved_to_the_nearest_allowed_values() -> None:
     world = world_from_fit(samples.paged_fit(), workers=1, max_new_tokens=64)
     drawn = {"max_num_seqs": 100, "max_num_batched_tokens": 32}
     tried = (

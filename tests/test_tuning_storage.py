@@ -1,5 +1,5 @@
-"""Evaluations in a database, found again after an interruption: SQLite, and a PostgreSQL server
-that starts here.
+"""Evaluations in a database (SQLite, and a PostgreSQL server where there is one), reused after an
+interruption.
 """
 
 import os
@@ -109,7 +109,7 @@ class Interrupted:
             yield index, task.run()
 
 
-def test_what_was_kept_is_found_again_and_the_result_is_the_same(url: str) -> None:
+def test_kept_evaluations_are_reused_and_give_the_same_result(url: str) -> None:
     bench = EvaluationSetup(
         make_world(samples.recipe(), samples.fit()), [trace(50)], {"ttft_p99_s": 2.0}
     )
@@ -128,7 +128,7 @@ def test_what_was_kept_is_found_again_and_the_result_is_the_same(url: str) -> No
     )
 
 
-def test_the_studies_are_optunas(tmp_path: Path) -> None:
+def test_optuna_can_load_the_studies(tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path}/trials.db"
     bench = EvaluationSetup(
         make_world(samples.recipe(), samples.fit()), [trace(50)], {}, "search, 2 workers"
@@ -146,7 +146,7 @@ def test_the_studies_are_optunas(tmp_path: Path) -> None:
     assert trial.params["slice.slice_tokens"] == 8
 
 
-def test_a_storage_changes_no_byte_of_the_result(
+def test_the_result_has_the_same_bytes_with_a_storage(
     files: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert tune("--out", "without.json") == 0
@@ -186,14 +186,14 @@ def test_no_password_is_shown(
     assert "Traceback" not in err
 
 
-def test_a_password_that_is_wrong_is_not_shown(server: str) -> None:
+def test_a_wrong_password_is_not_shown(server: str) -> None:
     with pytest.raises(InputError, match="password authentication failed") as caught:
         Studies(server.replace("7f3a", "7f3b"), "test", "one")
     assert "canary" not in f"{caught.value.message} {caught.value.hint}"
     assert caught.value.__suppress_context__
 
 
-def test_a_database_that_goes_away_is_one_line(tmp_path: Path) -> None:
+def test_a_lost_database_is_one_line(tmp_path: Path) -> None:
     bench = EvaluationSetup(
         make_world(samples.recipe(), samples.fit()), [trace(50)], {}, "search, 2 workers"
     )

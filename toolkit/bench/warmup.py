@@ -66,7 +66,7 @@ def others(trace: Trace, after_s: float, count: int) -> Trace:
         prompt_tokens=trace.prompt_tokens[rows],
         output_tokens=trace.output_tokens[rows],
         max_tokens=trace.max_tokens[rows],
-        priority=trace.prioritised(rows),
+        priority=trace.priorities_of(rows),
     )
 
 

@@ -251,12 +251,18 @@ def generate(
     as_json: JsonOption = False,
 ) -> None:
     """Write a synthetic trace. The defaults are the SCLS paper's setting, as far as it is known."""
-    from toolkit.traces.generate import Arrivals, backlog, limited, parse_lengths, usual_longest
+    from toolkit.traces.generate import (
+        Arrivals,
+        backlog,
+        default_max_length,
+        limited,
+        parse_lengths,
+    )
     from toolkit.traces.generate import generate as synthesize
     from toolkit.traces.write import write_trace
 
     prompts, outputs = (
-        parse_lengths(text, longest or usual_longest(text)) for text in (prompt, output)
+        parse_lengths(text, longest or default_max_length(text)) for text in (prompt, output)
     )
     if all_at_once is not None:
         given = {"--rate": rate, "--duration": duration, "--cv": cv}

@@ -504,7 +504,7 @@ def _show_policies(result: Tuning) -> None:
 
 def _show_limits(result: Tuning) -> None:
     """What is recommended beside every limit. A target counts the requests of all windows together."""
-    rows = [(one.name, one.allowed(), one.told(), one.kept) for one in result.limits]
+    rows = [(one.name, one.allowed(), one.prediction(), one.kept) for one in result.limits]
     what = "the recipe's settings" if result.keep_defaults else "the best settings"
     title = f"{what} beside the limits, all held-out requests together"
     table(["limit", ">allowed", ">predicted", "kept"], rows, title=title)

@@ -1,1 +1,1 @@
-"""From a tuned profile to the files that are deployed."""
+"""From a tuned plan to the files that are deployed, a machine's checks, and running servers."""

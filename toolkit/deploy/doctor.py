@@ -1,7 +1,8 @@
-"""A recipe against a machine: is the hardware here, where would the model come from, and do weights
-and KV cache fit.
+"""The checks of `llmctl doctor`: the machine, then a recipe on this machine.
 
-Arithmetic only: nothing is loaded. What a model really takes is measured by `llmctl profile`.
+The machine: Python, packages, devices, compiled kernels, room to write. A recipe: whether its
+hardware is here, where its model would come from, and whether weights and KV cache fit. The last is
+arithmetic; nothing is loaded, and only `llmctl profile` measures what a model really takes.
 """
 
 from __future__ import annotations
@@ -22,33 +23,26 @@ from toolkit.backends import Check, Checks, backend_of
 from toolkit.engine_traits import traits_of
 from toolkit.engines.devices import CudaDevice, Devices
 from toolkit.errors import InputError
-from toolkit.files.recipe import ModelSpec, Recipe
+from toolkit.files.recipe import HardwareSpec, ModelSpec, Recipe
 from toolkit.files.shipped import load_recipe, shipped_recipes, siblings
-
-# The result of one check of `llmctl doctor`, and texts that its checks share.
 
 GIB = 1 << 30
 MIB = 1 << 20
+DISTRIBUTION = "llmctl"
+LOW_DISK_BYTES = 2 * GIB
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+SAME_MEMORY = 0.98  # drivers keep slightly different shares of the memory for themselves
 
 
 def gib(value: float) -> str:
-    """Bytes in the binary unit that suits them, GiB at most."""
+    """Bytes as text in MiB or GiB."""
     if value >= GIB:
         return f"{value / GIB:,.1f} GiB"
     return f"{value / MIB:,.1f} MiB"
 
 
-# What this machine has, whatever the recipe: Python, packages, devices, compiled kernels, room to
-# write.
-
-DISTRIBUTION = "llmctl"
-LITTLE_DISK_BYTES = 2 * GIB
-
-
 def check_machine(devices: Devices, work_folder: Path) -> list[Check]:
-    """The checks of the machine, in the order to read them. `work_folder` is where results would be
-    written.
-    """
+    """The checks of the machine. `work_folder` is where results would be written."""
     return [
         _check_python(),
         _check_packages(),
@@ -61,12 +55,12 @@ def check_machine(devices: Devices, work_folder: Path) -> list[Check]:
 
 
 def usable_cpus() -> int:
-    """CPUs that this process may run on, which containers and `taskset` can limit."""
+    """The number of CPUs that this process may use; containers and `taskset` can limit it."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def model_cache() -> Path:
-    """The folder where downloaded models are kept."""
+    """The folder of downloaded models."""
     from huggingface_hub.constants import HF_HUB_CACHE
 
     return Path(HF_HUB_CACHE)
@@ -135,7 +129,7 @@ def _check_processor() -> Check:
 
 def _check_kernels() -> Check:
     try:
-        import toolkit.sched.kernels  # noqa: F401  (importing asks numba for a place to cache what it compiles)
+        import toolkit.sched.kernels  # noqa: F401  (the import makes numba look for a cache folder)
     except RuntimeError as error:
         remedy = "set NUMBA_CACHE_DIR to a folder that can be written"
         return Check("numba", "missing", str(error).splitlines()[0], remedy)
@@ -153,8 +147,8 @@ def _check_disk(folder: Path) -> Check:
             f"{existing} cannot be written",
             "run from a folder of yours, or use --out",
         )
-    if free < LITTLE_DISK_BYTES:
-        return Check("disk", "note", found, "little room: results are small, models are not")
+    if free < LOW_DISK_BYTES:
+        return Check("disk", "note", found, "little space: results are small, models are not")
     return Check("disk", "ok", found)
 
 
@@ -171,17 +165,14 @@ def _check_model_cache() -> Check:
     )
 
 
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-SAME_MEMORY = 0.98  # drivers differ by a little in what they keep for themselves
-
-
 def check_recipe(recipe: Recipe, devices: Devices) -> list[Check]:
-    """The checks of a recipe on this machine. `InputError` where its own numbers contradict each
-    other.
+    """The checks of a recipe on this machine.
+
+    Raises `InputError` where the recipe's numbers contradict each other.
     """
     check_kv_bytes(recipe.model)
     if recipe.engine.url is not None:
-        remedy = "start it before you profile; nothing of it has to be on this machine"
+        remedy = "start it before you profile; it need not run on this machine"
         return [Check("engine", "note", f"a server at {recipe.engine.url}", remedy)]
     checks = [_check_hardware(recipe, devices), _check_model(recipe.model), _check_capacity(recipe)]
     backend = backend_of(recipe.engine.name)
@@ -189,51 +180,43 @@ def check_recipe(recipe: Recipe, devices: Devices) -> list[Check]:
 
 
 def check_engine(recipe: Recipe | None, devices: Devices) -> list[Check]:
-    """A note that names the recipes for vLLM: of this recipe's model on its GPU, or of the GPUs
-    that are here.
+    """A note with the recipes for vLLM: for this recipe's model and GPU, or for the GPUs here.
 
-    Empty where there is none, or the recipe is for vLLM itself.
+    Empty where there are no such recipes, or the recipe is for a server itself.
     """
     if recipe is not None:
         found = [load_recipe(path) for path in siblings(recipe)]
     else:
         shipped = [load_recipe(path) for path in sorted(shipped_recipes().glob("*.yaml"))]
-        found = [one for one in shipped if _has_gpu(one, devices)]
-    names = [one.name for one in found if one.engine.name == "vllm"]
+        found = [
+            each
+            for each in shipped
+            if each.hardware.device == "cuda"
+            and any(_is_wanted(gpu, each.hardware) for gpu in devices.gpus)
+        ]
+    names = [each.name for each in found if each.engine.name == "vllm"]
     if not names or (recipe is not None and traits_of(recipe.engine.name).server):
         return []
     if recipe is None:
-        said = f"vLLM serves the most from this GPU; its recipes: {', '.join(names)}"
-        return [
-            Check(
-                "engine",
-                "note",
-                said,
-                "llmctl doctor RECIPE says what is missing; see docs/vllm.md",
-            )
-        ]
-    said = f"'{recipe.engine.name}'; vLLM serves more from a GPU, by recipe {', '.join(names)}"
-    return [Check("engine", "note", said, f"llmctl doctor {names[0]}; see docs/vllm.md")]
-
-
-def _has_gpu(recipe: Recipe, devices: Devices) -> bool:
-    hardware = recipe.hardware
-    return hardware.device == "cuda" and any(
-        _is_wanted(gpu, hardware.name, hardware.memory_gib or 0.0) for gpu in devices.gpus
-    )
+        text = f"vLLM serves the most from this GPU; its recipes: {', '.join(names)}"
+        remedy = "llmctl doctor RECIPE says what is missing; see docs/vllm.md"
+        return [Check("engine", "note", text, remedy)]
+    text = f"'{recipe.engine.name}'; vLLM serves more from a GPU, by recipe {', '.join(names)}"
+    return [Check("engine", "note", text, f"llmctl doctor {names[0]}; see docs/vllm.md")]
 
 
 def check_kv_bytes(model: ModelSpec) -> None:
-    """`InputError` where `kv_bytes_per_token` is not what `config`, where both are given, says
-    (SCLS Eq. 5).
+    """Raise `InputError` where `kv_bytes_per_token` contradicts `config` (SCLS Eq. 5).
+
+    Nothing is checked where either is not given.
     """
     config, claimed = model.config, model.kv_bytes_per_token
     layers, heads = config.get("num_hidden_layers"), config.get("num_attention_heads")
     kv_heads = config.get("num_key_value_heads", heads)
     hidden = config.get("hidden_size")
-    derived = (
-        hidden // heads if isinstance(hidden, int) and isinstance(heads, int) and heads else None
-    )
+    derived = None
+    if isinstance(hidden, int) and isinstance(heads, int) and heads:
+        derived = hidden // heads
     head_dim = config.get("head_dim", derived)
     if claimed is None or not (
         isinstance(layers, int) and isinstance(kv_heads, int) and isinstance(head_dim, int)
@@ -254,29 +237,27 @@ def _check_hardware(recipe: Recipe, devices: Devices) -> Check:
     wanted = f"{processes} x {hardware.name}"
     if hardware.memory_gib is not None:
         wanted += f" of {hardware.memory_gib:g} GiB"
-    matching = [
-        gpu for gpu in devices.gpus if _is_wanted(gpu, hardware.name, hardware.memory_gib or 0.0)
-    ]
+    matching = [gpu for gpu in devices.gpus if _is_wanted(gpu, hardware)]
     if len(matching) >= processes:
         return Check("hardware", "ok", f"{wanted}: found {len(matching)}")
     here = ", ".join(gpu.name for gpu in devices.gpus) or "no GPU"
-    remedy = "profile and serve it where it is; fit, tune and simulate run here"
+    remedy = "profile and serve it on a machine that has it; fit, tune and simulate run here"
     return Check("hardware", "missing", f"{wanted}: this machine has {here}", remedy)
 
 
-def _is_wanted(gpu: CudaDevice, name: str, memory_gib: float) -> bool:
-    """'A100-80GB' is 'NVIDIA A100-SXM4-80GB' and 'NVIDIA A100 80GB PCIe'."""
-    words = re.findall(r"[a-z0-9]+", name.lower())
+def _is_wanted(gpu: CudaDevice, hardware: HardwareSpec) -> bool:
+    """Whether a GPU has the name's words ('A100-80GB': 'NVIDIA A100 80GB PCIe') and the memory."""
+    words = re.findall(r"[a-z0-9]+", hardware.name.lower())
     return (
         all(word in gpu.name.lower() for word in words)
-        and gpu.memory_bytes >= SAME_MEMORY * memory_gib * GIB
+        and gpu.memory_bytes >= SAME_MEMORY * (hardware.memory_gib or 0.0) * GIB
     )
 
 
 def _check_cpu(recipe: Recipe) -> Check:
     cpus, threads = usable_cpus(), recipe.engine.threads
     if threads is None:
-        remedy = "set engine.threads: workers that share CPUs measure each other"
+        remedy = "set engine.threads: workers that share CPUs distort each other's times"
         return Check(
             "hardware",
             "note" if recipe.workers > 1 else "ok",
@@ -369,21 +350,15 @@ def _check_capacity(recipe: Recipe) -> Check:
 
 def _capacity(recipe: Recipe, budget: float, terms: str) -> Check:
     model = recipe.model
-    per_token = (
-        model.kv_bytes_per_token or 1
-    ) // recipe.engine.tensor_parallel_size  # of one process of a worker
+    # of one process of a worker
+    per_token = (model.kv_bytes_per_token or 1) // recipe.engine.tensor_parallel_size
     tokens, rows = int(budget // per_token), int(budget // (per_token * model.max_model_len))
+    longest = f"{model.max_model_len:,}"
     if rows < 1:
-        found = (
-            f"{terms} = {gib(max(budget, 0))} for KV: not one row of {model.max_model_len:,} tokens"
-        )
-        return Check(
-            "memory",
-            "missing",
-            found,
-            "a smaller model.max_model_len, dtype or model, or more memory",
-        )
-    found = f"{terms} = {gib(budget)} for KV: {tokens:,} tokens, {rows:,} rows of {model.max_model_len:,}"
+        found = f"{terms} = {gib(max(budget, 0))} for KV: not one row of {longest} tokens"
+        remedy = "a smaller model.max_model_len, dtype or model, or more memory"
+        return Check("memory", "missing", found, remedy)
+    found = f"{terms} = {gib(budget)} for KV: {tokens:,} tokens, {rows:,} rows of {longest}"
     if recipe.hardware.device == "cpu":
         return _check_host_memory(recipe, budget, found)
     return Check("memory", "ok", found)
@@ -395,7 +370,7 @@ def _check_host_memory(recipe: Recipe, budget: float, found: str) -> Check:
     )
     free = psutil.virtual_memory().available
     if need > free:
-        remedy = "fewer workers, a smaller engine.kv_cache_memory_mib, or end what else uses memory"
+        remedy = "use fewer workers or a smaller engine.kv_cache_memory_mib, or free memory"
         return Check(
             "memory",
             "missing",
@@ -406,5 +381,5 @@ def _check_host_memory(recipe: Recipe, budget: float, found: str) -> Check:
 
 
 def missing(checks: Sequence[Check]) -> list[Check]:
-    """The checks that stand in the way."""
+    """The checks that failed: the recipe cannot be used here."""
     return [check for check in checks if check.status == "missing"]

@@ -1,9 +1,7 @@
-"""A folder of rendered files: written whole, never over what somebody edited, and compared with
-what would be written.
+"""A folder of rendered files: writing it without losing edits, and comparing it with new files.
 
-`rendered.json` in it says which files are ours, with their sha256. A file that is there and has
-another content than was rendered, then or now, was changed by hand: it stays, and the error names
-it.
+`rendered.json` in it lists the rendered files with their sha256. A file whose content is neither
+the recorded nor the new one was changed by hand: it is kept, and the error names it.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ from toolkit.files.io import write_file, write_text
 from toolkit.files.strict import Strict, read_bytes, validate
 
 MANIFEST = "rendered.json"
-NAMED = 3  # in an error; the rest are counted
+MAX_NAMES = 3  # in an error; the other files are counted
 
 
 class Manifest(Strict):
@@ -39,16 +37,14 @@ class Manifest(Strict):
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A file that differs from what would be rendered, as a unified diff; `new` where it is not
-    there yet.
-    """
+    """A file that differs from the one that would be rendered, with a unified diff."""
 
     file: str
     diff: str
 
 
 def read_manifest(folder: Path) -> Manifest | None:
-    """What was rendered to `folder`; None where nothing was."""
+    """The manifest of `folder`; None where nothing was rendered to it."""
     path = folder / MANIFEST
     if not path.is_file():
         return None
@@ -56,38 +52,43 @@ def read_manifest(folder: Path) -> Manifest | None:
 
 
 def changes(files: Mapping[str, str], folder: Path) -> list[Change]:
-    """What `write` would change, file by file; files that it would remove included."""
+    """The changes that `write` would make, also to files that it would remove."""
     manifest = read_manifest(folder)
     gone = [name for name in manifest.files if name not in files] if manifest else []
     found = [_change(inside(folder, name), name, content) for name, content in files.items()]
     found += [
         _change(inside(folder, name), name, "") for name in gone if inside(folder, name).exists()
     ]
-    return [each for each in found if each.diff]
+    return [change for change in found if change.diff]
 
 
 def write(files: Mapping[str, str], folder: Path, manifest: Manifest, *, force: bool) -> None:
-    """Write all files, each atomically, and then the manifest; what was rendered earlier and is no
-    more, is removed.
+    """Write all files, each atomically, then the manifest; remove files of an earlier rendering.
 
-    `InputError`, before anything is written, naming files that were changed by hand, unless
-    `force`.
+    Unless `force`, files that were changed by hand raise `InputError` before anything is written.
     """
     before = read_manifest(folder)
     known = before.files if before else {}
-    ours = {**dict.fromkeys(known, ""), **files}
-    edited = [
-        name for name in ours if _edited(inside(folder, name), known.get(name, ""), ours[name])
-    ]
+    edited = []
+    for name, content in {**dict.fromkeys(known, ""), **files}.items():
+        path = inside(folder, name)
+        expected = (known.get(name, ""), digest(content.encode()))
+        if path.exists() and digest(read_bytes(path)) not in expected:
+            edited.append(name)
     if edited and not force:
-        more = f" and {len(edited) - NAMED} more" if len(edited) > NAMED else ""
-        names = ", ".join(str(folder / name) for name in edited[:NAMED])
+        more = f" and {len(edited) - MAX_NAMES} more" if len(edited) > MAX_NAMES else ""
+        names = ", ".join(str(folder / name) for name in edited[:MAX_NAMES])
         raise InputError(
             f"changed by hand since they were rendered: {names}{more}",
             "see what differs with --check; --force writes over them",
         )
+    mask = os.umask(0o022)  # the mask can only be read by setting it
+    os.umask(mask)
     for name, content in files.items():
-        _write(inside(folder, name), content)
+        path = inside(folder, name)
+        write_text(path, content)
+        if path.suffix == ".sh":
+            path.chmod(path.stat().st_mode | 0o111 & ~mask)
     for name in known.keys() - files.keys():
         inside(folder, name).unlink(missing_ok=True)
     write_file(manifest, folder / MANIFEST)
@@ -96,7 +97,7 @@ def write(files: Mapping[str, str], folder: Path, manifest: Manifest, *, force: 
 def manifest_of(
     files: Mapping[str, str], target: str, name: str, made_from: Mapping[str, str]
 ) -> Manifest:
-    """The manifest of what is about to be written."""
+    """The manifest of `files`."""
     return Manifest(
         tool_version=toolkit.__version__,
         target=target,
@@ -111,26 +112,6 @@ def digest(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
-def _write(path: Path, content: str) -> None:
-    write_text(path, content)
-    if path.suffix == ".sh":
-        path.chmod(path.stat().st_mode | 0o111 & ~_umask())
-
-
-def _umask() -> int:
-    mask = os.umask(0o022)
-    os.umask(mask)
-    return mask
-
-
-def _edited(path: Path, recorded: str, content: str) -> bool:
-    """Whether the file is neither what was rendered nor what will be."""
-    if not path.exists():
-        return False
-    now = digest(read_bytes(path))
-    return now not in (recorded, digest(content.encode()))
-
-
 def _change(path: Path, name: str, content: str) -> Change:
     old = read_bytes(path).decode(errors="replace") if path.exists() else ""
     lines = difflib.unified_diff(
@@ -139,9 +120,5 @@ def _change(path: Path, name: str, content: str) -> Change:
         f"{name} (there)",
         f"{name} (rendered)",
     )
-    return Change(
-        name,
-        "".join(
-            line if line.endswith("\n") else f"{line}\n\\ no newline at the end\n" for line in lines
-        ),
-    )
+    whole = (ln if ln.endswith("\n") else f"{ln}\n\\ no newline at the end\n" for ln in lines)
+    return Change(name, "".join(whole))

@@ -1,9 +1,14 @@
-"""Alert rules over what a server says of itself: is it there, as fast as predicted, does memory
-hold, do targets hold.
+"""Alert rules for Prometheus and a dashboard for Grafana, over the metrics of a server.
 
-As a rules file that Prometheus reads, or the spec of a PrometheusRule. Limits come from the plan:
-its targets, what the fit claims of its own error, and how many may wait. Each deployment's rules
-read its own series alone.
+The alert rules are a rules file or the spec of a PrometheusRule. They check that the server is
+there, that batches take the predicted time, that memory suffices, and that targets are met. Limits
+come from the plan: its targets, the error that the fit states, and the number of requests that may
+wait. The rules of a deployment read only its own series.
+
+The dashboard is plain data for JSON, to be imported or provisioned as a file, in Grafana's classic
+model, which every version imports. The data source and the models are variables, so the file names
+no installation. Queries use llmctl's metric names; for vLLM's names (`serve --vllm-metrics`, or
+vLLM itself) the metrics that vLLM has too are translated, and the other panels are left out.
 """
 
 from __future__ import annotations
@@ -14,10 +19,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from toolkit.deploy.kinds.operators import AlertRule, RuleGroup, RulesFile
-from toolkit.deploy.order import Order, Reckoned
+from toolkit.deploy.order import Order, Sourced
 
-LEAST_DRIFT_PERCENT = 15.0  # shared machines breathe; less than that is no news
+MIN_DRIFT_PERCENT = 15.0  # the times of a shared machine vary by about this much anyway
 RATE = "[10m]"
+SELECTED = 'model_name=~"$model",job=~"$job"'
+WINDOW = "$__rate_interval"
 WHAT = {
     "ttft": "time to first token",
     "tpot": "time per output token",
@@ -27,39 +34,65 @@ WHAT = {
 }
 
 
-def drift_percent(order: Order) -> Reckoned[float]:
-    """How far batches may be from their predictions on average: twice the error that the fit states
-    of itself.
+Names = Literal["llmctl", "vllm"]  # whose metric names a dashboard reads
+
+SCHEMA_VERSION = 39  # of the classic model; newer Grafanas migrate it when they load it
+COLUMNS, WIDTH, HEIGHT = 24, 8, 8  # of Grafana's grid, and of a panel in it
+
+# llmctl's names of metrics and labels to vLLM's
+VLLM_NAMES = {
+    "llmctl_requests_running": "vllm:num_requests_running",
+    "llmctl_requests_waiting": "vllm:num_requests_waiting",
+    "llmctl_kv_cache_usage_ratio": "vllm:kv_cache_usage_perc",
+    "llmctl_prompt_tokens_total": "vllm:prompt_tokens_total",
+    "llmctl_generation_tokens_total": "vllm:generation_tokens_total",
+    "llmctl_preemptions_total": "vllm:num_preemptions_total",
+    "llmctl_requests_total": "vllm:request_success_total",
+    "llmctl_ttft_seconds": "vllm:time_to_first_token_seconds",
+    "llmctl_itl_seconds": "vllm:inter_token_latency_seconds",
+    "llmctl_tpot_seconds": "vllm:request_time_per_output_token_seconds",
+    "llmctl_e2e_seconds": "vllm:e2e_request_latency_seconds",
+    "llmctl_queue_seconds": "vllm:request_queue_time_seconds",
+    "finish_reason": "finished_reason",
+}
+OURS = re.compile(r"llmctl_[a-z0-9_]+?(?=_(?:bucket|sum|count)\b|\b)|\bfinish_reason\b")
+
+
+def drift_percent(order: Order) -> Sourced[float]:
+    """The allowed mean deviation of batch times from predictions, in percent.
+
+    Twice the error that the fit states, but at least `MIN_DRIFT_PERCENT`.
     """
     fit = order.plan.fit
     overhead = fit.rounds.overhead if fit.rounds else fit.overhead
     stated = max(law.error.median_percent for law in (fit.prefill, fit.decode, overhead))
     source = f"twice the largest median held-out error of the fit's laws, {stated:.1f} %"
-    if 2 * stated < LEAST_DRIFT_PERCENT:
-        return Reckoned(LEAST_DRIFT_PERCENT, f"{source}, but at least {LEAST_DRIFT_PERCENT:g} %")
-    return Reckoned(round(2 * stated, 1), source)
+    if 2 * stated < MIN_DRIFT_PERCENT:
+        return Sourced(MIN_DRIFT_PERCENT, f"{source}, but at least {MIN_DRIFT_PERCENT:g} %")
+    return Sourced(round(2 * stated, 1), source)
 
 
 def job(order: Order, *, monitored: bool) -> str:
     """The `job` label of the deployment's series.
 
     Prometheus puts `job` on every series that it scrapes. Prometheus' operator sets it to
-    NAMESPACE/NAME of the PodMonitor (`monitored`), which is called as the deployment is: API
-    reference of monitoring.coreos.com/v1, PodMonitorSpec.jobLabel. Elsewhere it is the scrape
-    configuration's job_name, which EXPLAIN.md asks for.
+    NAMESPACE/NAME of the PodMonitor (`monitored`), which has the deployment's name: API reference
+    of monitoring.coreos.com/v1, PodMonitorSpec.jobLabel. Elsewhere it is the job_name of the scrape
+    configuration, which EXPLAIN.md tells the operator to set.
     """
     return f"{order.options.namespace}/{order.name}" if monitored else order.name
 
 
 def series(order: Order, *, monitored: bool) -> str:
-    """The label matchers that pick the deployment's own series, and those of no other."""
+    """The label matchers that select only the deployment's own series."""
     own = f'job="{job(order, monitored=monitored)}"'
     return f'namespace="{order.options.namespace}",{own}' if monitored else own
 
 
-def rules(order: Order, selector: str, threshold: Reckoned[int | None]) -> RulesFile:
-    """The rules for the servers that `selector` (of `series`) picks; more than `threshold` waiting
-    are too many.
+def rules(order: Order, selector: str, threshold: Sourced[int | None]) -> RulesFile:
+    """The rules for the servers that `selector` (of `series`) selects.
+
+    One alerts when more than `threshold` requests wait; None: no such rule.
     """
     found = [*_health(order, selector), *_targets(order, selector, threshold)]
     named = [
@@ -70,14 +103,13 @@ def rules(order: Order, selector: str, threshold: Reckoned[int | None]) -> Rules
 
 
 def _health(order: Order, selector: str) -> list[AlertRule]:
-    """Whether it is there, and whether what was measured still holds."""
-    low, high = _bounds(drift_percent(order).value)
+    """Rules about the server, its workers, its memory, and whether the fit still holds."""
+    drift = 1 + drift_percent(order).value / 100
+    low, high = round(1 / drift, 3), round(drift, 3)
     ratio = _per_second("llmctl_batch_seconds_total", selector) + " / "
     ratio += _per_second("llmctl_predicted_batch_seconds_total", selector)
-    alive, lost = (
-        f"llmctl_workers_alive{{{selector}}}",
-        f"llmctl_worker_restarts_total{{{selector}}}",
-    )
+    alive = f"llmctl_workers_alive{{{selector}}}"
+    lost = f"llmctl_worker_restarts_total{{{selector}}}"
     workers = f"count without (worker) (llmctl_worker_load_seconds{{{selector}}})"
     return [
         _rule(
@@ -90,10 +122,11 @@ def _health(order: Order, selector: str) -> list[AlertRule]:
         ),
         _rule(
             "LlmctlNoWorker",
-            f"{alive} == 0 and {lost} > 0",  # before the first load none is alive either
+            f"{alive} == 0 and {lost} > 0",  # before the first load no worker is alive either
             "1m",
             "No worker is alive",
-            "Requests wait while the server loads its workers again; its log says why they were lost.",
+            "Requests wait while the server loads its workers again; its log says why they were "
+            "lost.",
             "critical",
         ),
         _rule(
@@ -101,43 +134,43 @@ def _health(order: Order, selector: str) -> list[AlertRule]:
             f"({alive} > 0) < {workers}",
             "15m",
             "Only {{ $value | humanize }} of the workers are alive",
-            "The others take requests; the server's log says why these were lost, or do not load.",
+            "These serve requests; the server's log says why the others were lost or do not load.",
         ),
         _rule(
             "LlmctlWorkersLost",
             f"increase({lost}{RATE}) > 2",
             "0m",
             "{{ $value | humanize }} workers died in 10 minutes",
-            "Their requests went on elsewhere; the server's log says why they died.",
+            "Other workers continued their requests; the server's log says why they died.",
         ),
         _rule(
             "LlmctlDrift",
             f"({ratio}) > {high:g} or ({ratio}) < {low:g}",
             "15m",
             "Batches take {{ $value | humanize }} times as long as fitted",
-            "Predictions no longer hold: measure again (llmctl profile, llmctl fit), or see what shares the machine.",
+            "Predictions no longer hold: measure again (llmctl profile, llmctl fit), or find what "
+            "else uses the machine.",
         ),
         _rule(
             "LlmctlOutOfMemory",
             f"increase(llmctl_oom_events_total{{{selector}}}{RATE}) > 0",
             "0m",
             "{{ $value | humanize }} batches ran out of memory in 10 minutes",
-            "No request was lost; the memory law is too generous here. Measure again, or set a reserve.",
+            "No request was lost; the memory law allows too much here. Measure again, or set a "
+            "reserve.",
         ),
     ]
 
 
-def _targets(order: Order, selector: str, threshold: Reckoned[int | None]) -> list[AlertRule]:
-    """Whether the recipe's latency targets hold, each of them, and whether they can with so many
-    waiting.
-    """
+def _targets(order: Order, selector: str, threshold: Sourced[int | None]) -> list[AlertRule]:
+    """Rules about each of the recipe's latency targets, refused requests and the queue."""
     found = [_target(key, limit, selector) for key, limit in order.plan.recipe.sla.items()]
     refusing = _rule(
         "LlmctlRefusing",
         f"{_per_second('llmctl_refused_total', selector)} > 0",
         "5m",
         "{{ $value | humanize }} requests a second get 503",
-        "For five minutes more came than the targets allow: add replicas, or send less.",
+        "For five minutes more requests came than the targets allow: add replicas, or send less.",
     )
     found.append(refusing)
     if threshold.value is None:
@@ -153,10 +186,10 @@ def _targets(order: Order, selector: str, threshold: Reckoned[int | None]) -> li
 
 
 def _target(key: str, limit: float, selector: str) -> AlertRule:
-    """The rule of one target, `ttft_p99_s`.
+    """The rule of one target, such as `ttft_p99_s`.
 
-    The server has each limit as a bucket's bound (`toolkit.serve.stats`), so how many were late is
-    exact: more than 1 % of them break a p99, any breaks a max.
+    The server has a histogram bucket with each limit as its bound (`toolkit.serve.stats`), so the
+    share of late values is exact: more than 1 % break a p99, and any breaks a max.
     """
     metric, statistic, _ = key.split("_")
     name, what = f"llmctl_{metric}_seconds", WHAT[metric]
@@ -172,10 +205,6 @@ def _target(key: str, limit: float, selector: str) -> AlertRule:
         summary = f"{{{{ $value | humanizePercentage }}}} are beyond {limit:g} s: {what}"
         text = f"The recipe's target {key} is {limit:g} s; it allows {100 * allowed:.4g} % beyond."
     return _rule(f"LlmctlTarget{key.title().replace('_', '')}", expression, "5m", summary, text)
-
-
-def _bounds(percent: float) -> tuple[float, float]:
-    return round(1 / (1 + percent / 100), 3), round(1 + percent / 100, 3)
 
 
 def _per_second(metric: str, selector: str) -> str:
@@ -199,16 +228,9 @@ def _rule(
     )
 
 
-# What is on the dashboard: rows of charts, and what each asks of the server's metrics, under our
-# names.
-
-SELECTED = 'model_name=~"$model",job=~"$job"'
-WINDOW = "$__rate_interval"
-
-
 @dataclass(frozen=True, slots=True)
 class Query:
-    """PromQL, and what its lines are called."""
+    """A PromQL expression and the legend of its lines."""
 
     expr: str
     legend: str
@@ -216,10 +238,10 @@ class Query:
 
 @dataclass(frozen=True, slots=True)
 class DashboardPanel:
-    """A chart of one unit. `limits` are drawn as dashed lines: the targets of the recipe."""
+    """A chart of one unit. `limits` are drawn as dashed lines: the recipe's targets."""
 
     title: str
-    unit: str  # Grafana's name of it
+    unit: str  # as Grafana names it
     queries: Sequence[Query]
     text: str = ""
     limits: Sequence[float] = ()
@@ -228,92 +250,157 @@ class DashboardPanel:
 
 @dataclass(frozen=True, slots=True)
 class DashboardRow:
+    """A titled row of panels."""
+
     title: str
     panels: Sequence[DashboardPanel] = field(default_factory=tuple)
 
 
 def rows_of(sla: Mapping[str, float]) -> list[DashboardRow]:
+    """All rows of the dashboard, with lines at the targets of `sla`."""
+    latencies = [
+        _latency("Time to first token", "ttft", sla),
+        _latency("Time per output token", "tpot", sla, "Of a request, after its first token."),
+        _latency("Between tokens", "itl", sla, "Tokens that arrive together share their gap."),
+        _latency("Longest gap in a request", "mtpot", sla, "Between two of its tokens."),
+        _latency("Whole request", "e2e", sla),
+        _latency("Waiting for the first batch", "queue", sla),
+        DashboardPanel(
+            "First token of a request that arrives now",
+            "s",
+            [Query(f"llmctl_predicted_ttft_seconds{{{SELECTED}}}", "{{instance}}")],
+            "As the fit predicts it.",
+            [limit for key, limit in sla.items() if key.startswith("ttft_")],
+        ),
+    ]
     return [
-        DashboardRow("Load", [_requests(), _ends(), _tokens(), _turned_away(), _within()]),
-        DashboardRow(
-            "Latency",
+        DashboardRow("Load", _load_panels()),
+        DashboardRow("Latency", latencies),
+        DashboardRow("Memory and workers", _worker_panels()),
+        DashboardRow("The fit compared with the machine", _fit_panels()),
+        DashboardRow("API keys", _key_panels()),
+    ]
+
+
+def _load_panels() -> list[DashboardPanel]:
+    running, waiting = (
+        f"sum(llmctl_requests_{state}{{{SELECTED}}})" for state in ("running", "waiting")
+    )
+    ends = Query(_rate("requests_total", by="finish_reason"), "{{finish_reason}}")
+    prompt = Query(_rate("prompt_tokens_total"), "prompt")
+    generated = Query(_rate("generation_tokens_total"), "generated")
+    refused = Query(_rate("refused_total"), "503, overload")
+    limited = Query(_rate("key_limited_total"), "429, a key's limit")
+    share = Query(_rate("client_limited_total", by="limit"), "a client's share, {{limit}}")
+    kept = f"{_rate('requests_within_targets_total')} / {_rate('requests_total')}"
+    return [
+        DashboardPanel(
+            "Requests in the server",
+            "short",
+            [Query(running, "running"), Query(waiting, "waiting")],
+        ),
+        DashboardPanel("Requests that ended", "reqps", [ends]),
+        DashboardPanel("Tokens a second", "short", [prompt, generated]),
+        DashboardPanel("Refused requests", "reqps", [refused, limited, share]),
+        DashboardPanel(
+            "Requests that kept every target",
+            "percentunit",
+            [Query(kept, "share")],
+            "Of all requests that ended, for any reason.",
+        ),
+    ]
+
+
+def _worker_panels() -> list[DashboardPanel]:
+    return [
+        DashboardPanel(
+            "KV cache in use",
+            "percentunit",
+            [Query(f"llmctl_kv_cache_usage_ratio{{{SELECTED}}}", "{{instance}}")],
+            "Of the part that running batches may fill.",
+            highest=1.0,
+        ),
+        DashboardPanel(
+            "Workers",
+            "short",
             [
-                _latency("Time to first token", "ttft", sla),
-                _latency(
-                    "Time per output token", "tpot", sla, "Of a request, after its first token."
-                ),
-                _latency(
-                    "Between tokens", "itl", sla, "Tokens that come together share their gap."
-                ),
-                _latency("Longest gap in a request", "mtpot", sla, "Between two of its tokens."),
-                _latency("Whole request", "e2e", sla),
-                _latency("Waiting for the first batch", "queue", sla),
-                _forecast(sla),
+                Query(f"sum(llmctl_workers_alive{{{SELECTED}}})", "alive"),
+                Query(_increase("worker_restarts_total"), "restarted"),
             ],
         ),
-        DashboardRow(
-            "Memory and workers",
-            [_memory(), _workers(), _troubles(), _rows_by_worker(), _memory_by_worker(), _work()],
+        DashboardPanel(
+            "Preemptions and batches out of memory",
+            "short",
+            [
+                Query(_increase("preemptions_total"), "rows preempted"),
+                Query(_increase("oom_events_total"), "batches out of memory"),
+            ],
         ),
-        DashboardRow(
-            "The fit, held against the machine",
-            [_ratio(), _ratio_by_worker(), _extrapolated(), _costs(), _steps()],
+        _by_worker("Requests in a worker's batch", "short", "worker_requests_running"),
+        _by_worker(
+            "A worker's KV cache in use", "percentunit", "worker_kv_cache_usage_ratio", highest=1.0
         ),
-        DashboardRow(
-            "API keys", [_keys("requests", "reqps"), _keys("tokens", "short"), _keys_running()]
+        _by_worker(
+            "Work assigned to a worker", "s", "worker_load_seconds", "Estimated (SCLS Eq. 11)."
         ),
     ]
 
 
-def _requests() -> DashboardPanel:
-    return DashboardPanel(
-        "Requests in the server",
-        "short",
-        [
-            Query(f"sum(llmctl_requests_running{{{SELECTED}}})", "running"),
-            Query(f"sum(llmctl_requests_waiting{{{SELECTED}}})", "waiting"),
-        ],
+def _fit_panels() -> list[DashboardPanel]:
+    actual, predicted = _rate("batch_seconds_total"), _rate("predicted_batch_seconds_total")
+    by_worker = " / ".join(
+        _rate(f"worker_{name}_seconds_total", by="worker") for name in ("batch", "predicted_batch")
     )
-
-
-def _ends() -> DashboardPanel:
-    expr = f"sum by (finish_reason) (rate(llmctl_requests_total{{{SELECTED}}}[{WINDOW}]))"
-    return DashboardPanel("Requests that ended", "reqps", [Query(expr, "{{finish_reason}}")])
-
-
-def _tokens() -> DashboardPanel:
-    queries = [
-        Query(f"sum(rate(llmctl_{kind}_tokens_total{{{SELECTED}}}[{WINDOW}]))", name)
-        for kind, name in (("prompt", "prompt"), ("generation", "generated"))
+    outside = f"{_rate('extrapolated_batches_total')} / {_rate('batches_total')}"
+    steps = _rate("engine_steps_total")
+    return [
+        DashboardPanel(
+            "Actual over predicted batch time",
+            "short",
+            [Query(f"{actual} / {predicted}", "actual / predicted")],
+            "1: batches take as long as fitted. Elsewhere for long: profile and fit again.",
+            [1.0],
+        ),
+        DashboardPanel(
+            "The same by worker",
+            "short",
+            [Query(by_worker, "worker {{worker}}")],
+            "One worker apart from the others: its machine is shared, or another one.",
+            [1.0],
+        ),
+        DashboardPanel(
+            "Batches outside the profile",
+            "percentunit",
+            [Query(outside, "share")],
+            "Larger or longer than any profiled batch.",
+        ),
+        DashboardPanel(
+            "Cost of scheduling",
+            "s",
+            [
+                Query(f"histogram_quantile(0.95, {_by_bucket(metric)})", f"{name}, p95")
+                for metric, name in (("deciding", "a decision"), ("hop", "from batch to batch"))
+            ],
+        ),
+        DashboardPanel(
+            "A step of the engine",
+            "s",
+            [
+                Query(f"{_rate('engine_seconds_total')} / {steps}", "a step"),
+                Query(f"{_rate('reporting_seconds_total')} / {steps}", "of it, to report"),
+            ],
+        ),
     ]
-    return DashboardPanel("Tokens a second", "short", queries)
 
 
-def _turned_away() -> DashboardPanel:
-    refused = Query(f"sum(rate(llmctl_refused_total{{{SELECTED}}}[{WINDOW}]))", "503, overload")
-    limited = Query(
-        f"sum(rate(llmctl_key_limited_total{{{SELECTED}}}[{WINDOW}]))", "429, a key's limit"
-    )
-    return DashboardPanel("Requests that were turned away", "reqps", [refused, limited])
-
-
-def _within() -> DashboardPanel:
-    kept, all_ = (
-        f"sum(rate(llmctl_{name}_total{{{SELECTED}}}[{WINDOW}]))"
-        for name in ("requests_within_targets", "requests")
-    )
-    text = "Of all that ended, however they ended."
-    return DashboardPanel(
-        "Requests that kept every target", "percentunit", [Query(f"{kept} / {all_}", "share")], text
-    )
-
-
-def _forecast(sla: Mapping[str, float]) -> DashboardPanel:
-    query = Query(f"llmctl_predicted_ttft_seconds{{{SELECTED}}}", "{{instance}}")
-    limits = [limit for key, limit in sla.items() if key.startswith("ttft_")]
-    return DashboardPanel(
-        "First token of a request that came now", "s", [query], "As the fit predicts it.", limits
-    )
+def _key_panels() -> list[DashboardPanel]:
+    requests, tokens = (_rate(f"key_{what}_total", by="key") for what in ("requests", "tokens"))
+    running = f"sum by (key) (llmctl_key_running{{{SELECTED}}})"
+    return [
+        DashboardPanel("Requests by key", "reqps", [Query(requests, "{{key}}")]),
+        DashboardPanel("Tokens by key", "short", [Query(tokens, "{{key}}")]),
+        DashboardPanel("Choices in the server by key", "short", [Query(running, "{{key}}")]),
+    ]
 
 
 def _latency(title: str, metric: str, sla: Mapping[str, float], text: str = "") -> DashboardPanel:
@@ -325,62 +412,6 @@ def _latency(title: str, metric: str, sla: Mapping[str, float], text: str = "") 
     return DashboardPanel(title, "s", queries, text, limits)
 
 
-def _by_bucket(metric: str) -> str:
-    return f"sum by (le) (rate(llmctl_{metric}_seconds_bucket{{{SELECTED}}}[{WINDOW}]))"
-
-
-def _memory() -> DashboardPanel:
-    query = Query(f"llmctl_kv_cache_usage_ratio{{{SELECTED}}}", "{{instance}}")
-    return DashboardPanel(
-        "KV cache in use", "percentunit", [query], "What running batches may fill.", highest=1.0
-    )
-
-
-def _workers() -> DashboardPanel:
-    return DashboardPanel(
-        "Workers",
-        "short",
-        [
-            Query(f"sum(llmctl_workers_alive{{{SELECTED}}})", "alive"),
-            Query(
-                f"sum(increase(llmctl_worker_restarts_total{{{SELECTED}}}[{WINDOW}]))", "restarted"
-            ),
-        ],
-    )
-
-
-def _troubles() -> DashboardPanel:
-    return DashboardPanel(
-        "Preemptions and memory that ran out",
-        "short",
-        [
-            Query(
-                f"sum(increase(llmctl_preemptions_total{{{SELECTED}}}[{WINDOW}]))", "rows preempted"
-            ),
-            Query(
-                f"sum(increase(llmctl_oom_events_total{{{SELECTED}}}[{WINDOW}]))",
-                "batches out of memory",
-            ),
-        ],
-    )
-
-
-def _rows_by_worker() -> DashboardPanel:
-    return _by_worker("Requests in a worker's batch", "short", "worker_requests_running")
-
-
-def _memory_by_worker() -> DashboardPanel:
-    return _by_worker(
-        "A worker's KV cache in use", "percentunit", "worker_kv_cache_usage_ratio", highest=1.0
-    )
-
-
-def _work() -> DashboardPanel:
-    return _by_worker(
-        "Work given to a worker", "s", "worker_load_seconds", "Estimated (SCLS Eq. 11)."
-    )
-
-
 def _by_worker(
     title: str, unit: str, metric: str, text: str = "", highest: float | None = None
 ) -> DashboardPanel:
@@ -388,102 +419,17 @@ def _by_worker(
     return DashboardPanel(title, unit, [query], text, highest=highest)
 
 
-def _ratio() -> DashboardPanel:
-    took, said = (
-        f"sum(rate(llmctl_{name}_seconds_total{{{SELECTED}}}[{WINDOW}]))"
-        for name in ("batch", "predicted_batch")
-    )
-    return DashboardPanel(
-        "Actual over predicted batch time",
-        "short",
-        [Query(f"{took} / {said}", "actual / predicted")],
-        "1: the machine does what was fitted. Elsewhere for long: profile and fit again.",
-        [1.0],
-    )
+def _rate(metric: str, by: str = "") -> str:
+    group = f" by ({by}) " if by else ""
+    return f"sum{group}(rate(llmctl_{metric}{{{SELECTED}}}[{WINDOW}]))"
 
 
-def _ratio_by_worker() -> DashboardPanel:
-    took, said = (
-        f"sum by (worker) (rate(llmctl_worker_{name}_seconds_total{{{SELECTED}}}[{WINDOW}]))"
-        for name in ("batch", "predicted_batch")
-    )
-    text = "One worker apart from the others: its machine is shared, or another one."
-    return DashboardPanel(
-        "The same by worker", "short", [Query(f"{took} / {said}", "worker {{worker}}")], text, [1.0]
-    )
+def _increase(metric: str) -> str:
+    return f"sum(increase(llmctl_{metric}{{{SELECTED}}}[{WINDOW}]))"
 
 
-def _extrapolated() -> DashboardPanel:
-    outside, all_ = (
-        f"sum(rate(llmctl_{name}_total{{{SELECTED}}}[{WINDOW}]))"
-        for name in ("extrapolated_batches", "batches")
-    )
-    text = "Larger or longer than anything that was profiled."
-    return DashboardPanel(
-        "Batches outside the profile", "percentunit", [Query(f"{outside} / {all_}", "share")], text
-    )
-
-
-def _costs() -> DashboardPanel:
-    queries = [
-        Query(f"histogram_quantile(0.95, {_by_bucket(metric)})", f"{name}, p95")
-        for metric, name in (("deciding", "a decision"), ("hop", "from batch to batch"))
-    ]
-    return DashboardPanel("What scheduling costs", "s", queries)
-
-
-def _steps() -> DashboardPanel:
-    spent, reporting, steps = (
-        f"sum(rate(llmctl_{name}_total{{{SELECTED}}}[{WINDOW}]))"
-        for name in ("engine_seconds", "reporting_seconds", "engine_steps")
-    )
-    queries = [
-        Query(f"{spent} / {steps}", "a step"),
-        Query(f"{reporting} / {steps}", "of it, to report"),
-    ]
-    return DashboardPanel("A step of the engine", "s", queries)
-
-
-def _keys(what: str, unit: str) -> DashboardPanel:
-    expr = f"sum by (key) (rate(llmctl_key_{what}_total{{{SELECTED}}}[{WINDOW}]))"
-    return DashboardPanel(f"{what.title()} by key", unit, [Query(expr, "{{key}}")])
-
-
-def _keys_running() -> DashboardPanel:
-    running = Query(f"sum by (key) (llmctl_key_running{{{SELECTED}}})", "{{key}}")
-    return DashboardPanel("Choices in the server by key", "short", [running])
-
-
-# A Grafana dashboard that reads the server's metrics, as plain data for JSON: import it, or
-# provision it as a file.
-#
-# Queries are written with our names. Under vLLM's (`serve --vllm-metrics`, or vLLM itself) those
-# that it has too are translated, and the panels of the others are left out. Dashboards are in
-# Grafana's classic model, which every version imports; the data source and the models are
-# variables, so nothing in the file names an installation.
-
-Names = Literal["llmctl", "vllm"]
-
-SCHEMA_VERSION = 39  # of the classic model; newer Grafanas migrate it when they load it
-COLUMNS, WIDTH, HEIGHT = 24, 8, 8  # of Grafana's grid, and of a panel in it
-
-# Ours to vLLM's, of metrics and of labels.
-VLLM_NAMES = {
-    "llmctl_requests_running": "vllm:num_requests_running",
-    "llmctl_requests_waiting": "vllm:num_requests_waiting",
-    "llmctl_kv_cache_usage_ratio": "vllm:kv_cache_usage_perc",
-    "llmctl_prompt_tokens_total": "vllm:prompt_tokens_total",
-    "llmctl_generation_tokens_total": "vllm:generation_tokens_total",
-    "llmctl_preemptions_total": "vllm:num_preemptions_total",
-    "llmctl_requests_total": "vllm:request_success_total",
-    "llmctl_ttft_seconds": "vllm:time_to_first_token_seconds",
-    "llmctl_itl_seconds": "vllm:inter_token_latency_seconds",
-    "llmctl_tpot_seconds": "vllm:request_time_per_output_token_seconds",
-    "llmctl_e2e_seconds": "vllm:e2e_request_latency_seconds",
-    "llmctl_queue_seconds": "vllm:request_queue_time_seconds",
-    "finish_reason": "finished_reason",
-}
-OURS = re.compile(r"llmctl_[a-z0-9_]+?(?=_(?:bucket|sum|count)\b|\b)|\bfinish_reason\b")
+def _by_bucket(metric: str) -> str:
+    return _rate(f"{metric}_seconds_bucket", by="le")
 
 
 def dashboard(
@@ -493,11 +439,13 @@ def dashboard(
     description: str = "",
     job: str = "",
 ) -> dict[str, Any]:
-    """The dashboard, ready for `json.dumps`; the same arguments give the same one.
+    """The dashboard, ready for `json.dumps`. The same arguments give the same dashboard.
 
-    `sla` is a recipe's, for the lines of its targets; `of` names a deployment, whose board then is
-    its own, `description` says where it comes from, and `job` is the label of its series
-    (`toolkit.deploy.monitoring.job`), which the board then shows; '': all, until somebody chooses.
+    Args:
+        sla: the targets of a recipe, drawn as lines.
+        of: the name of the one deployment that the dashboard is for; '': any.
+        description: where the dashboard comes from.
+        job: the label of the deployment's series (see `job`), chosen at first; '': all.
     """
     rows = rows_of(sla or {})
     if names == "vllm":
@@ -509,7 +457,7 @@ def dashboard(
         "tags": ["llmctl"],
         "schemaVersion": SCHEMA_VERSION,
         "editable": True,
-        "graphTooltip": 1,  # the cross-hair is on all panels at once
+        "graphTooltip": 1,  # all panels share the cross-hair
         "refresh": "10s",
         "time": {"from": "now-30m", "to": "now"},
         "templating": {"list": _variables(names, job)},
@@ -518,37 +466,28 @@ def dashboard(
 
 
 def expressions(board: Mapping[str, Any]) -> list[str]:
-    """All PromQL of a dashboard, its variables' included."""
+    """All PromQL expressions of a dashboard, also those of its variables."""
     queries = [target["expr"] for panel in board["panels"] for target in panel.get("targets", ())]
-    return queries + [
-        one["definition"] for one in board["templating"]["list"] if one["type"] == "query"
-    ]
+    variables = board["templating"]["list"]
+    return queries + [each["definition"] for each in variables if each["type"] == "query"]
 
 
 def _as_vllm(row: DashboardRow) -> DashboardRow:
-    """Only what vLLM has, under its names."""
+    """The panels whose metrics vLLM has, under its names."""
     panels = []
     for panel in row.panels:
         queries = [
-            replace(query, expr=_translated(query.expr))
+            Query(_vllm_names(query.expr), _vllm_names(query.legend))
             for query in panel.queries
-            if _has_names(query.expr)
-        ]
-        queries = [
-            replace(query, legend=query.legend.replace("finish_reason", "finished_reason"))
-            for query in queries
+            if all(name in VLLM_NAMES for name in OURS.findall(query.expr))
         ]
         if queries:
             panels.append(replace(panel, queries=queries))
     return replace(row, panels=panels)
 
 
-def _has_names(expr: str) -> bool:
-    return all(name in VLLM_NAMES for name in OURS.findall(expr))
-
-
-def _translated(expr: str) -> str:
-    return OURS.sub(lambda found: VLLM_NAMES[found[0]], expr)
+def _vllm_names(text: str) -> str:
+    return OURS.sub(lambda found: VLLM_NAMES[found[0]], text)
 
 
 def _variables(names: Names, job: str) -> list[dict[str, Any]]:
@@ -559,16 +498,17 @@ def _variables(names: Names, job: str) -> list[dict[str, Any]]:
         "query": "prometheus",
     }
     metric = "llmctl_requests_running"
-    metric = _translated(metric) if names == "vllm" else metric
+    metric = _vllm_names(metric) if names == "vllm" else metric
     return [
         source,
-        _labels("job", "Deployment", f"label_values({metric}, job)", job),
-        _labels("model", "Model", f'label_values({metric}{{job=~"$job"}}, model_name)'),
+        _label_variable("job", "Deployment", f"label_values({metric}, job)", job),
+        _label_variable("model", "Model", f'label_values({metric}{{job=~"$job"}}, model_name)'),
     ]
 
 
-def _labels(name: str, label: str, query: str, chosen: str = "") -> dict[str, Any]:
-    """A variable of a label's values; `chosen` at first, or all."""
+def _label_variable(name: str, label: str, query: str, chosen: str = "") -> dict[str, Any]:
+    """A variable over the values of a label. At first it has the value `chosen`; '': all."""
+    current = {"text": chosen, "value": chosen}
     return {
         "type": "query",
         "name": name,
@@ -580,9 +520,7 @@ def _labels(name: str, label: str, query: str, chosen: str = "") -> dict[str, An
         "includeAll": True,
         "multi": True,
         "allValue": ".*",
-        "current": {"text": chosen, "value": chosen}
-        if chosen
-        else {"text": "All", "value": "$__all"},
+        "current": current if chosen else {"text": "All", "value": "$__all"},
     }
 
 
@@ -591,7 +529,7 @@ def _source() -> dict[str, str]:
 
 
 def _placed(rows: Sequence[DashboardRow]) -> list[dict[str, Any]]:
-    """Rows and their panels in Grafana's grid, numbered from 1."""
+    """The rows and their panels, placed in Grafana's grid and numbered from 1."""
     placed: list[dict[str, Any]] = []
     top = 0
     for row in rows:

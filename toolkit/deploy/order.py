@@ -1,5 +1,13 @@
-"""What a target is rendered from, and what comes of it: files as text, and where each of their
-values comes from.
+"""The input and the output of a target, and helpers that targets share.
+
+An `Order` is a plan with options; `Rendered` is the files as text, with an explanation of their
+values. The helpers, in order: names of objects, images and files (refused where they could leave
+their folder or mean something else), pinned images, labels of GPUs, and templates.
+
+Templates are for what is not YAML: shell, units, Markdown. A missing value is an error, never an
+empty string. Each value is quoted for its place by a filter: `sh` for a shell, `unit` for a word of
+a command in a unit, `setting` for a whole value in a unit, `line` for a comment, `cell` for a
+Markdown table.
 """
 
 from __future__ import annotations
@@ -23,30 +31,47 @@ from toolkit.files.shipped import shipped_templates
 from toolkit.files.tuning import broken
 from toolkit.traces.types import Trace
 
-# Names that files, clusters and units take: refused where they could leave their folder or mean
-# something else.
-
+T = TypeVar("T")
+ALLOW_BROKEN = "--allow-broken-limits"
+DNS_LABEL = r"[a-z]([a-z0-9-]{0,61}[a-z0-9])?"
 IMAGE = re.compile(
     r"(?P<name>[a-z0-9]+(?:[._-]+[a-z0-9]+)*(?::[0-9]{1,5})?(?:/[a-z0-9]+(?:[._-]+[a-z0-9]+)*)*)"
     r"(?::(?P<tag>[A-Za-z0-9_][A-Za-z0-9._-]{0,127}))?(?P<digest>@sha256:[0-9a-f]{64})?"
 )
-OBJECT_LENGTH = 40  # of 63: what a ReplicaSet, a pod and a ConfigMap's hash append must fit, too
+# Of 63 characters: the rest is for what a ReplicaSet, a pod and a ConfigMap's hash append.
+MAX_OBJECT_NAME = 40
+
+# The label of a node with the product name of its GPUs, which NVIDIA's GPU feature discovery
+# writes: the device's name with hyphens for spaces, as NVIDIA-H200 or NVIDIA-A100-SXM4-80GB. A GPU
+# that is time-sliced between pods has the suffix "-SHARED"; one that is partitioned in one size
+# "-MIG-3g.40gb" and the like: NVIDIA/k8s-device-plugin, docs/gpu-feature-discovery/README.md and
+# internal/lm/resource.go (productLabel). Laws are about whole GPUs, so values with a suffix match
+# only where `--gpu-product` names them.
+LABEL = "nvidia.com/gpu.product"
+OPTION = "--gpu-product"
+PRODUCTS = (
+    *("NVIDIA-A10", "NVIDIA-A10G", "NVIDIA-A30", "NVIDIA-A40"),
+    *("NVIDIA-A100-PCIE-40GB", "NVIDIA-A100-SXM4-40GB"),
+    *("NVIDIA-A100-80GB-PCIe", "NVIDIA-A100-SXM4-80GB"),
+    *("NVIDIA-L4", "NVIDIA-L40", "NVIDIA-L40S"),
+    *("NVIDIA-H100-PCIe", "NVIDIA-H100-80GB-HBM3", "NVIDIA-H100-NVL"),
+    *("NVIDIA-H200", "NVIDIA-H200-NVL"),
+    "NVIDIA-B200",
+)
 
 
 def object_name(recipe: str) -> str:
-    """A name that a Service takes (RFC 1035), of a recipe's name; different recipes have different
-    ones.
-    """
+    """A name for a Service (RFC 1035), made from a recipe's name and unique to it."""
     plain = re.sub(r"[^a-z0-9]+", "-", recipe).strip("-")
     name = f"llmctl-{plain}"
-    if plain == recipe and len(name) <= OBJECT_LENGTH:
+    if plain == recipe and len(name) <= MAX_OBJECT_NAME:
         return name
     tail = hashlib.sha256(recipe.encode()).hexdigest()[:6]
-    return f"{name[: OBJECT_LENGTH - 7].rstrip('-')}-{tail}"
+    return f"{name[: MAX_OBJECT_NAME - 7].rstrip('-')}-{tail}"
 
 
 def check_image(image: str) -> str:
-    """`image`, if it is pinned. `InputError` for what is no image's name, and for a tag that moves."""
+    """Return a pinned `image`. `InputError` for a wrong name, and for a tag that may move."""
     found = IMAGE.fullmatch(image)
     if found is None:
         raise InputError(
@@ -61,9 +86,7 @@ def check_image(image: str) -> str:
 
 
 def inside(folder: Path, name: str) -> Path:
-    """The path of a rendered file: one or two plain names below `folder`. `InputError` for anything
-    else.
-    """
+    """The path of a rendered file, one or two plain names below `folder`; else `InputError`."""
     parts = name.split("/")
     if len(parts) > 2 or not all(re.fullmatch(NAME_PATTERN, part.lower()) for part in parts):
         raise InputError(
@@ -77,14 +100,9 @@ def inside(folder: Path, name: str) -> Path:
     return path
 
 
-T = TypeVar("T")
-ALLOW_BROKEN = "--allow-broken-limits"
-DNS_LABEL = r"[a-z]([a-z0-9-]{0,61}[a-z0-9])?"
-
-
 @dataclass(slots=True, frozen=True)
-class Reckoned(Generic[T]):
-    """A value that files carry, and where it comes from."""
+class Sourced(Generic[T]):
+    """A value in a rendered file, and where it comes from."""
 
     value: T
     source: str
@@ -92,28 +110,32 @@ class Reckoned(Generic[T]):
 
 @dataclass(slots=True, frozen=True)
 class ExplainedValue:
-    """A line of EXPLAIN.md: a key as it stands in a file, its value, and where that comes from."""
+    """A line of EXPLAIN.md: a key of a file, its value, and where the value comes from."""
 
     key: str
     value: str
     source: str
 
 
-def told(key: str, reckoned: Reckoned[T], shown: str | None = None) -> ExplainedValue:
-    """The line of a reckoned value."""
-    return ExplainedValue(key, str(reckoned.value) if shown is None else shown, reckoned.source)
+def explain_value(key: str, sourced: Sourced[T], shown: str | None = None) -> ExplainedValue:
+    """The line of EXPLAIN.md about a value; `shown` replaces the value's text."""
+    return ExplainedValue(key, str(sourced.value) if shown is None else shown, sourced.source)
 
 
 @dataclass(slots=True, frozen=True)
 class Options:
-    """What the command line says, and no file knows.
+    """Options of the command line. Values that no cluster takes raise `InputError`.
 
-    `gpu_products` are the values of `nvidia.com/gpu.product` that nodes must have one of; none:
-    those of the fit or the recipe are preferred. `image` '' takes the target's pinned default;
-    `replicas` 0 takes what the tuning found, or 1, and `max_replicas` 0 twice as many; `prometheus`
-    is where KEDA asks; `model_claim` names a volume claim with the models' cache; `program` is the
-    path of llmctl in a unit; `folder` is where the files will lie, absolute, for units that name
-    them. `InputError` for what no cluster takes.
+    Args:
+        image: '': the target's pinned default.
+        replicas: 0: as many as the tuning found, or 1.
+        max_replicas: 0: twice the replicas.
+        prometheus: the URL that KEDA queries.
+        model_claim: a volume claim with the cache of models.
+        program: the path of llmctl in a unit.
+        folder: the absolute path of the rendered files, for units that name them.
+        gpu_products: values of `nvidia.com/gpu.product`, one of which a node must have; none: nodes
+            with the GPU of the fit or the recipe are preferred.
     """
 
     image: str = ""
@@ -151,11 +173,10 @@ class Options:
 
 @dataclass(slots=True, frozen=True)
 class Order:
-    """A plan and all that a target may ask for.
+    """A plan with everything that a target may need.
 
-    `text` is the plan's file as it is written, `digest` its sha256; `validation` tells how wrong
-    predictions of the plan's fit were, where somebody looked; `trace` is the traffic that the
-    autoscaling threshold is reckoned for.
+    `text` is the plan's file, `digest` its sha256. `validation` has the errors of the fit's
+    predictions, if they were measured. `trace` is the traffic for the autoscaling threshold.
     """
 
     plan: Plan
@@ -167,32 +188,29 @@ class Order:
 
     @property
     def name(self) -> str:
-        """What objects and units are called."""
+        """The name of objects and units."""
         return object_name(self.plan.recipe.name)
 
     @property
     def allowances(self) -> list[str]:
-        """Options of `llmctl serve` without which it would refuse the plan, rendered although it
-        breaks limits.
-        """
+        """Options of `llmctl serve` that a plan needs which is predicted to break limits."""
         return [ALLOW_BROKEN] if broken(self.plan.limits) else []
 
     def stamp(self) -> dict[str, str]:
-        """What every rendered file says of its origin: role to sha256."""
-        known = {
-            role: one.sha256
-            for role, one in self.plan.inputs.items()
-            if role in ("profile", "fit", "tuning")
-        }
-        for role, digest in known.items():
-            if not re.fullmatch(r"[0-9a-f]{64}", digest):
-                raise InputError(
-                    f"plan.json: inputs.{role}.sha256 is no sha256", f"make it with: {Plan.remake}"
-                )
-        return known | {"plan": self.digest}
+        """The origin that every rendered file records: role to sha256."""
+        digests = {}
+        for role in ("profile", "fit", "tuning"):
+            if role in self.plan.inputs:
+                digests[role] = self.plan.inputs[role].sha256
+                if not re.fullmatch(r"[0-9a-f]{64}", digests[role]):
+                    raise InputError(
+                        f"plan.json: inputs.{role}.sha256 is not a sha256",
+                        f"make it with: {Plan.remake}",
+                    )
+        return digests | {"plan": self.digest}
 
     def comment(self) -> str:
-        """The stamp as lines for a file's head."""
+        """The stamp as a comment for the head of a file."""
         lines = [f"{role}.json sha256 {digest}" for role, digest in self.stamp().items()]
         return "\n".join(
             ["Rendered by llmctl; EXPLAIN.md says where each value comes from.", *lines]
@@ -201,118 +219,63 @@ class Order:
 
 @dataclass(slots=True, frozen=True)
 class Rendered:
-    """A target's files by their names below the folder, what explains them, and how to start them.
+    """The files of a target by name, the explanation of their values, and how to start them.
 
-    `url` is where the server then is, where that is not what the recipe says.
+    `url` is the address of the server, where it differs from the recipe's.
     """
 
     files: dict[str, str]
-    told: list[ExplainedValue]
+    explained: list[ExplainedValue]
     start: str
     url: str = ""
 
 
-# Container images: pinned, and said which. None moves under a running deployment.
+def llmctl_image(order: Order, *extras: str) -> Sourced[str]:
+    """The image with llmctl, the recipe's engine, and what `extras` of the package install.
 
-
-def llmctl_image(order: Order, *extras: str) -> Reckoned[str]:
-    """The image with llmctl in it, with what the recipe's engine needs, and what `extras` of the
-    package install.
-
-    `InputError` where the one that was asked for is not pinned.
+    Raises `InputError` where the image of the command line is not pinned.
     """
     if order.options.image:
-        image = check_image(order.options.image)
-        moves = (
-            ""
-            if "@sha256:" in image
-            else f"; NOT PINNED: a tag may be moved, {image}@sha256:... may not"
-        )
-        return Reckoned(image, f"--image{moves}")
+        image, source = check_image(order.options.image), "--image"
+        if "@sha256:" not in image:
+            source += f"; NOT PINNED: a tag may be moved, {image}@sha256:... may not"
+        return Sourced(image, source)
     needed = {traits_of(kind.recipe.engine.name).extra for kind in order.plan.kinds}
     wanted = sorted({*extras, *needed} - {""})
     name = "-".join([f"llmctl:{toolkit.__version__}", *wanted])
-    built = (
-        f"docker build -t {name}"
-        + (f" --build-arg 'EXTRAS=[{','.join(wanted)}]'" if wanted else "")
-        + " ."
-    )
-    return Reckoned(name, f"this llmctl's version; build it in a checkout: {built}")
+    arguments = f" --build-arg 'EXTRAS=[{','.join(wanted)}]'" if wanted else ""
+    build = f"docker build -t {name}{arguments} ."
+    return Sourced(name, f"this llmctl's version; build it in a checkout: {build}")
 
 
-# What nodes call their GPUs: the label `nvidia.com/gpu.product`, which NVIDIA's GPU feature
-# discovery writes.
-#
-# Its value is the device's name with hyphens for spaces, as in NVIDIA-H200 or
-# NVIDIA-A100-SXM4-80GB. Where a GPU is time-sliced between pods, "-SHARED" follows; where it is
-# cut up and one size is all there is, "-MIG-3g.40gb" and the like: NVIDIA/k8s-device-plugin,
-# docs/gpu-feature-discovery/README.md and internal/lm/resource.go (productLabel). Neither of
-# those is the whole GPU that laws are about, so they are matched only where `--gpu-product` names
-# them.
+def products(order: Order, kind: Kind) -> Sourced[list[str]]:
+    """The values of `LABEL` for nodes that suit a kind's workers.
 
-LABEL = "nvidia.com/gpu.product"
-OPTION = "--gpu-product"
-PRODUCTS = (
-    *("NVIDIA-A10", "NVIDIA-A10G", "NVIDIA-A30", "NVIDIA-A40"),
-    *(
-        "NVIDIA-A100-PCIE-40GB",
-        "NVIDIA-A100-SXM4-40GB",
-        "NVIDIA-A100-80GB-PCIe",
-        "NVIDIA-A100-SXM4-80GB",
-    ),
-    *("NVIDIA-L4", "NVIDIA-L40", "NVIDIA-L40S"),
-    *(
-        "NVIDIA-H100-PCIe",
-        "NVIDIA-H100-80GB-HBM3",
-        "NVIDIA-H100-NVL",
-        "NVIDIA-H200",
-        "NVIDIA-H200-NVL",
-    ),
-    *("NVIDIA-B200",),
-)
-
-
-def products(order: Order, kind: Kind) -> Reckoned[list[str]]:
-    """The label's values that a kind's workers belong on.
-
-    Those of the option, or the GPU that was measured. Nothing was measured for an analytic fit:
-    then all whose names have every word of the recipe's hardware.name ('A100-80GB' is
-    'A100-SXM4-80GB' and 'A100-80GB-PCIe').
+    They come from the option, or are the GPU that was measured. For an analytic fit, they are all
+    names with every word of the recipe's hardware.name ('A100-80GB' matches 'A100-SXM4-80GB' and
+    'A100-80GB-PCIe').
     """
     if order.options.gpu_products:
-        return Reckoned(list(order.options.gpu_products), OPTION)
+        return Sourced(list(order.options.gpu_products), OPTION)
     if not kind.fit.engine.analytic:
-        return Reckoned(
-            [kind.fit.engine.device.replace(" ", "-")], "fit: the GPU that was measured"
-        )
+        device = kind.fit.engine.device.replace(" ", "-")
+        return Sourced([device], "fit: the GPU that was measured")
     name = kind.recipe.hardware.name
     found = [product for product in PRODUCTS if _words(name) <= _words(product)]
     if found:
-        return Reckoned(
-            found,
-            f"every GPU called {name}, as the fit is no measurement; say otherwise with {OPTION}",
-        )
+        source = f"every GPU called {name}, as the fit is not measured; change it with {OPTION}"
+        return Sourced(found, source)
     guessed = "-".join(["NVIDIA", *name.removeprefix("NVIDIA").replace("-", " ").split()])
-    return Reckoned(
-        [guessed],
-        f"guessed from hardware.name; compare `kubectl get nodes -L {LABEL}`, and say {OPTION}",
-    )
+    check = f"compare `kubectl get nodes -L {LABEL}`, and correct it with {OPTION}"
+    return Sourced([guessed], f"guessed from hardware.name; {check}")
 
 
 def _words(name: str) -> set[str]:
     return set(re.findall(r"[a-z0-9]+", name.lower()))
 
 
-# Templates for what is not YAML: shell, units, Markdown. A value that is missing is an error,
-# never an empty string.
-#
-# What goes into them is quoted for where it stands: `sh` for a shell, `unit` for a word of a
-# command in a unit, `setting` for a unit's whole value, `line` for a comment, `cell` for a
-# Markdown table.
-
-
 def fill(name: str, /, **values: object) -> str:
-    """The template `name` with these values. `InputError` for a name that is no template's."""
+    """Fill the template `name` with these values. `InputError` for an unknown template."""
     if not re.fullmatch(NAME_PATTERN, name) or not (shipped_templates() / f"{name}.j2").is_file():
         raise InputError(f"{name!r} is not the name of a template", f"names match {NAME_PATTERN}")
     environment = jinja2.Environment(
@@ -334,21 +297,19 @@ def fill(name: str, /, **values: object) -> str:
 
 
 def unit_setting(value: object) -> str:
-    """A whole value in a unit file (systemd.unit): specifiers are doubled. `InputError` for what
-    ends the line.
+    """Quote a whole value of a unit file (systemd.unit): specifiers are doubled.
+
+    Raises `InputError` for control characters and for a backslash at the end.
     """
     text = str(value)
-    if any(ord(character) < 32 or ord(character) == 127 for character in text) or text.endswith(
-        "\\"
-    ):
+    control = any(ord(character) < 32 or ord(character) == 127 for character in text)
+    if control or text.endswith("\\"):
         raise InputError(f"{text!r} cannot stand in a unit file", "choose another path or name")
     return text.replace("%", "%%")
 
 
 def unit_word(value: object) -> str:
-    """A word of a command in a unit file (systemd.service): variables are doubled as well, and the
-    rest is quoted.
-    """
+    """Quote a word of a command in a unit file (systemd.service): `$` is doubled too."""
     doubled = unit_setting(value).replace("$", "$$")
     if re.fullmatch(r"[\w@%+=:,./$-]+", doubled, re.ASCII):
         return doubled
@@ -356,11 +317,11 @@ def unit_word(value: object) -> str:
 
 
 def cell(value: object) -> str:
-    """Text in one cell of a Markdown table: no line breaks, no bars, no markup of its own."""
+    """Text for a cell of a Markdown table: one line, with markup escaped."""
     flat = " ".join(str(value).split())
     return re.sub(r"([\\|`*<>\[\]])", r"\\\1", flat)
 
 
 def line(value: object) -> str:
-    """Text in one line of a comment."""
+    """Text for one line of a comment."""
     return "".join(character if character.isprintable() else " " for character in str(value))

@@ -1,7 +1,9 @@
 """From a recipe, a fit and perhaps a tuning to the plan that `llmctl serve` starts.
 
-The same files give the same plan, to the byte. What a plan holds is decided here and explained in
-`toolkit.deploy.plan`; nothing is measured or searched. The one target is this machine.
+The same files give the same plan, to the byte. Nothing is measured or searched here. The parts, in
+order: making a plan (`make_plan`), replacing its policy (`replaced`), the choice of a policy with
+the sources of its values, the explanation of each value (its measurement, trial or file), and the
+comparison of two plans.
 """
 
 from __future__ import annotations
@@ -28,22 +30,24 @@ from toolkit.sched.policies import KNOWN, make_any, refuse_unservable
 from toolkit.sched.policies.parameters import Value, defaults, parameters
 from toolkit.sched.protocols import AnyPolicy
 
-# Where each value of a plan comes from: which measurement, which trial, what it is predicted to
-# give.
-
 Explained = dict[str, Explanation]
-LIMITS = "limits"  # the key under which a plan says whether it keeps them
+LIMITS = "limits"  # the key that says whether a plan keeps its limits
 PREDICTED = "predicted "  # how the keys of predicted metrics begin
+NOT_COMPARED = {"environment", "tool_version", "explained"}  # keys that `differences` ignores
+
+NO_POLICY = "default of recipes that name no policy"
+RECIPE, BY_POLICY, BY_SET = "recipe", "set by --policy", "set by --set"
+UNTUNED = "the plan was made without a tuning"
+OVERRIDDEN = "the settings are not those of the tuning, so its predictions do not hold"
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A policy that was chosen, where it and its parameters come from, and what it is predicted to
-    give.
+    """A chosen policy with its predictions, and the sources of its values.
 
-    `sources` has the parameters that were set, by a recipe, a tuning or a person, and says by
-    which; the others have the policy's defaults. `limits_source` says what the limits' predictions
-    rest on, or why there are none.
+    `sources` has the source (recipe, tuning or user) of each parameter that was set; the others
+    have the policy's defaults. `limits_source` says what the predictions of the limits rest on, or
+    why there are none.
     """
 
     policy: str
@@ -56,127 +60,6 @@ class Choice:
     predicted_on: str = ""
 
 
-def explain(kinds: Sequence[Kind], policy: PlannedPolicy, choice: Choice) -> Explained:
-    """An explanation of each value that the plan decides: the policy and its parameters, the laws,
-    the predictions.
-
-    The laws of a fleet's further kinds of workers stand under the names of their recipes.
-    """
-    recipe, fit = kinds[0].recipe, kinds[0].fit
-    explained = explain_policy(policy, choice.source, choice.sources)
-    explained[LIMITS] = explain_limits(choice.limits, choice.limits_source)
-    explained |= _explain_fit(recipe.workers, fit) | _explain_revision(recipe.model)
-    for kind in kinds[1:]:
-        laws = _explain_fit(kind.recipe.workers, kind.fit)
-        laws |= _explain_revision(kind.recipe.model)
-        explained |= {
-            f"{kind.recipe.name}: {name}": laws[name] for name in laws if name != "workers"
-        }
-    if len(kinds) > 1 or kinds[0].workers != recipe.workers:
-        explained["workers"] = _explain_fleet(kinds)
-    for name, metric in choice.predicted.items():
-        explained[PREDICTED + name] = Explanation(value=_text(metric), source=choice.predicted_on)
-    return explained
-
-
-def explain_policy(policy: PlannedPolicy, source: str, sources: Mapping[str, str]) -> Explained:
-    """A policy and its parameters, which are the policy's defaults but for those in `sources`."""
-    default = f"default of policy '{policy.name}'"
-    explained = {"policy": Explanation(value=policy.name, source=source)}
-    for name, value in policy.parameters.items():
-        explained[name] = Explanation(value=_text(value), source=sources.get(name, default))
-    return explained
-
-
-def explain_limits(limits: Sequence[Limit], source: str) -> Explanation:
-    """Whether the limits are predicted to be kept; `source` says why that is known, or why it is
-    not.
-    """
-    if any(one.kept is None for one in limits):
-        return Explanation(value="not predicted", source=source)
-    if not broken(limits):
-        return Explanation(value=f"{len(limits)} of {len(limits)} kept", source=source)
-    kept = len(limits) - len(broken(limits))
-    return Explanation(
-        value=f"{kept} of {len(limits)} kept", source=f"predicted to {breaks(limits)}; {source}"
-    )
-
-
-def _explain_fit(workers: int, fit: Fit) -> Explained:
-    budget, per_token = fit.engine.kv_budget_bytes, fit.engine.kv_bytes_per_token
-    capacity = f"the engine's own count, {budget} bytes of {per_token} per token"
-    return {
-        "workers": Explanation(
-            value=str(workers), source="recipe; the fit was measured with as many"
-        ),
-        "prefill law": _explain_law(fit.prefill),
-        "decode law": _explain_law(fit.decode),
-        "overhead": Explanation(
-            value=f"{fit.overhead.batch_s:.3g} s a batch, its time x {fit.overhead.stretch:.4g}",
-            source=f"whole slices on all workers; {_error(fit.overhead.error)}",
-        ),
-        "memory law": _explain_memory(fit),
-        "capacity_tokens": Explanation(value=str(fit.memory.capacity_tokens), source=capacity),
-    }
-
-
-def _explain_revision(model: ModelSpec) -> Explained:
-    """Which of the hub's revisions is loaded; nothing where the model is not from the hub."""
-    if not model.from_hub:
-        return {}
-    source = "recipe: model.revision"
-    if not model.pinned:
-        asked = f"{source} is no commit: it" if model.revision else "the recipe names none: that"
-        source = f"NOT PINNED: {asked} may be another one at each load; name the commit's 40 digits as model.revision"
-    return {
-        "model revision": Explanation(value=model.revision or "the hub's newest", source=source)
-    }
-
-
-def _explain_fleet(kinds: Sequence[Kind]) -> Explanation:
-    counts = ", ".join(f"{kind.workers} of {kind.recipe.name}" for kind in kinds)
-    source = f"fleet: {counts}"
-    measured = [
-        f"{k.recipe.name} with {k.fit.workers}" for k in kinds if k.fit.workers != k.workers
-    ]
-    if measured:
-        source += f"; measured at once: {', '.join(measured)}"
-    return Explanation(value=str(sum(kind.workers for kind in kinds)), source=source)
-
-
-def _explain_law(law: LatencyFit) -> Explanation:
-    valid = f"valid to batch {law.valid.batch_size_max}, length {law.valid.length_max}"
-    return Explanation(
-        value=law.form, source=f"best of {len(law.candidates)} forms; {_error(law.error)}; {valid}"
-    )
-
-
-def _explain_memory(fit: Fit) -> Explanation:
-    if fit.memory.form == "rules":
-        return Explanation(
-            value=f"{len(fit.memory.rules)} rules",
-            source="probed largest batches (SCLS Algorithm 2)",
-        )
-    zeta = f"zeta {fit.memory.zeta:.4g} +- {fit.memory.zeta_std:.2g}"
-    return Explanation(value=zeta, source="probed largest batches (SCLS Eq. 9)")
-
-
-def _error(error: HeldOutError) -> str:
-    return f"median error {error.median_percent:.1f} % on {error.points} held-out points"
-
-
-def _text(value: ParameterValue) -> str:
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    return f"{value:.6g}" if isinstance(value, float) else str(value)
-
-
-NO_POLICY = "default of recipes that name no policy"
-RECIPE, BY_POLICY, BY_SET = "recipe", "set by --policy", "set by --set"
-UNTUNED = "the plan was made without a tuning"
-OVERRIDDEN = "the settings are not those of the tuning, so its predictions do not hold"
-
-
 def make_plan(
     recipe: Recipe,
     fit: Fit,
@@ -186,15 +69,19 @@ def make_plan(
     others: Sequence[Kind] = (),
     workers: int | None = None,
 ) -> Plan:
-    """The plan for serving `recipe`. `inputs` maps roles to the files that the arguments were read
-    from.
+    """The plan for serving `recipe`.
 
-    The `given` policy; else the tuner's best settings, or the recipe's where it says to keep them;
-    without a tuning, the recipe's own. Predictions are the tuning's, and hold for the settings that
-    it recommends alone. Of a fleet there are `others`, kinds of workers besides the recipe's, and
-    so many `workers` of that. Raises `InputError` where the files do not belong together, a policy
-    or parameter is unknown, or an engine cannot run the policy. A plan that is predicted to break
-    limits is made as well: `refuse_broken` is for the caller to call.
+    The policy is `given`; else the tuning's recommendation; else the recipe's own. Predictions come
+    from the tuning and hold only for the settings that it recommends.
+
+    Args:
+        inputs: role to the file that an argument was read from.
+        others: in a fleet, the kinds of workers besides the recipe's.
+        workers: in a fleet, the number of the recipe's workers.
+
+    Raises `InputError` where the files do not belong together, a policy or parameter is unknown, or
+    an engine cannot run the policy. A plan that is predicted to break limits is made too; the
+    caller may refuse it with `refuse_broken`.
     """
     _check_same(recipe, fit)
     for kind in others:
@@ -207,7 +94,7 @@ def make_plan(
     if tuning is not None:
         _check_tuning(tuning, recipe, total)
     if given is not None:
-        choice = _given(given, recipe, tuning)
+        choice = _from_user(given, recipe, tuning)
     else:
         origin = f"recipe '{recipe.name}'" if others else RECIPE
         choice = (
@@ -217,6 +104,8 @@ def make_plan(
     for kind in kinds:
         _check_servable(chosen, kind.recipe, tuning if given is None else None)
     policy = PlannedPolicy(name=choice.policy, parameters=parameters(chosen))
+    explained = explain(kinds, policy, choice)
+    tuned_for = tuning if choice.predicted else None
     return Plan(
         **head(inputs, fit.engine.device, fit.environment.device_memory_bytes),
         recipe=recipe,
@@ -225,15 +114,14 @@ def make_plan(
         policy=policy,
         predicted=dict(choice.predicted),
         limits=list(choice.limits),
-        explained=(_explain_requests(tuning) if choice.predicted else {})
-        | explain(kinds, policy, choice),
-        workload=_workload(tuning) if choice.predicted else None,
+        explained=_explain_requests(tuned_for) | explained,
+        workload=_workload(tuned_for),
         others=list(others),
     )
 
 
 def _workload(tuning: Tuning | None) -> PlannedWorkload | None:
-    """What the tuning's predictions are about; None where it does not say."""
+    """The traffic that the tuning's predictions are about, if it is recorded."""
     trace = tuning.inputs.get("trace") if tuning else None
     if tuning is None or trace is None:
         return None
@@ -243,8 +131,8 @@ def _workload(tuning: Tuning | None) -> PlannedWorkload | None:
     )
 
 
-def _explain_requests(tuning: Tuning | None) -> dict[str, Explanation]:
-    """What the predictions' requests are, where they are far from the trace's own."""
+def _explain_requests(tuning: Tuning | None) -> Explained:
+    """Explain the requests of the predictions, where they differ much from the trace's own."""
     scaling = tuning.scaling if tuning else None
     if scaling is None or not scaling.notable:
         return {}
@@ -252,21 +140,20 @@ def _explain_requests(tuning: Tuning | None) -> dict[str, Explanation]:
 
 
 def _check_servable(policy: AnyPolicy, recipe: Recipe, tuning: Tuning | None) -> None:
-    """`InputError` where the engine cannot run `policy`; its hint is the best of the tuning's
-    policies that it can.
+    """Raise `InputError` where the engine cannot run `policy`.
+
+    Its hint is the best policy of the tuning that the engine can run.
     """
     try:
         refuse_unservable(policy, recipe.engine.name)
     except InputError as error:
-        served = [one for one in tuning.policies if one.refusal is None] if tuning else []
+        served = [result for result in tuning.policies if result.refusal is None] if tuning else []
         if not served:
             raise
-        best = max(
-            served, key=lambda one: (one.feasible, one.held_out.metrics["goodput_rps"])
-        ).held_out
+        best = max(served, key=lambda r: (r.feasible, r.held_out.metrics["goodput_rps"])).held_out
         known = defaults(KNOWN[best.policy])
         changed = [
-            f"--set {name}={_setting(value)}"
+            f"--set {name}={str(value).lower() if isinstance(value, bool) else value}"
             for name, value in best.parameters.items()
             if value != known[name]
         ]
@@ -274,51 +161,33 @@ def _check_servable(policy: AnyPolicy, recipe: Recipe, tuning: Tuning | None) ->
         raise InputError(error.message, f"the best of the tuning that it runs: {remedy}") from None
 
 
-def _setting(value: Value) -> str:
-    """A parameter's value as `--set` reads it."""
-    return str(value).lower() if isinstance(value, bool) else str(value)
-
-
 def _check_same(recipe: Recipe, fit: Fit) -> None:
-    pairs: list[tuple[str, str, object, object]] = [
-        ("fit", "recipe_name", fit.recipe_name, recipe.name),
-        ("fit", "workers", fit.workers, recipe.workers),
-        ("fit", "engine.max_model_len", fit.engine.max_model_len, recipe.model.max_model_len),
-    ]
-    pairs += [
-        ("fit", "engine.engine", fit.engine.engine, recipe.engine.name),
-        ("fit", "engine.dtype", fit.engine.dtype, recipe.model.dtype),
-        (
-            "fit",
-            "tensor_parallel_size",
-            fit.engine.tensor_parallel_size,
-            recipe.engine.tensor_parallel_size,
-        ),
-    ]
-    if recipe.model.kv_bytes_per_token is not None:
-        kv_bytes = fit.engine.kv_bytes_per_token * fit.engine.tensor_parallel_size
-        pairs.append(
-            ("fit", "engine.kv_bytes_per_token", kv_bytes, recipe.model.kv_bytes_per_token)
-        )
-    _refuse_others(pairs)
+    engine, model = fit.engine, recipe.model
+    pairs: dict[str, tuple[object, object]] = {
+        "recipe_name": (fit.recipe_name, recipe.name),
+        "workers": (fit.workers, recipe.workers),
+        "engine.max_model_len": (engine.max_model_len, model.max_model_len),
+        "engine.engine": (engine.engine, recipe.engine.name),
+        "engine.dtype": (engine.dtype, model.dtype),
+        "tensor_parallel_size": (engine.tensor_parallel_size, recipe.engine.tensor_parallel_size),
+    }
+    if model.kv_bytes_per_token is not None:
+        kv_bytes = engine.kv_bytes_per_token * engine.tensor_parallel_size
+        pairs["engine.kv_bytes_per_token"] = (kv_bytes, model.kv_bytes_per_token)
+    _refuse_different("fit", pairs, "profile and fit it again")
 
 
 def _check_tuning(tuning: Tuning, recipe: Recipe, workers: int) -> None:
-    pairs: list[tuple[str, str, object, object]] = [
-        ("tuning", "recipe_name", tuning.recipe_name, recipe.name)
-    ]
-    if tuning.sizing is None:  # else its workers are those of all servers together
-        pairs.append(("tuning", "workers", tuning.workers, workers))
-    _refuse_others(pairs)
+    pairs: dict[str, tuple[object, object]] = {"recipe_name": (tuning.recipe_name, recipe.name)}
+    if tuning.sizing is None:  # with a sizing, `workers` counts those of all servers
+        pairs["workers"] = (tuning.workers, workers)
+    _refuse_different("tuning", pairs, "tune it again")
 
 
-def _refuse_others(pairs: Sequence[tuple[str, str, object, object]]) -> None:
-    """`InputError` where a file has something else than the recipe: file, key, what it has, what
-    the recipe has.
-    """
-    for file, key, found, wanted in pairs:
+def _refuse_different(file: str, pairs: Mapping[str, tuple[object, object]], remedy: str) -> None:
+    """Raise `InputError` for the first key whose values in the file and the recipe differ."""
+    for key, (found, wanted) in pairs.items():
         if found != wanted:
-            remedy = "profile and fit it again" if file == "fit" else "tune it again"
             raise InputError(
                 f"the {file} is not of this recipe: {key} is {found}, the recipe has {wanted}",
                 remedy,
@@ -326,24 +195,28 @@ def _refuse_others(pairs: Sequence[tuple[str, str, object, object]]) -> None:
 
 
 def refuse_broken(plan: Plan, which: str) -> None:
-    """`InputError` where `plan` is predicted to break limits; `which` says what recommended its
-    settings.
+    """Raise `InputError` where `plan` is predicted to break limits.
+
+    `which` is the beginning of the message: what recommended the settings.
     """
     if broken(plan.limits):
         raise InputError(
             f"{which}: its settings are predicted to {breaks(plan.limits)}",
             "tune again: other policies, a recipe of another engine, a lower --rate, more workers; "
-            "or go on all the same: --allow-broken-limits",
+            "or use it anyway: --allow-broken-limits",
         )
 
 
 def replaced(
     plan: Plan, policy: PlannedPolicy, named: bool, changes: Collection[str], workers: int
 ) -> Plan:
-    """The plan with another policy, which --policy `named` or not, with `changes` by --set, and so
-    many `workers`.
+    """The plan with another policy or number of workers.
 
-    What was predicted holds for the planned settings alone, so others have no prediction.
+    Predictions hold only for the planned settings, so other settings have none.
+
+    Args:
+        named: whether --policy named the policy.
+        changes: the parameters that --set changed.
     """
     sized = plan.workload.workers_needed if plan.workload else None
     same = policy == plan.policy and workers in (plan.workers, sized)
@@ -356,18 +229,16 @@ def replaced(
         explained["workers"] = Explanation(value=str(workers), source="set by --workers")
     update: dict[str, object] = {"policy": policy, "workers": workers}
     if not same:
-        limits = [one.unpredicted() for one in plan.limits]
+        limits = [limit.unpredicted() for limit in plan.limits]
         why = OVERRIDDEN if plan.predicted else UNTUNED
-        explained = {key: one for key, one in explained.items() if not key.startswith(PREDICTED)}
+        explained = {k: each for k, each in explained.items() if not k.startswith(PREDICTED)}
         explained[LIMITS] = explain_limits(limits, why)
         update |= {"limits": limits, "predicted": {}, "workload": None}
     return plan.model_copy(update=update | {"explained": explained})
 
 
-def _given(given: PlannedPolicy, recipe: Recipe, tuning: Tuning | None) -> Choice:
-    """A policy that a person named. The tuning's predictions hold where these are the very
-    settings.
-    """
+def _from_user(given: PlannedPolicy, recipe: Recipe, tuning: Tuning | None) -> Choice:
+    """A policy that the user named; with the tuning's predictions if its settings are the same."""
     sources = dict.fromkeys(given.parameters, BY_SET)
     if tuning is not None:
         tuned = _from_tuning(tuning, recipe, RECIPE)
@@ -412,7 +283,8 @@ def _from_tuning(tuning: Tuning, recipe: Recipe, origin: str) -> Choice:
             gain = "the same goodput, other latencies"
         source = f"{_trial(tuning, outcome)} of {trials}: {gain}, held out"
     scaled = "scaled " if tuning.scaling and tuning.scaling.notable else ""
-    windows = f"simulated with the fit on {len(tuning.held_out_windows)} held-out windows of the {scaled}trace"
+    count = len(tuning.held_out_windows)
+    windows = f"simulated with the fit on {count} held-out windows of the {scaled}trace"
     if tuning.sizing:
         windows += f", with {tuning.workers} workers in all"
     sources = _sources_of(tuning, recipe, origin, source)
@@ -429,18 +301,24 @@ def _from_tuning(tuning: Tuning, recipe: Recipe, origin: str) -> Choice:
 
 
 def _sources_of(tuning: Tuning, recipe: Recipe, origin: str, source: str) -> dict[str, str]:
-    """Where the recommended parameters come from, but for those that are the policy's defaults.
+    """The sources of the recommended parameters, except those that have the policy's defaults.
 
-    The search set what it moved, also where it came back to the value that it started from; and
-    what is not what the recipe or the policy says. Where it keeps the recipe's settings, it set
-    nothing.
+    A parameter comes from the search if the search varied it, even where it has its first value
+    again, or if it differs from the recipe and the policy's default. Where the recipe's settings
+    are kept, none comes from the search.
     """
     outcome, known = tuning.recommended, defaults(KNOWN[tuning.recommended.policy])
     own = recipe.policy.parameters if recipe.policy.name == outcome.policy else {}
-    moved, start = _moved(tuning, outcome.policy), known | own
+    start = known | own
+    tried: dict[str, set[object]] = {}
+    for trial in tuning.trials:
+        if trial.outcome.policy == outcome.policy:
+            for name, value in trial.outcome.parameters.items():
+                tried.setdefault(name, set()).add(value)
     sources = {}
     for name, value in outcome.parameters.items():
-        if value != start.get(name) or (name in moved and not tuning.keep_defaults):
+        varied = len(tried.get(name, ())) > 1
+        if value != start.get(name) or (varied and not tuning.keep_defaults):
             sources[name] = source
         elif name in own:
             sources[name] = origin
@@ -448,29 +326,125 @@ def _sources_of(tuning: Tuning, recipe: Recipe, origin: str, source: str) -> dic
 
 
 def _trial(tuning: Tuning, outcome: Outcome) -> str:
-    """The first trial that tried the policy and parameters of `outcome`."""
-    wanted = (outcome.policy, outcome.parameters)
-    numbers = (
-        t.number for t in tuning.trials if (t.outcome.policy, t.outcome.parameters) == wanted
-    )
-    number = next(numbers, None)
-    return "the best" if number is None else f"trial {number}"
-
-
-def _moved(tuning: Tuning, policy: str) -> frozenset[str]:
-    """The parameters of `policy` that differ between its trials: those that the search moved."""
-    seen: dict[str, set[object]] = {}
+    """The first trial with the policy and parameters of `outcome`."""
     for trial in tuning.trials:
-        if trial.outcome.policy == policy:
-            for name, value in trial.outcome.parameters.items():
-                seen.setdefault(name, set()).add(value)
-    return frozenset(name for name, values in seen.items() if len(values) > 1)
+        tried = trial.outcome
+        if (tried.policy, tried.parameters) == (outcome.policy, outcome.parameters):
+            return f"trial {trial.number}"
+    return "the best"
 
 
-# How two plans differ, key by key. Who wrote them, and how they explain themselves, does not
-# count.
+def explain(kinds: Sequence[Kind], policy: PlannedPolicy, choice: Choice) -> Explained:
+    """Explain each value of the plan: policy, parameters, laws, predictions.
 
-NOT_COMPARED = {"environment", "tool_version", "explained"}
+    The keys of laws of a fleet's further kinds begin with the names of their recipes.
+    """
+    recipe, fit = kinds[0].recipe, kinds[0].fit
+    explained = explain_policy(policy, choice.source, choice.sources)
+    explained[LIMITS] = explain_limits(choice.limits, choice.limits_source)
+    explained |= _explain_fit(recipe.workers, fit) | _explain_revision(recipe.model)
+    for kind in kinds[1:]:
+        laws = _explain_fit(kind.recipe.workers, kind.fit)
+        laws |= _explain_revision(kind.recipe.model)
+        explained |= {
+            f"{kind.recipe.name}: {name}": laws[name] for name in laws if name != "workers"
+        }
+    if len(kinds) > 1 or kinds[0].workers != recipe.workers:
+        explained["workers"] = _explain_fleet(kinds)
+    for name, metric in choice.predicted.items():
+        explained[PREDICTED + name] = Explanation(value=_text(metric), source=choice.predicted_on)
+    return explained
+
+
+def explain_policy(policy: PlannedPolicy, source: str, sources: Mapping[str, str]) -> Explained:
+    """Explain a policy and its parameters. Parameters without a source have defaults."""
+    default = f"default of policy '{policy.name}'"
+    explained = {"policy": Explanation(value=policy.name, source=source)}
+    for name, value in policy.parameters.items():
+        explained[name] = Explanation(value=_text(value), source=sources.get(name, default))
+    return explained
+
+
+def explain_limits(limits: Sequence[Limit], source: str) -> Explanation:
+    """Explain whether the limits are predicted to be kept; `source` says what that rests on."""
+    if any(limit.kept is None for limit in limits):
+        return Explanation(value="not predicted", source=source)
+    if not broken(limits):
+        return Explanation(value=f"{len(limits)} of {len(limits)} kept", source=source)
+    kept = len(limits) - len(broken(limits))
+    return Explanation(
+        value=f"{kept} of {len(limits)} kept", source=f"predicted to {breaks(limits)}; {source}"
+    )
+
+
+def _explain_fit(workers: int, fit: Fit) -> Explained:
+    budget, per_token = fit.engine.kv_budget_bytes, fit.engine.kv_bytes_per_token
+    capacity = f"the engine's own count, {budget} bytes of {per_token} per token"
+    return {
+        "workers": Explanation(
+            value=str(workers), source="recipe; the fit was measured with the same number"
+        ),
+        "prefill law": _explain_law(fit.prefill),
+        "decode law": _explain_law(fit.decode),
+        "overhead": Explanation(
+            value=f"{fit.overhead.batch_s:.3g} s a batch, its time x {fit.overhead.stretch:.4g}",
+            source=f"whole slices on all workers; {_error(fit.overhead.error)}",
+        ),
+        "memory law": _explain_memory(fit),
+        "capacity_tokens": Explanation(value=str(fit.memory.capacity_tokens), source=capacity),
+    }
+
+
+def _explain_revision(model: ModelSpec) -> Explained:
+    """Explain which revision of the hub is loaded; empty for a model that is not from the hub."""
+    if not model.from_hub:
+        return {}
+    source = "recipe: model.revision"
+    if not model.pinned:
+        which = f"{source} is not a commit: it" if model.revision else "the recipe names none: that"
+        remedy = "name the commit's 40 digits as model.revision"
+        source = f"NOT PINNED: {which} may be another one at each load; {remedy}"
+    return {
+        "model revision": Explanation(value=model.revision or "the hub's newest", source=source)
+    }
+
+
+def _explain_fleet(kinds: Sequence[Kind]) -> Explanation:
+    counts = ", ".join(f"{kind.workers} of {kind.recipe.name}" for kind in kinds)
+    source = f"fleet: {counts}"
+    measured = [
+        f"{k.recipe.name} with {k.fit.workers}" for k in kinds if k.fit.workers != k.workers
+    ]
+    if measured:
+        source += f"; measured together: {', '.join(measured)}"
+    return Explanation(value=str(sum(kind.workers for kind in kinds)), source=source)
+
+
+def _explain_law(law: LatencyFit) -> Explanation:
+    valid = f"valid to batch {law.valid.batch_size_max}, length {law.valid.length_max}"
+    return Explanation(
+        value=law.form, source=f"best of {len(law.candidates)} forms; {_error(law.error)}; {valid}"
+    )
+
+
+def _explain_memory(fit: Fit) -> Explanation:
+    if fit.memory.form == "rules":
+        return Explanation(
+            value=f"{len(fit.memory.rules)} rules",
+            source="probed largest batches (SCLS Algorithm 2)",
+        )
+    zeta = f"zeta {fit.memory.zeta:.4g} +- {fit.memory.zeta_std:.2g}"
+    return Explanation(value=zeta, source="probed largest batches (SCLS Eq. 9)")
+
+
+def _error(error: HeldOutError) -> str:
+    return f"median error {error.median_percent:.1f} % on {error.points} held-out points"
+
+
+def _text(value: ParameterValue) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -483,8 +457,13 @@ class Difference:
 
 
 def differences(old: Plan, new: Plan) -> list[Difference]:
-    """The keys at which two plans differ, in the file's order."""
-    before, after = dict(_flat("", _content(old))), dict(_flat("", _content(new)))
+    """The keys whose values differ between two plans, in the file's order.
+
+    The versions and machines that wrote them, and their explanations, are not compared.
+    """
+    before, after = (
+        dict(_flat("", plan.model_dump(mode="json", exclude=NOT_COMPARED))) for plan in (old, new)
+    )
     keys = dict.fromkeys([*before, *after])
     return [
         Difference(key, before.get(key, ""), after.get(key, ""))
@@ -493,11 +472,8 @@ def differences(old: Plan, new: Plan) -> list[Difference]:
     ]
 
 
-def _content(plan: Plan) -> dict[str, object]:
-    return plan.model_dump(mode="json", exclude=NOT_COMPARED)
-
-
 def _flat(prefix: str, value: object) -> Iterator[tuple[str, str]]:
+    """The leaves of nested data, with their paths as keys."""
     if isinstance(value, dict):
         for key, inner in value.items():
             yield from _flat(f"{prefix}.{key}".lstrip("."), inner)

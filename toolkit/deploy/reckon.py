@@ -1,7 +1,12 @@
-"""The numbers that several targets carry: how long an end takes, what a pod needs, how long loading
-may take.
+"""Numbers that several targets share, each with its source.
 
-Each comes with its source. What is reckoned from nothing measured says so.
+First drain, loading, memory and replicas of a server. A number that rests on no measurement says
+so. Then the autoscaling threshold: how many requests may wait before first tokens come too late.
+
+For the threshold, a backlog of n requests arrives at an idle replica, and the simulator, with the
+plan's policy and the fit's laws, says when each gets its first token. The threshold is the largest
+n that keeps the recipe's TTFT targets, minus the requests that start at once: the others are those
+that /metrics counts as waiting. It does not include the time that a new replica takes to load.
 """
 
 from __future__ import annotations
@@ -14,7 +19,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from toolkit.deploy.order import Order, Reckoned
+from toolkit.deploy.order import Order, Sourced
 from toolkit.errors import InputError
 from toolkit.files.plan import Kind, Plan
 from toolkit.files.recipe import Recipe, TuneSpec
@@ -29,31 +34,28 @@ from toolkit.traces.types import Trace, trace_path
 from toolkit.traces.windows import prepare
 
 GIB, MIB = 1 << 30, 1 << 20
-LEAST_DRAIN_S = 30
-PROPAGATION_S = 5  # until a cluster's proxies have heard that /ready turned 503
-# after the drain: last bytes (5 s), workers that end their step or are killed (10 s), and a little
-# more
-LAST_S = 20
-STARTUP_S = 1800  # the first load, at least
-LOAD_S, SLOW_BYTES_PER_S = 600, 50_000_000  # beside the download, and a slow link's
-SPARE_GIB = 2  # of the models' cache: tokenizer, config, locks, a download's pieces
+MIN_DRAIN_S = 30
+PROPAGATION_S = 5  # until a cluster's proxies know that /ready answers 503
+# After the drain: last bytes (5 s), workers that end their step or are killed (10 s), and a margin.
+AFTER_DRAIN_S = 20
+MIN_STARTUP_S = 1800  # of the first load
+LOAD_S, SLOW_BYTES_PER_S = 600, 50_000_000  # loading without the download, and a slow link
+SPARE_GIB = 2  # of the models' cache: tokenizer, config, locks, partial downloads
 VALUE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-# of host memory: `serve` itself, and one worker process before it loads a model; see
-# docs/deploying.md
+# Host memory of `serve` itself, and of a worker process before it loads a model: docs/deploying.md
 FRONT_MIB = 768
 WORKER_MIB = 1024
-# a pod's memory limit, of what it asks for: libraries and loading were not measured to the last
-# page
+# A pod's memory limit over its request: libraries and loading were not measured exactly.
 LIMIT_FACTOR = 2
 SHARED_GIB = 1  # of /dev/shm, for NCCL between a worker's processes
-UNKNOWN_MODELS_GIB = 1024  # the models' cache, where nothing says how large they are
-PLAN_LIMIT_BYTES = 900 * 1024  # a ConfigMap and systemd's credentials both hold 1 MiB at most
+UNKNOWN_MODELS_GIB = 1024  # the models' cache, where a size is not known
+MAX_PLAN_BYTES = 900 * 1024  # a ConfigMap and systemd's credentials both hold at most 1 MiB
+MODELS = "/models"  # where a pod has the volume of models
+MAX_BACKLOG = 4096  # requests: no server needs a longer queue
 
 
-def drain_s(order: Order) -> Reckoned[int]:
-    """Seconds that running requests get after the end was announced: as long as the longest is
-    expected to take.
-    """
+def drain_s(order: Order) -> Sourced[int]:
+    """Seconds that running requests get to end: the expected time of the longest request."""
     wanted: dict[str, float] = {
         f"the target {key}": limit
         for key, limit in order.plan.recipe.sla.items()
@@ -65,48 +67,42 @@ def drain_s(order: Order) -> Reckoned[int]:
         if key in ("e2e_p99_s", "e2e_max_s")
     }
     wanted |= {f"the predicted {key}": value for key, value in predicted.items()}
-    name, longest = max(wanted.items(), key=lambda one: one[1], default=("", 0.0))
-    if longest <= LEAST_DRAIN_S:
-        return Reckoned(
-            LEAST_DRAIN_S, "llmctl's default; no target and no prediction asks for more"
-        )
-    return Reckoned(math.ceil(longest), f"{name} is {longest:.3g} s, rounded up: what runs may end")
-
-
-def grace_s(drain: Reckoned[int], notice_s: int = 0) -> Reckoned[int]:
-    """Seconds between SIGTERM and SIGKILL: longer than notice and drain."""
-    parts = f"notice {notice_s} + " if notice_s else ""
-    return Reckoned(
-        notice_s + drain.value + LAST_S, f"{parts}drain {drain.value} + {LAST_S} for the last bytes"
+    name, longest = max(wanted.items(), key=lambda item: item[1], default=("", 0.0))
+    if longest <= MIN_DRAIN_S:
+        return Sourced(MIN_DRAIN_S, "llmctl's default; no target and no prediction needs more")
+    return Sourced(
+        math.ceil(longest), f"{name} is {longest:.3g} s, rounded up: running requests can end"
     )
 
 
-def startup_s(order: Order) -> Reckoned[int]:
-    """Seconds that the first load may take, the download with it: more for models of more than 56
-    GiB.
-    """
+def grace_s(drain: Sourced[int], notice_s: int = 0) -> Sourced[int]:
+    """Seconds between SIGTERM and SIGKILL: notice, drain, and time for the end of the process."""
+    parts = f"notice {notice_s} + " if notice_s else ""
+    seconds = notice_s + drain.value + AFTER_DRAIN_S
+    return Sourced(seconds, f"{parts}drain {drain.value} + {AFTER_DRAIN_S} for the last bytes")
+
+
+def startup_s(order: Order) -> Sourced[int]:
+    """Seconds that the first load may take, with its download: more for models above 56 GiB."""
     weights = max((weight_bytes(kind) or 0 for kind in order.plan.kinds), default=0)
     bound = LOAD_S + math.ceil(weights / SLOW_BYTES_PER_S)
-    if bound <= STARTUP_S:
-        return Reckoned(
-            STARTUP_S, "a bound: how long loading takes was not measured (download, disk, weights)"
-        )
-    sizes = (
-        f"{weights / GIB:.0f} GiB of weights at {SLOW_BYTES_PER_S / 1e6:.0f} MB/s, and {LOAD_S} s"
-    )
-    return Reckoned(
-        -(-bound // 60) * 60, f"a bound: {sizes}; how long loading takes was not measured"
-    )
+    if bound <= MIN_STARTUP_S:
+        source = "a bound: the time of loading was not measured (download, disk, weights)"
+        return Sourced(MIN_STARTUP_S, source)
+    speed = f"{SLOW_BYTES_PER_S / 1e6:.0f} MB/s"
+    sizes = f"{weights / GIB:.0f} GiB of weights at {speed}, and {LOAD_S} s"
+    minutes = -(-bound // 60)
+    return Sourced(60 * minutes, f"a bound: {sizes}; the time of loading was not measured")
 
 
 def weight_bytes(kind: Kind) -> int | None:
-    """Bytes of a kind's weights, all of its GPUs together; None where nothing says."""
+    """Bytes of a kind's weights on all GPUs of a worker; None where not known."""
     model, facts = kind.recipe.model, kind.fit.engine
     return model.weight_bytes or facts.parameters * VALUE_BYTES[model.dtype] or None
 
 
-def models_gib(kinds: Sequence[Kind]) -> Reckoned[int] | None:
-    """GiB that the cache of these kinds' models may take; None where no size is known."""
+def models_gib(kinds: Sequence[Kind]) -> Sourced[int] | None:
+    """GiB for the cache of these kinds' models; None where a size is not known."""
     sizes = {
         (kind.recipe.model.source, kind.recipe.model.revision): weight_bytes(kind) for kind in kinds
     }
@@ -114,56 +110,57 @@ def models_gib(kinds: Sequence[Kind]) -> Reckoned[int] | None:
     if len(known) < len(sizes):
         return None
     weights = sum(known)
-    source = f"twice {weights / GIB:.3g} GiB of weights, for another revision or dtype, and {SPARE_GIB} GiB"
-    return Reckoned(math.ceil(2 * weights / GIB) + SPARE_GIB, source)
+    room = f"for another revision or dtype, and {SPARE_GIB} GiB"
+    source = f"twice {weights / GIB:.3g} GiB of weights, {room}"
+    return Sourced(math.ceil(2 * weights / GIB) + SPARE_GIB, source)
 
 
-def gpus(recipe: Recipe) -> Reckoned[int]:
+def gpus(recipe: Recipe) -> Sourced[int]:
     """GPUs of one server; 0 where the recipe runs on CPUs."""
     if recipe.hardware.device == "cpu":
-        return Reckoned(0, "the recipe's hardware.device is cpu")
+        return Sourced(0, "the recipe's hardware.device is cpu")
     each = recipe.engine.tensor_parallel_size
-    return Reckoned(recipe.workers * each, f"recipe: {recipe.workers} workers, {each} GPU for each")
+    return Sourced(recipe.workers * each, f"recipe: {recipe.workers} workers, {each} GPU for each")
 
 
-def cpus(recipe: Recipe) -> Reckoned[int]:
-    """CPU cores that a server asks for: its workers' threads, and one for the front."""
+def cpus(recipe: Recipe) -> Sourced[int]:
+    """CPU cores that a server requests: its workers' threads, and one for the front."""
     threads = (recipe.engine.threads or 1) * recipe.engine.tensor_parallel_size
     source = f"recipe: {recipe.workers} workers x {threads} threads, and one for the front"
-    return Reckoned(recipe.workers * threads + 1, source)
+    return Sourced(recipe.workers * threads + 1, source)
 
 
-def memory_mib(order: Order) -> Reckoned[int]:
-    """Host memory that a server with all its workers asks for."""
+def memory_mib(order: Order) -> Sourced[int]:
+    """Host memory in MiB that a server with all its workers requests."""
     each, workers = worker_memory_mib(order.plan.kinds[0]), order.plan.recipe.workers
     source = f"{FRONT_MIB} MiB for the front, and for each of {workers} workers {each.source}"
-    return Reckoned(FRONT_MIB + workers * each.value, source)
+    return Sourced(FRONT_MIB + workers * each.value, source)
 
 
-def worker_memory_mib(kind: Kind) -> Reckoned[int]:
-    """Host memory of one worker. On a GPU the weights pass through it once."""
+def worker_memory_mib(kind: Kind) -> Sourced[int]:
+    """Host memory of one worker in MiB, also on a GPU, since the weights pass through it once."""
     recipe, fit = kind.recipe, kind.fit
     weights = recipe.model.weight_bytes or 0
     cache = fit.engine.kv_budget_bytes if recipe.hardware.device == "cpu" else 0
     libraries = WORKER_MIB * recipe.engine.tensor_parallel_size  # a process for each share
     parts = [f"{libraries} MiB of libraries", f"{math.ceil(weights / MIB):,} MiB of weights"]
     parts += [f"{math.ceil(cache / MIB):,} MiB of KV cache"] if cache else []
-    return Reckoned(libraries + math.ceil((weights + cache) / MIB), " + ".join(parts))
+    return Sourced(libraries + math.ceil((weights + cache) / MIB), " + ".join(parts))
 
 
-def memory_limit_mib(order: Order) -> Reckoned[int]:
-    """Host memory at which the pod of a server is ended."""
-    asked, kind = memory_mib(order), order.plan.kinds[0]
-    beside = worker_memory_beside(kind)
-    source = f"{LIMIT_FACTOR} times what it asks for"
-    if beside.value:
-        source += f", and for each of {order.plan.recipe.workers} workers {beside.source}"
-    return Reckoned(LIMIT_FACTOR * asked.value + order.plan.recipe.workers * beside.value, source)
+def memory_limit_mib(order: Order) -> Sourced[int]:
+    """Host memory in MiB at which the pod of a server is killed."""
+    requested, workers = memory_mib(order), order.plan.recipe.workers
+    extra = worker_extra_memory_mib(order.plan.kinds[0])
+    source = f"{LIMIT_FACTOR} times what it requests"
+    if extra.value:
+        source += f", and for each of {workers} workers {extra.source}"
+    return Sourced(LIMIT_FACTOR * requested.value + workers * extra.value, source)
 
 
-def worker_memory_beside(kind: Kind) -> Reckoned[int]:
-    """MiB of host memory that one worker may take beside what it asks for: swapped caches, and a
-    group's load.
+def worker_extra_memory_mib(kind: Kind) -> Sourced[int]:
+    """Host memory in MiB that a worker may use besides its request: swapped caches, shared memory,
+    and the weights that all processes of a group load.
     """
     group, weights = kind.recipe.engine.tensor_parallel_size, kind.recipe.model.weight_bytes or 0
     sizes = {
@@ -171,80 +168,64 @@ def worker_memory_beside(kind: Kind) -> Reckoned[int]:
         f"MiB of weights in the {group - 1} other processes while they load": (group - 1) * weights,
         "MiB of /dev/shm": SHARED_GIB * GIB if group > 1 else 0,
     }
-    parts = [(math.ceil(size / MIB), of) for of, size in sizes.items() if size]
-    return Reckoned(
-        sum(size for size, _ in parts), " + ".join(f"{size:,} {of}" for size, of in parts)
-    )
+    parts = [(math.ceil(size / MIB), name) for name, size in sizes.items() if size]
+    source = " + ".join(f"{size:,} {name}" for size, name in parts)
+    return Sourced(sum(size for size, _ in parts), source)
 
 
-def replicas(order: Order) -> Reckoned[int]:
-    """Servers beside each other, each with all the plan's workers."""
+def replicas(order: Order) -> Sourced[int]:
+    """The number of replicas, each with all the plan's workers."""
     workload, each = order.plan.workload, order.plan.workers
     if order.options.replicas:
-        return Reckoned(order.options.replicas, "--replicas")
+        return Sourced(order.options.replicas, "--replicas")
     if workload is None or workload.workers_needed is None:
-        return Reckoned(1, "nobody asked for more: --replicas, or tune with --workers auto")
+        return Sourced(1, "the default; for more: --replicas, or tune with --workers auto")
     source = f"tuned: {workload.workers_needed} workers keep all limits, {each} in each replica"
-    return Reckoned(
+    return Sourced(
         math.ceil(workload.workers_needed / each),
-        f"{source}; one scheduler each, where one for all was simulated",
+        f"{source}; each has its own scheduler, while one for all was simulated",
     )
 
 
 def from_hub(recipe: Recipe) -> bool:
-    """Whether the model, or its tokenizer, comes from the hub."""
+    """Whether the model or its tokenizer comes from the hub."""
     return recipe.model.from_hub
 
 
 def gap_target(recipe: Recipe) -> tuple[str, float] | None:
-    """The tightest target on the time between tokens."""
+    """The tightest target on the time between tokens, if there is one."""
     gaps = [
         (key, limit)
         for key, limit in recipe.sla.items()
         if key.split("_")[0] in ("tpot", "itl", "mtpot")
     ]
-    return min(gaps, key=lambda one: one[1], default=None)
-
-
-MODELS = "/models"  # where a pod has the volume of models
+    return min(gaps, key=lambda item: item[1], default=None)
 
 
 def check_podable(order: Order) -> None:
-    """`InputError` where pods could not have the plan, or the model."""
+    """Raise `InputError` where pods cannot have the plan or the model."""
     check_plan_size(order.text, "a ConfigMap holds")
     source = order.plan.recipe.model.source
     if source.startswith(("/", ".", "~")) and not source.startswith(f"{MODELS}/"):
         raise InputError(
             f"model.source {source} is a folder of this machine, which a pod does not have",
-            f"put it on a volume and name that: {MODELS}/NAME, with --model-claim; or name a hub id",
+            f"put it on a volume and set {MODELS}/NAME, with --model-claim; or set a hub id",
         )
 
 
 def check_plan_size(text: str, holder: str) -> None:
-    """`InputError` where the plan is too large for what is to hold it."""
+    """Raise `InputError` where the plan is too large; `holder` says in words what holds it."""
     size = len(text.encode())
-    if size > PLAN_LIMIT_BYTES:
-        limit = f"{holder} {PLAN_LIMIT_BYTES >> 10} KiB of it"
+    if size > MAX_PLAN_BYTES:
         raise InputError(
-            f"the plan has {size >> 10} KiB; {limit}",
+            f"the plan has {size >> 10} KiB; {holder} {MAX_PLAN_BYTES >> 10} KiB of it",
             "render the target 'local' and copy the folder",
         )
 
 
-# How many may wait before first tokens come too late: where an autoscaler should add a replica.
-#
-# A backlog of n requests comes to an idle replica all at once, and the simulator says when each
-# gets its first token, with the plan's policy and the fit's laws. The threshold is the largest n
-# that keeps the recipe's TTFT targets, less those that start at once: what /metrics then calls
-# waiting. How long a new replica takes to load is not in it. Where no number of waiting requests
-# tells whether the target holds, there is no threshold, and the reason is said instead.
-
-MOST = 4096  # nobody needs to wait in a longer queue than that
-
-
 def default_trace(recipe: Recipe) -> str:
-    """The trace that stands for the traffic where none is given: the recipe's, where it is here, or
-    one that ships.
+    """The trace that is used where none is given: the recipe's if it exists here, else a shipped
+    one.
     """
     try:
         trace_path(recipe.tune.trace)
@@ -258,57 +239,55 @@ def ttft_targets(recipe: Recipe) -> dict[str, float]:
     return {key: limit for key, limit in recipe.sla.items() if key.startswith("ttft_")}
 
 
-def waiting_threshold(plan: Plan, trace: Trace | None) -> Reckoned[int | None]:
-    """Requests that may wait for one replica, 1 at least; None, and why, where no such number tells
-    of the target.
+def waiting_threshold(plan: Plan, trace: Trace | None) -> Sourced[int | None]:
+    """Requests that may wait for one replica, at least 1; or None with the reason.
 
-    Lengths are the trace's, made ready for the recipe, in its order and from its start again when
-    it is over; without a trace, those of `default_trace`. The longest that the recipe allows say
-    nothing: a batch of them alone takes the whole target, so that none could wait.
+    None means that no number of waiting requests tells whether the target is kept. Lengths are
+    those of the trace, scaled for the recipe, in its order and repeated; without a trace, those of
+    `default_trace`. The longest lengths that the recipe allows would not help: one batch of them
+    takes the whole target, so no request could wait.
     """
     targets = ttft_targets(plan.recipe)
     if not targets:
-        return Reckoned(None, "the recipe has no TTFT target that would say how many may wait")
-    whose = f"the lengths of {trace.source}" if trace else ""
+        return Sourced(None, "the recipe has no TTFT target, which decides how many may wait")
+    lengths_of = f"the lengths of {trace.source}" if trace else ""
     if trace is None:
         default = default_trace(plan.recipe)
-        whose = f"no trace was given, so with the lengths of {Path(default).name}"
+        lengths_of = f"no trace was given, so with the lengths of {Path(default).name}"
         trace = read_trace(trace_path(default))[0]
     policy = make_any(plan.policy.name, plan.policy.parameters)
     limit, seed = plan.recipe.serve.max_new_tokens, plan.recipe.tune.seed
-    kinds = plan.kinds
     world = fleet(
         [
-            world_from_fit(one.fit, workers=one.workers, max_new_tokens=limit, seed=seed)
-            for one in kinds
+            world_from_fit(kind.fit, workers=kind.workers, max_new_tokens=limit, seed=seed)
+            for kind in plan.kinds
         ]
     )
     lengths = prepare(trace, plan.recipe)
-    served = most(lambda count: _keeps(backlog(lengths, count), policy, world, targets))
+    served = largest(lambda count: _keeps(backlog(lengths, count), policy, world, targets))
     kept = ", ".join(f"{key} {value:g}" for key, value in targets.items())
-    simulated = f"simulated with the fit, {whose}"
+    simulated = f"simulated with the fit, {lengths_of}"
     if not served:
-        return Reckoned(None, f"{simulated}: not even one request alone keeps {kept}")
-    waiting = served - _start_at_once(backlog(lengths, served), policy, world)
-    if waiting < 1:
-        return Reckoned(
-            None,
-            f"{simulated}: {served} at once keep {kept}, and all of them start at once: none can wait",
+        return Sourced(None, f"{simulated}: not even one request alone keeps {kept}")
+    at_once = _start_at_once(backlog(lengths, served), policy, world)
+    if served <= at_once:
+        return Sourced(
+            None, f"{simulated}: {served} at once keep {kept}, and all start at once: none can wait"
         )
-    beyond = f"even {MOST} at once keep {kept}, and more were not tried"
-    beyond = beyond if served >= MOST else f"{served} at once keep {kept}"
-    return Reckoned(
-        waiting, f"{simulated}: {beyond}; {served - waiting} of them start at once and do not wait"
-    )
+    found = f"{served} at once keep {kept}"
+    if served >= MAX_BACKLOG:
+        found = f"even {MAX_BACKLOG} at once keep {kept}, and more were not tried"
+    source = f"{simulated}: {found}; {at_once} of them start at once and do not wait"
+    return Sourced(served - at_once, source)
 
 
-def most(keeps: Callable[[int], bool]) -> int:
-    """The largest count up to `MOST` that `keeps`, as all smaller ones do; 0 where 1 does not."""
-    return bisect_left(range(1, MOST + 1), True, key=lambda count: not keeps(count))
+def largest(keeps: Callable[[int], bool]) -> int:
+    """The largest count up to `MAX_BACKLOG` that `keeps`, as all smaller ones do; 0 for none."""
+    return bisect_left(range(1, MAX_BACKLOG + 1), True, key=lambda count: not keeps(count))
 
 
 def backlog(lengths: Trace, count: int) -> Trace:
-    """So many requests at once, with these lengths, repeated where there are fewer."""
+    """`count` requests that arrive at once, with these lengths, repeated where there are fewer."""
     chosen = np.arange(count) % len(lengths)
     return Trace(
         np.zeros(count),
@@ -324,6 +303,7 @@ def _keeps(trace: Trace, policy: AnyPolicy, world: World, targets: Mapping[str, 
 
 
 def _start_at_once(trace: Trace, policy: AnyPolicy, world: World) -> int:
+    """How many of these requests run after the first tick."""
     if isinstance(policy, VllmPolicy):
         return sum(
             _first_pass(trace.prompt_tokens[k :: world.workers], policy)
@@ -338,13 +318,7 @@ def _start_at_once(trace: Trace, policy: AnyPolicy, world: World) -> int:
 
 
 def _first_pass(prompts: NDArray[np.int64], policy: VllmPolicy) -> int:
-    """How many vLLM admits in its first pass: as many as have tokens of it, the last perhaps a part
-    of its prompt.
-    """
-    ends = np.cumsum(prompts)
-    begun = (
-        ends - prompts < policy.max_num_batched_tokens
-        if policy.chunked_prefill
-        else (ends <= policy.max_num_batched_tokens)
-    )
-    return min(int(begun.sum()), policy.max_num_seqs)
+    """How many requests vLLM admits to its first pass; with chunks, the last may enter in part."""
+    ends, budget = np.cumsum(prompts), policy.max_num_batched_tokens
+    admitted = ends - prompts < budget if policy.chunked_prefill else ends <= budget
+    return min(int(admitted.sum()), policy.max_num_seqs)

@@ -1,9 +1,12 @@
-"""Which servers run here: a file each, written when one is ready, looked at by `llmctl status` and
-`llmctl stop`.
+"""The servers that run on this machine, and starting and stopping them with service managers.
 
-A server in a process writes its own, and at its end how its requests ended. One whose process is
-gone and that did not say so was killed; a process number that was given to another process is
-noticed by its start time. No file holds a key.
+Each server has a file, written when it is ready and read by `llmctl status` and `llmctl stop`. A
+server in a process writes its own file and, at its end, how its requests ended. If its process is
+gone without that, it was killed; the start time shows whether its process number was reused. No
+file holds an API key.
+
+`start` and `stop` hand a rendered folder to systemd or Docker Compose. If a manager is missing, the
+error names the command that installs it, before anything is started.
 """
 
 from __future__ import annotations
@@ -26,7 +29,9 @@ from toolkit.files.io import write_file
 from toolkit.files.strict import Strict, read_bytes, validate
 
 Where = Literal["local", "ray", "systemd", "compose"]
-SAME_START_S = 1.0
+SAME_START_S = 1.0  # start times that differ by less are those of one process
+BOOTED = Path("/run/systemd/system")  # exists where systemd runs the machine: sd_booted(3)
+LINES_SHOWN = 3  # of a failed command's stderr
 
 
 class Running(Strict):
@@ -41,17 +46,17 @@ class Running(Strict):
     policy: str
     pid: int | None = Field(default=None, description="of a server in a process of this machine")
     started: str | None = Field(
-        default=None, description="the boot and the tick of it in which that process started"
+        default=None, description="the start of that process: the boot, and the tick since it"
     )
     started_s: float | None = Field(
         default=None,
-        description="when that process started, in seconds since 1970, by the clock as it was then",
+        description="the start of that process in seconds since 1970, by the clock at that time",
     )
     folder: str | None = Field(
-        default=None, description="what it was rendered to, for systemd and compose"
+        default=None, description="the rendered folder, for systemd and compose"
     )
     certificate: str | None = Field(
-        default=None, description="a file with what it shows, where it speaks TLS"
+        default=None, description="the file of its TLS certificate, if it has one"
     )
     breaks: str = Field(
         default="", description="limits that its plan is predicted to break; '' for none"
@@ -62,9 +67,7 @@ class Running(Strict):
 
     @property
     def alive(self) -> bool:
-        """Whether its process is there. Of what a service manager runs, only the manager knows:
-        yes.
-        """
+        """Whether its process exists. True under a service manager, since only that knows."""
         if self.pid is None:
             return True
         try:
@@ -79,7 +82,7 @@ class Running(Strict):
 
 
 def folder_of_states() -> Path:
-    """XDG's folder for state that outlives a process."""
+    """The folder of the servers' files, in XDG's folder for state that outlives a process."""
     base = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
     return Path(base) / "llmctl" / "servers"
 
@@ -91,10 +94,9 @@ def name_of(recipe: str, url: str) -> str:
 
 
 def start_of(pid: int) -> str | None:
-    """When a process started, in words that no step of the clock changes; None where the machine
-    has none.
+    """The start of a process as text that does not depend on the clock; None if not available.
 
-    The clock's time of a start is reckoned from the time of the boot, which moves with the clock.
+    The start time in seconds is derived from the boot time, which moves when the clock is set.
     """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
@@ -108,7 +110,7 @@ def start_of(pid: int) -> str | None:
 def this_process(
     name: str, target: Where, url: str, model: str, workers: int, policy: str
 ) -> Running:
-    """What this process is to write of itself."""
+    """The record of this process as a server."""
     me = psutil.Process()
     return Running(
         name=name,
@@ -124,7 +126,7 @@ def this_process(
 
 
 def remember(server: Running) -> Path:
-    """Write a server's file. `InputError` where it cannot be written."""
+    """Write a server's file. Raises `InputError` where it cannot be written."""
     path = folder_of_states() / f"{server.name}.json"
     write_file(server, path)
     return path
@@ -136,13 +138,13 @@ def forget(server: Running) -> None:
 
 
 def remembered() -> Iterator[Running]:
-    """Every server that has a file, by name; one that cannot be read is an `InputError`."""
+    """Every server with a file, sorted by name. Raises `InputError` for an unreadable file."""
     for path in sorted(folder_of_states().glob("*.json")):
         yield recall(path.stem)
 
 
 def recall(name: str) -> Running:
-    """The server of that name. `InputError` where there is no file of it."""
+    """The server of that name. Raises `InputError` where it has no file."""
     path = folder_of_states() / f"{name}.json"
     if not re.fullmatch(r"[a-z0-9][a-z0-9._-]{0,63}", name) or not path.is_file():
         raise InputError(
@@ -151,18 +153,10 @@ def recall(name: str) -> Running:
     return validate(Running, read_bytes(path), path, f"rm {path}")
 
 
-# Service managers that a rendered folder can be handed to: systemd and Docker Compose, where they
-# exist.
-#
-# What is missing is one line with the command that brings it, before anything is started.
-
-BOOTED = Path("/run/systemd/system")  # sd_booted(3)
-LINES_SHOWN = 3
-
-
 def start(folder: Path, manifest: Manifest) -> None:
-    """Start what was rendered, and wait until it is ready. `EngineError` where the manager is not
-    there, or fails.
+    """Start a rendered server and wait until it is ready.
+
+    Raises `EngineError` where the service manager is missing or fails.
     """
     if manifest.target == "systemd":
         _check_systemd()
@@ -175,7 +169,7 @@ def start(folder: Path, manifest: Manifest) -> None:
 
 
 def stop(folder: Path, manifest: Manifest) -> None:
-    """Stop it, and wait for its drain. `EngineError` as in `start`."""
+    """Stop a rendered server and wait for its drain. Raises `EngineError` as `start` does."""
     if manifest.target == "systemd":
         _check_systemd()
         _run(["systemctl", "stop", f"{manifest.name}.service"])
@@ -185,39 +179,25 @@ def stop(folder: Path, manifest: Manifest) -> None:
 
 
 def _start_unit(unit: str) -> None:
-    """`systemctl start`. Where it fails, systemd would go on trying, and would not say why; the
-    unit's log does.
+    """Run `systemctl start`, with the reason of a failure from the unit's log.
+
+    After a failure systemd would keep trying, and systemctl does not name the reason.
     """
-    since_s = time.time()
+    since = f"@{time.time():.6f}"
     started = subprocess.run(["systemctl", "start", unit], capture_output=True, text=True)
     if started.returncode == 0:
         return
     subprocess.run(["systemctl", "stop", unit], capture_output=True)
-    log = [
-        "journalctl",
-        "--unit",
-        unit,
-        "--since",
-        f"@{since_s:.6f}",
-        "--output",
-        "cat",
-        "--no-pager",
-    ]
-    words = subprocess.run(log, capture_output=True, text=True).stdout
-    reason = _reason(words) or _tail(started.stderr)
-    no_key = f"its key has to be there first, and its plan: EXPLAIN.md says how; or see journalctl --unit {unit}"
-    raise EngineError(
-        f"{unit} did not start: {reason}",
-        no_key if "credentials" in reason else f"journalctl --unit {unit}",
-    )
-
-
-def _reason(log: str) -> str:
-    """What the service said first, or systemd of what it could not do for it; '' where neither did."""
-    lines = log.splitlines()
-    said = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
-    said += [line.partition(": ")[2] for line in lines if ": Failed to " in line]
-    return next(iter(said), "")
+    command = ["journalctl", "--unit", unit, "--since", since, "--output", "cat", "--no-pager"]
+    lines = subprocess.run(command, capture_output=True, text=True).stdout.splitlines()
+    # The first error of the service, else of systemd, else of systemctl.
+    reasons = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+    reasons += [line.partition(": ")[2] for line in lines if ": Failed to " in line]
+    reason = reasons[0] if reasons else _tail(started.stderr)
+    hint = f"journalctl --unit {unit}"
+    if "credentials" in reason:
+        hint = f"its key and plan must exist first: EXPLAIN.md says how; or see {hint}"
+    raise EngineError(f"{unit} did not start: {reason}", hint)
 
 
 def _check_systemd() -> None:
@@ -228,7 +208,7 @@ def _check_systemd() -> None:
     if not BOOTED.is_dir():
         raise EngineError(
             "systemd does not run this machine",
-            "copy the folder to one that it runs, or --target local",
+            "copy the folder to a machine that it runs, or --target local",
         )
 
 
@@ -250,9 +230,9 @@ def _fails(command: Sequence[str]) -> bool:
 def _run(command: Sequence[str]) -> None:
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
-        said = _tail(done.stderr)
         raise EngineError(
-            f"{' '.join(command[:3])}: {said}", f"run it yourself: {' '.join(command)}"
+            f"{' '.join(command[:3])}: {_tail(done.stderr)}",
+            f"run it yourself: {' '.join(command)}",
         )
 
 

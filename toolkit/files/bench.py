@@ -1,5 +1,7 @@
-"""bench.json: what a replay of a trace against a server measured, beside what was predicted before
-it.
+"""bench.json and validation.json: measurements of a replayed trace, each with its prediction.
+
+bench.json is about one replay against a server. validation.json compares a plan's predictions
+with measurements on several windows of a trace. All errors are 100 (predicted / measured - 1).
 """
 
 from __future__ import annotations
@@ -10,38 +12,37 @@ from pydantic import Field
 
 from toolkit.files.strict import Envelope, Strict
 
+SUMMARY_METRICS = ("throughput_rps", "ttft_mean_s", "e2e_mean_s")  # of a validation, in one line
+
 
 class Front(Strict):
-    """By how much clients see tokens later than the server's driver has them, arrivals counted:
-    means of latencies.
-    """
+    """Mean delay in seconds from the server's driver to the client, arrivals included."""
 
-    first_s: float
-    last_s: float
+    first_s: float  # of first tokens
+    last_s: float  # of last tokens
 
 
 class Warmup(Strict):
-    """What other requests showed before the replay: how long batches take, and how long the laws
-    say they take.
-    """
+    """Batch times of other requests before the replay, measured and predicted by the laws."""
 
     requests: int
     batch_s: float
     predicted_batch_s: float
     slowdown: float = Field(
-        description="their ratio, without the arrivals' cost; the prediction takes every batch to be so much longer"
+        description="batch_s / predicted_batch_s without the arrivals' cost; the prediction "
+        "multiplies every batch time by it"
     )
     arrival_cost_s: float = Field(
-        default=0.0, description="what each request that arrived added to every slice that ran then"
+        default=0.0, description="what each arriving request adds to every slice that runs then"
     )
     front: Front | None = Field(
         default=None,
-        description="added to every predicted latency; none: the server was not ours alone meanwhile",
+        description="added to every predicted latency; none: the server also had other clients",
     )
 
 
 class Compared(Strict):
-    """One metric. Errors are the prediction's: 100 (predicted / measured - 1)."""
+    """One metric of a replay, measured and predicted."""
 
     metric: str
     measured: float | None
@@ -52,10 +53,9 @@ class Compared(Strict):
 
 
 class TargetResult(Strict):
-    """A latency target: its limit, and the value that was measured and predicted, in seconds.
+    """A latency target: its limit, and the measured and predicted values, in seconds.
 
-    Over the requests that were served; those that failed miss every target, which attainment
-    counts.
+    The values are over served requests. Failed requests miss every target; attainment counts that.
     """
 
     target: str
@@ -67,32 +67,32 @@ class TargetResult(Strict):
 
 
 class Scheduling(Strict):
-    """What a server spent beside running the model, over all its workers. Seconds are of wall time."""
+    """Time that a server spent on scheduling, over all its workers. Seconds are wall time."""
 
     batches: int = Field(description="slices or rounds")
     steps: int
     engine_s: float = Field(description="inside the engines, reporting included")
     reporting_s: float = Field(
-        description="between two steps, to send tokens and hear of cancellations"
+        description="between two steps, to send tokens and receive cancellations"
     )
     deciding_s: float = Field(description="in the scheduler, in the front's process")
-    hops: int = Field(description="batches that followed one at once")
+    hops: int = Field(description="batches that directly followed another batch")
     hop_s: float = Field(
-        description="from the end of the batch before to their start, deciding included"
+        description="from the end of the previous batch to their start, deciding included"
     )
 
     def text(self) -> str:
-        """One line for people. Shares are of the engine's time, which the front's other work is not
-        part of.
-        """
-        shares = [
-            100.0 * value / self.engine_s
-            for value in (self.deciding_s, self.hop_s, self.reporting_s)
-        ]
-        each_ms = [1e3 * self.deciding_s / self.batches, 1e3 * self.hop_s / max(self.hops, 1)]
-        step = f"{self.steps / self.batches:.1f} steps of {1e3 * self.engine_s / max(self.steps, 1):.2f} ms"
-        parts = f"deciding {shares[0]:.2f} %, hop {shares[1]:.2f} %, reporting {shares[2]:.2f} % of engine time"
-        return f"scheduler: {parts}; per batch of {step}: {each_ms[0]:.3f} and {each_ms[1]:.3f} ms"
+        """One line for a person. Shares are of engine time, without the front's other work."""
+        percent = 100.0 / self.engine_s
+        shares = (
+            f"deciding {percent * self.deciding_s:.2f} %, hop {percent * self.hop_s:.2f} %, "
+            f"reporting {percent * self.reporting_s:.2f} % of engine time"
+        )
+        step_ms = 1e3 * self.engine_s / max(self.steps, 1)
+        deciding_ms = 1e3 * self.deciding_s / self.batches
+        hop_ms = 1e3 * self.hop_s / max(self.hops, 1)
+        batch = f"per batch of {self.steps / self.batches:.1f} steps of {step_ms:.2f} ms"
+        return f"scheduler: {shares}; {batch}: {deciding_ms:.3f} and {hop_ms:.3f} ms"
 
 
 class BenchReport(Envelope):
@@ -106,61 +106,58 @@ class BenchReport(Envelope):
     )
     request_rate_rps: float | None = Field(
         default=None,
-        description="mean rate of the whole trace as it was scaled; none: its requests come all at once",
+        description="mean rate of the whole scaled trace; none: its requests arrive all at once",
     )
     lengths: Literal["hidden", "given"] = Field(
-        description="'given': each request asked for exactly its output as max_tokens, so the scheduler knew the "
-        "lengths as limits, which it does not of real traffic; the prediction simulates the same"
+        description="'given': each request had exactly its output length as max_tokens, so the "
+        "scheduler knew the lengths as limits, unlike with real traffic; the prediction simulates "
+        "the same"
     )
     trace_notes: list[str]
     interrupted: bool
     requests: int = Field(description="in the replayed part of the trace")
     answered: int = Field(description="served or failed; the metrics are about these")
     failures: dict[str, int] = Field(
-        description="reason to count; '...' where reasons differ in numbers alone"
+        description="reason to count; '...' where reasons differ only in numbers"
     )
     refused: int = Field(
         default=0,
-        description="of the failures: refused for load (HTTP 429 or 503). They count as missed in attainment; the "
-        "prediction serves every request",
+        description="of the failures: refused for load (HTTP 429 or 503). They count as missed in "
+        "attainment; the prediction serves every request",
     )
-    wrong_length: int = Field(description="served with another number of tokens than the trace has")
-    send_lag_p99_s: float = Field(description="how late the client itself was")
+    wrong_length: int = Field(
+        description="requests served with another number of tokens than the trace has"
+    )
+    send_lag_p99_s: float = Field(description="how late the client sent requests")
     sla: dict[str, float]
     warmup: Warmup | None
     replay_slowdown: float | None = Field(
-        description="as the warm-up's, of the replay's own batches: known afterwards"
+        description="as in `warmup`, from the replay's own batches; known afterwards"
     )
     replay_arrival_cost_s: float = Field(
-        default=0.0, description="as the warm-up's, of the replay itself"
+        default=0.0, description="as in `warmup`, from the replay itself"
     )
     replay_front: Front | None = Field(
-        default=None, description="as the warm-up's, of the replay itself"
+        default=None, description="as in `warmup`, from the replay itself"
     )
     predicted_in_hindsight: dict[str, float] = Field(
         default={},
-        description="with the replay's own slowdown and front: what is left is the laws' error",
+        description="with the replay's own slowdown and front, so the rest is the laws' error",
     )
     scheduling: Scheduling | None = Field(
-        description="what the server spent on scheduling meanwhile; llmctl's tell"
+        description="the server's scheduling time during the replay; only llmctl servers report it"
     )
     measured: dict[str, float]
     predicted: dict[str, float]
-    predicted_as_fitted: dict[str, float] = Field(description="without what the warm-up showed")
+    predicted_as_fitted: dict[str, float] = Field(description="without the warm-up's corrections")
     compared: list[Compared]
     targets: list[TargetResult] = Field(
         default=[], description="each target of `sla`; none where nothing was served"
     )
 
 
-# validation.json: how far a plan's predictions were off on windows of a trace that were replayed
-# against a server.
-
-TOLD = ("throughput_rps", "ttft_mean_s", "e2e_mean_s")  # in one line
-
-
 class WindowResult(Strict):
-    """One window: what was measured and predicted, by metric."""
+    """One window of a validation, measured and predicted by metric."""
 
     start_s: float = Field(description="in the scaled trace")
     end_s: float
@@ -168,34 +165,35 @@ class WindowResult(Strict):
     failed: int
     refused: int = Field(
         default=0,
-        description="of the failed: refused for load (HTTP 429 or 503); the prediction serves every request",
+        description="of the failed: refused for load (HTTP 429 or 503); the prediction serves "
+        "every request",
     )
     slowdown: float = Field(
-        description="batches took so many times as long as fitted, just before; 1: nobody tells"
+        description="measured over fitted batch time, just before the window; 1: not known"
     )
     arrival_cost_s: float = Field(
         default=0.0,
-        description="each request that arrived added so much to every slice that ran then, just before",
+        description="what each arriving request added to every slice that ran then, just before",
     )
     front_first_s: float = Field(
         default=0.0,
-        description="clients saw first tokens so much later than the server's driver, just before",
+        description="delay of first tokens from the server's driver to clients, just before",
     )
-    front_last_s: float = Field(default=0.0, description="the same of last tokens")
+    front_last_s: float = Field(default=0.0, description="the same delay of last tokens")
     measured: dict[str, float]
     predicted: dict[str, float]
     slowdown_meanwhile: float | None = Field(
         default=None,
-        description="as `slowdown`, of the window's own batches: known afterwards; none: nobody tells",
+        description="as `slowdown`, from the window's own batches, afterwards; none: not known",
     )
     predicted_in_hindsight: dict[str, float] = Field(
         default={},
-        description="with that and the window's own front: what is then left is the laws' error",
+        description="with that and the window's own front, so the rest is the laws' error",
     )
 
 
 class MetricError(Strict):
-    """A metric over all windows. Errors are the prediction's: 100 (predicted / measured - 1)."""
+    """A metric over all windows, measured and predicted."""
 
     metric: str
     measured: float = Field(description="mean over the windows")
@@ -205,7 +203,7 @@ class MetricError(Strict):
 
 
 class RequestError(Strict):
-    """A latency request by request. Errors are the prediction's, in percent of what was measured."""
+    """A latency compared request by request; errors in percent of the measured values."""
 
     latency: str
     median_percent: float = Field(
@@ -224,14 +222,15 @@ class Validation(Envelope):
     model: str
     policy: str
     notes: list[str] = Field(
-        description="what was done to the trace, and how the server was asked for its lengths"
+        description="changes to the trace, and whether requests gave their output lengths"
     )
     windows: list[WindowResult]
     metrics: list[MetricError]
     requests: list[RequestError]
 
     def summary(self) -> str:
-        """One line for where a prediction is shown."""
-        found = {each.metric: each.error_percent for each in self.metrics}
-        errors = ", ".join(f"{name} {found[name]:+.1f} %" for name in TOLD if name in found)
-        return f"validated on {len(self.windows)} windows, the prediction's errors: {errors}"
+        """One line to show with a prediction."""
+        found = {metric.metric: metric.error_percent for metric in self.metrics}
+        errors = [f"{name} {found[name]:+.1f} %" for name in SUMMARY_METRICS if name in found]
+        windows = f"validated on {len(self.windows)} windows"
+        return f"{windows}, the prediction's errors: {', '.join(errors)}"

@@ -12,10 +12,10 @@ from toolkit.files.strict import Envelope, Strict
 
 
 class Segment(Strict):
-    """The coefficients of a law for batch sizes from `batch_size_min` up to the next segment's.
+    """The coefficients of a law for batch sizes from `batch_size_min` to the next segment's.
 
     seconds = nl * N * L + n * N + l * L + const + nll * N * L^2; for decode, L is the cached length
-    l and nll is 0.
+    l, and nll is 0.
     """
 
     batch_size_min: int
@@ -60,8 +60,9 @@ class LatencyFit(Strict):
 
 
 class OverheadFit(Strict):
-    """What a slice costs beyond the laws when all workers run: seconds = batch_s + stretch *
-    T_serve.
+    """The time of a slice while all workers run: seconds = batch_s + stretch * T_serve.
+
+    T_serve is the time by the laws.
     """
 
     batch_s: float
@@ -77,8 +78,9 @@ class BatchRule(Strict):
 
 
 class MemoryFit(Strict):
-    """Eq. 5-9, or Algorithm 2's rules. `zeta` is fitted from probes; `zeta_std` is how uncertain
-    the edge is.
+    """The SCLS paper's law of memory (Eq. 5-9), or its rules (Algorithm 2).
+
+    `zeta` is fitted from probes; `zeta_std` is the uncertainty of the edge.
     """
 
     form: Literal["zeta", "rules"]
@@ -88,15 +90,13 @@ class MemoryFit(Strict):
     zeta_std: float
     workspace: float = Field(
         default=0.0,
-        description="what a prefill holds beside the cache: tokens of KV cache per input token",
+        description="memory of a prefill besides the cache: tokens of KV cache per input token",
     )
     rules: list[BatchRule] = Field(default=[], description="by length_above, descending")
 
 
 class SwapFit(Strict):
-    """The link between a worker's device and host memory: seconds = latency_s + bytes / rate, for
-    each cache.
-    """
+    """Swapping between device and host memory: seconds = latency_s + bytes / rate, per cache."""
 
     latency_s: float
     out_bytes_per_s: float
@@ -104,16 +104,17 @@ class SwapFit(Strict):
     host_bytes: int = Field(description="host memory for caches, per worker")
     overlaps: bool = Field(
         default=True,
-        description="transfers can go on beside compute; on a CPU the computing thread copies",
+        description="transfers run in parallel with compute; on a CPU the computing thread copies",
     )
     error: HeldOutError | None = Field(
-        default=None, description="none: it was not measured but stated"
+        default=None, description="none: the link was stated, not measured"
     )
 
 
 class PartFit(Strict):
-    """A part of a round: seconds = flat_s + row_s * N + token_s * N * L. A term is 0 where the data
-    do not show it.
+    """A part of a round: seconds = flat_s + row_s * N + token_s * N * L.
+
+    A term is 0 where the data do not show it.
     """
 
     flat_s: float
@@ -123,10 +124,10 @@ class PartFit(Strict):
 
 
 class RoundsFit(Strict):
-    """What a round takes beside its prefills and decode steps, and what memory is usable in rounds.
+    """The time of a round besides its prefills and decode steps, and the memory rounds can use.
 
-    `join` is of a group of newcomers, `leave` of each row that leaves, `grow` of each decode step.
-    All of them and the laws make up a round: seconds = batch_s + stretch * their sum.
+    `join` is per group of newcomers, `leave` per row that leaves, `grow` per decode step. A round
+    takes seconds = batch_s + stretch * (the sum of these parts and the laws).
     """
 
     join: PartFit
@@ -134,7 +135,7 @@ class RoundsFit(Strict):
     grow: PartFit
     overhead: OverheadFit
     usable_share: float = Field(
-        description="of the capacity that rows x the longest may fill, newcomers prefilled beside"
+        description="of the capacity that rows x the longest may fill while newcomers are prefilled"
     )
 
 
@@ -143,11 +144,11 @@ class StepRange(Strict):
 
     rows_max: int
     tokens_max: int = Field(description="new tokens in a pass")
-    cached_max: float = Field(description="of all rows that decode, summed")
+    cached_max: float = Field(description="sum over all rows that decode")
 
 
 class StepsFit(Strict):
-    """A paged engine's forward pass (`toolkit.estimators.steps.StepLaw`), its cache, and its front."""
+    """A paged engine's forward pass (`estimators.steps.StepLaw`), its KV cache, and its front."""
 
     base_s: float
     row_s: float
@@ -162,11 +163,11 @@ class StepsFit(Strict):
     candidates: list[Candidate] = Field(description="the knots that were tried")
     valid: StepRange
     front_s: float = Field(
-        description="what a client waits for a first token beside passes: HTTP, text, there and back"
+        description="a client's wait for a first token besides passes: HTTP and text, both ways"
     )
-    front_row_s: float = Field(description="what each row that runs adds to that")
+    front_row_s: float = Field(description="what each running row adds to that")
     block_tokens: int
-    blocks: int = Field(description="of KV cache, that requests can have")
+    blocks: int = Field(description="of KV cache, usable by requests")
     async_scheduling: bool
 
 
@@ -185,11 +186,11 @@ class Fit(Envelope):
     overhead: OverheadFit
     memory: MemoryFit
     rounds: RoundsFit | None = Field(
-        default=None, description="none: no rounds were measured, batches tell of them"
+        default=None, description="none: no rounds were measured; the laws of batches hold for them"
     )
     swap: SwapFit | None = Field(
-        default=None, description="none: caches cannot be swapped, what leaves is recomputed"
+        default=None, description="none: caches cannot be swapped; evicted rows are recomputed"
     )
     steps: StepsFit | None = Field(
-        default=None, description="none: the engine's passes were not seen one by one"
+        default=None, description="none: the engine's passes were not measured one by one"
     )

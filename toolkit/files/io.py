@@ -1,8 +1,12 @@
-"""How the workflow's files are read and written: strictly, atomically, with the digests of what
-they were made from.
+"""Reading and writing workflow files: strictly, atomically, with digests of their inputs.
 
-This is the room's front door; what it imports under the same name is meant to be imported from
-here.
+This is the room's entry point; other rooms import the names in `__all__` from here. Its parts:
+
+* inputs: what a file was made from is recorded when it is written and compared when it is read. A
+  recipe is recorded by the content of each section, so a new latency target makes a tuning stale
+  but not a profile, and a comment makes nothing stale;
+* reading, writing, and the head that all files share;
+* finding fits, also those that ship under the names of their recipes.
 """
 
 from __future__ import annotations
@@ -40,17 +44,33 @@ from toolkit.files.shipped import (
 from toolkit.files.strict import Envelope, Environment, Input, read_bytes, validate
 from toolkit.files.tuning import Tuning
 
-# What a file was made from: recorded when it is written, compared when it is read.
-#
-# Of a recipe, each section is recorded by its content: a new latency target makes a tuning stale,
-# not a profile, and a comment makes nothing stale.
+__all__ = [
+    "EnvelopeFields",
+    "check_writable",
+    "digest",
+    "environment",
+    "file_text",
+    "head",
+    "load_recipe",
+    "processor",
+    "read_file",
+    "recipe_path",
+    "write_bytes",
+    "write_file",
+    "write_text",
+]
 
 AnyPath = str | os.PathLike[str]
 WORKFLOW_ROLES = ("profile", "fit", "tuning", "plan")
+DECIDING_PACKAGES = ("numba", "numpy", "optuna", "scipy", "torch", "transformers")
+KINDS = (Recipe, Profile, Fit, Tuning, Plan)
+FIT = "fit.json"
+
+EnvelopeT = TypeVar("EnvelopeT", bound=Envelope)
 
 
 class _MadeFrom(BaseModel):
-    """Any workflow file, as far as its inputs go."""
+    """The `inputs` of any workflow file, without the rest of it."""
 
     inputs: dict[str, Input]
 
@@ -66,24 +86,20 @@ def digest(path: AnyPath) -> Input:
 
 
 def record_inputs(inputs: Mapping[str, AnyPath]) -> dict[str, Input]:
-    """Role to input, for `Envelope.inputs`. What workflow files among them were made from comes
-    along.
+    """Role to input, for `Envelope.inputs`, with the inputs of the workflow files among them.
+
+    Of a fleet's further kinds (`fit.2`), only the files themselves are recorded.
     """
+    inherited: dict[str, Input] = {}
     recorded: dict[str, Input] = {}
-    for (
-        role,
-        path,
-    ) in inputs.items():  # of a fleet's further kinds (`fit.2`) the files themselves suffice
+    for role, path in inputs.items():
         if role in WORKFLOW_ROLES:
-            recorded |= validate(_MadeFrom, read_bytes(Path(path)), Path(path), "").inputs
-    return recorded | {role: _digest_as(role, path) for role, path in inputs.items()}
-
-
-def _digest_as(role: str, path: AnyPath) -> Input:
-    found = digest(path)
-    return (
-        found.model_copy(update={"sections": _section_digests(path)}) if _is_recipe(role) else found
-    )
+            inherited |= validate(_MadeFrom, read_bytes(Path(path)), Path(path), "").inputs
+        recorded[role] = digest(path)
+        if _is_recipe(role):
+            sections = {"sections": _section_digests(path)}
+            recorded[role] = recorded[role].model_copy(update=sections)
+    return inherited | recorded
 
 
 def _is_recipe(role: str) -> bool:
@@ -91,29 +107,28 @@ def _is_recipe(role: str) -> bool:
 
 
 def _section_digests(path: AnyPath) -> dict[str, str]:
-    """The sha256 of each section's content. What equals its default does not count, so that new
-    keys age no file.
+    """The sha256 of each section's content, without values that equal their defaults.
+
+    So a new key of recipes makes no older file stale.
     """
     sections = load_recipe(path).model_dump(mode="json", exclude_defaults=True)
     return {
-        name: hashlib.sha256(_canonical(content)).hexdigest() for name, content in sections.items()
+        name: hashlib.sha256(
+            json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
+        ).hexdigest()
+        for name, content in sections.items()
     }
 
 
-def _canonical(content: object) -> bytes:
-    return json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
-
-
 def check_input(content: Envelope, file: Path, role: str, source: Path) -> None:
-    """`StaleError` where `source` is not what `content`, read from `file`, was made from under
-    `role`.
+    """Check that `content`, read from `file`, was made from `source` under `role`.
 
-    It says whether that is another recipe, or the same one, changed since.
+    Raises `StaleError`, which says whether `source` is another file or has changed since.
     """
     recorded = content.inputs.get(role)
     if recorded is None:
         raise StaleError(
-            f"{file.name}: does not say from which {role} it was made",
+            f"{file.name}: does not record from which {role} it was made",
             f"make it with: {content.remake}",
         )
     if _is_recipe(role) and recorded.sections and content.recipe_sections:
@@ -149,35 +164,14 @@ def _check_sections(content: Envelope, file: Path, recorded: Input, source: Path
         )
     names = ", ".join(f"'{name}'" for name in changed)
     raise StaleError(
-        f"{file.name} is stale: {names} of {source.name} changed since it was made from {recorded.name}",
+        f"{file.name} is stale: {names} of {source.name} changed since it was made from "
+        f"{recorded.name}",
         f"make it again: {remake}",
     )
 
 
-__all__ = [
-    "EnvelopeFields",
-    "check_writable",
-    "digest",
-    "environment",
-    "file_text",
-    "head",
-    "load_recipe",
-    "processor",
-    "read_file",
-    "recipe_path",
-    "write_bytes",
-    "write_file",
-    "write_text",
-]
-
-DECIDING_PACKAGES = ("numba", "numpy", "optuna", "scipy", "torch", "transformers")
-KINDS = (Recipe, Profile, Fit, Tuning, Plan)
-
-EnvelopeT = TypeVar("EnvelopeT", bound=Envelope)
-
-
 class EnvelopeFields(TypedDict):
-    """The fields of `Envelope`, to be passed on as `Fit(**head(...), ...)`."""
+    """The fields of `Envelope`, used as `Fit(**head(...), ...)`."""
 
     tool_version: str
     environment: Environment
@@ -189,8 +183,8 @@ def read_file(
 ) -> EnvelopeT:
     """The workflow file at `path`, checked against the files that it was made from.
 
-    `inputs` maps a role ('recipe', 'profile', ...) to the file that must be the one recorded under
-    it: else `StaleError`, naming what changed and the command that remakes `path`. Raises
+    `inputs` maps a role ('recipe', 'profile', ...) to the file that must be recorded under it.
+    Otherwise `StaleError` names what changed and the command that remakes `path`. Raises
     `InputError` for a file that is missing or of another kind.
     """
     file = Path(path)
@@ -207,24 +201,22 @@ def write_file(model: BaseModel, path: AnyPath) -> None:
 
 
 def file_text(model: BaseModel) -> str:
-    """A model as it is written. Fields keep the model's order: the same model gives the same text."""
-    return (
-        json.dumps(model.model_dump(mode="json"), indent=2, ensure_ascii=False, allow_nan=False)
-        + "\n"
-    )
+    """A model as JSON text. Keys have the model's order, so the same model gives the same text."""
+    content = model.model_dump(mode="json")
+    return json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
 
 
 def write_text(path: AnyPath, text: str) -> None:
-    """`write_bytes` of UTF-8."""
+    """Write text as UTF-8; otherwise as `write_bytes`."""
     write_bytes(path, text.encode())
 
 
 def write_bytes(path: AnyPath, content: bytes) -> None:
-    """Replace a file in one step: readers see the old content or the new, also after a crash.
-    Folders are made.
+    """Replace a file atomically: readers see the old or the new content, also after a crash.
 
-    Behind a link, the file that the link names is replaced. What is no regular file (/dev/stdout, a
-    pipe) is written to: a device must never be replaced by a file.
+    Missing folders are made. Behind a link, the file that the link names is replaced. A path that
+    is not a regular file (/dev/stdout, a pipe) is written to, since a file must never replace a
+    device. Raises `InputError` where the path cannot be written.
     """
     target = Path(path).resolve()
     temporary = target.parent / f".{target.name}.{secrets.token_hex(4)}.tmp"
@@ -238,7 +230,13 @@ def write_bytes(path: AnyPath, content: bytes) -> None:
             stream.flush()
             os.fsync(stream.fileno())
         os.replace(temporary, target)
-        _sync_folder(target.parent)
+        # Make the rename durable too. Some file systems cannot; the content is safe there anyway.
+        with contextlib.suppress(OSError):
+            descriptor = os.open(target.parent, os.O_RDONLY)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
     except OSError as error:
         raise _unwritable(path, error) from None
     finally:
@@ -247,10 +245,9 @@ def write_bytes(path: AnyPath, content: bytes) -> None:
 
 
 def check_writable(path: AnyPath) -> None:
-    """`InputError` where no file can be written at `path`: asked before work whose result would be
-    lost.
+    """Raise `InputError` where no file can be written at `path`.
 
-    Makes the folder, and nothing else that lasts.
+    Called before long work, whose result would be lost. It leaves nothing but the folder.
     """
     target = Path(path).resolve()
     try:
@@ -270,21 +267,12 @@ def _unwritable(path: AnyPath, error: OSError) -> InputError:
     )
 
 
-def _sync_folder(folder: Path) -> None:
-    """Make the rename itself durable. Some file systems cannot; the content is safe there all the
-    same.
-    """
-    with contextlib.suppress(OSError):
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-
-
 def environment(device: str = "cpu", device_memory_bytes: int | None = None) -> Environment:
-    """This machine and the versions that decide the numbers. `device` is 'cpu' or the GPU's name."""
-    packages = {name: version for name in DECIDING_PACKAGES if (version := _version(name))}
+    """This machine and the versions that decide the numbers; `device` is 'cpu' or a GPU's name."""
+    packages: dict[str, str] = {}
+    for name in DECIDING_PACKAGES:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            packages[name] = metadata.version(name)
     return Environment(
         python=platform.python_version(),
         platform=platform.platform(),
@@ -296,19 +284,11 @@ def environment(device: str = "cpu", device_memory_bytes: int | None = None) -> 
     )
 
 
-def _version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return ""
-
-
 def processor() -> str:
     """The CPU's name."""
     with contextlib.suppress(OSError):
-        for line in (
-            Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-        ):
+        facts = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+        for line in facts.splitlines():
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
@@ -319,7 +299,7 @@ def head(
 ) -> EnvelopeFields:
     """The common fields of a new file: `Fit(**head(inputs={"profile": path}), ...)`.
 
-    What the inputs were themselves made from is recorded too, so a fit knows its recipe.
+    The inputs of its inputs are recorded too, so a fit knows its recipe.
     """
     return EnvelopeFields(
         tool_version=toolkit.__version__,
@@ -328,21 +308,21 @@ def head(
     )
 
 
-# Finding fits: files, and those that ship under the names of their recipes.
-
-FIT = "fit.json"
-
-
 def fit_path(fit: AnyPath) -> Path:
-    """A fit's file: a path, or the bare name of a recipe whose fit ships. `InputError` for a name
-    of neither.
+    """The file of a fit, given as a path or as the bare name of a recipe whose fit ships.
 
-    What looks like a file and is not there is left for whoever reads it to say.
+    Raises `InputError` for an unknown name. A missing file is returned: reading it gives the error.
     """
     path, text = Path(fit), os.fspath(fit)
     if path.exists() or path.suffix == ".json" or not re.fullmatch(NAME_PATTERN, text):
         return path
-    return shipped_fit(text) or _unknown(text)
+    shipped = shipped_fit(text)
+    if shipped is None:
+        raise InputError(
+            f"{text}: no such file, and no shipped fit has that name",
+            nearest_shipped(text, shipped_fits()),
+        )
+    return shipped
 
 
 def shipped_fits() -> list[str]:
@@ -351,25 +331,24 @@ def shipped_fits() -> list[str]:
 
 
 def shipped_fit(recipe: str) -> Path | None:
-    """The fit that ships for the shipped recipe of this name; None: there is none."""
+    """The shipped fit of the shipped recipe of this name, or None."""
     path = shipped_profiles() / recipe / FIT
     return path if re.fullmatch(NAME_PATTERN, recipe) and path.is_file() else None
 
 
 def find_recipe(fit: Fit, path: Path) -> Recipe | None:
-    """The recipe that the fit at `path` was made from, by the name of its file; None: it is not
-    found.
+    """Find the recipe that the fit at `path` was made from, by its file name, or None.
 
-    Of a fit that ships it is the recipe that ships; else it lies beside the fit, in the working
-    folder, or ships. One whose measured sections have changed since is not the fit's.
+    A shipped fit belongs to a shipped recipe. For other fits the fit's folder, the working folder
+    and the shipped recipes are searched. A recipe whose measured sections have changed is skipped.
     """
     shipped = shipped_recipes() / f"{fit.recipe_name}.yaml"
     made_from = fit.inputs.get("recipe")
     if made_from is None or not re.fullmatch(NAME_PATTERN, fit.recipe_name):
         return None
     name = Path(made_from.name).name
-    own = path.resolve().is_relative_to(shipped_profiles().resolve())
-    for candidate in [shipped] if own else [path.parent / name, Path(name), shipped]:
+    ships = path.resolve().is_relative_to(shipped_profiles().resolve())
+    for candidate in [shipped] if ships else [path.parent / name, Path(name), shipped]:
         if candidate.is_file():
             try:
                 check_input(fit, path, "recipe", candidate)
@@ -380,18 +359,11 @@ def find_recipe(fit: Fit, path: Path) -> Recipe | None:
 
 
 def shipped_siblings(recipe: Recipe) -> list[Kind]:
-    """The recipes that ship for `recipe`'s model and GPU with another engine, each with its shipped
-    fit.
-    """
-    found = [(path, shipped_fit(path.stem)) for path in siblings(recipe)]
-    kinds = [
-        (load_recipe(path), read_file(Fit, fit, {"recipe": path})) for path, fit in found if fit
-    ]
-    return [Kind(recipe=sibling, fit=fit, workers=sibling.workers) for sibling, fit in kinds]
-
-
-def _unknown(name: str) -> Path:
-    raise InputError(
-        f"{name}: no such file, and no fit of that name ships",
-        nearest_shipped(name, shipped_fits()),
-    )
+    """The shipped recipes for `recipe`'s model and GPU with another engine, with shipped fits."""
+    kinds = []
+    for path in siblings(recipe):
+        fit = shipped_fit(path.stem)
+        if fit is not None:
+            sibling, laws = load_recipe(path), read_file(Fit, fit, {"recipe": path})
+            kinds.append(Kind(recipe=sibling, fit=laws, workers=sibling.workers))
+    return kinds

@@ -1,9 +1,9 @@
-"""The keys file of a server: who may call, by name, and how much of it each may take.
+"""The keys file of a server: the clients that may call it, by name, each with its limits.
 
-It holds the sha256 of keys and no key, so it may be read, mailed and kept in version control. A
-plain digest is enough for what nobody can guess: keys are long and random, unlike passwords.
-Recipes and plans do not name the file: they say what is served and travel; who may call belongs to
-the place where the server runs.
+The file holds sha256 digests instead of keys, so it may be read, mailed and kept in version
+control. Keys are long and random, unlike passwords, so a plain digest cannot be guessed back.
+Recipes and plans do not name this file: they describe what is served and move between machines,
+while the allowed clients belong to the place where the server runs.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import hashlib
 import json
 import re
 import stat
-from collections import Counter
 from pathlib import Path
 from typing import Annotated
 
@@ -27,7 +26,7 @@ HINT = "see docs/serving.md, 'Several keys'"
 
 
 class ApiKey(Strict):
-    """One caller. What has no limit here is limited by the server's own only."""
+    """One client. Where a limit is None, only the server's own limits hold."""
 
     name: Name
     sha256: str = Field(
@@ -37,19 +36,18 @@ class ApiKey(Strict):
     tokens_per_minute: Positive | None = Field(default=None, description="prompt and output")
     max_concurrent: Positive | None = Field(
         default=None,
-        description="choices of requests that wait or run: a request for n counts n times",
+        description="choices of waiting and running requests: a request for n counts n times",
     )
-
     urgent: bool = Field(default=False, description="whether it may ask for a negative `priority`")
 
     @field_validator("sha256", mode="before")
     @classmethod
     def _is_digest(cls, given: object) -> object:
-        # pydantic's own message would show what was given, and that may be the key
+        # pydantic's own message would show the given value, which may be the key itself.
         if not (isinstance(given, str) and re.fullmatch(r"[0-9a-f]{64}", given)):
             raise ValueError("should be 64 hexadecimal digits, from: printf %s KEY | sha256sum")
         if given == hashlib.sha256(b"").hexdigest():
-            raise ValueError("this is the sha256 of nothing at all")
+            raise ValueError("this is the sha256 of empty input")
         return given
 
     @property
@@ -58,27 +56,28 @@ class ApiKey(Strict):
 
 
 class KeysFile(Strict):
-    """Everybody who may call."""
+    """All clients that may call."""
 
     keys: Annotated[list[ApiKey], Field(min_length=1, max_length=MAX_KEYS)]
 
     @model_validator(mode="after")
-    def _tells_apart(self) -> KeysFile:
-        names = Counter(one.name for one in self.keys)
-        twice = next((name for name, count in names.items() if count > 1), None)
-        if twice:
-            raise ValueError(f"two keys are called '{twice}'")
+    def _names_and_keys_are_unique(self) -> KeysFile:
+        names: set[str] = set()
         owners: dict[str, str] = {}
-        for one in self.keys:
-            if one.sha256 in owners:
-                raise ValueError(f"'{owners[one.sha256]}' and '{one.name}' have the same key")
-            owners[one.sha256] = one.name
+        for key in self.keys:
+            if key.name in names:
+                raise ValueError(f"two keys are called '{key.name}'")
+            if key.sha256 in owners:
+                raise ValueError(f"'{owners[key.sha256]}' and '{key.name}' have the same key")
+            names.add(key.name)
+            owners[key.sha256] = key.name
         return self
 
 
 def read_keys(path: Path) -> tuple[ApiKey, ...]:
-    """The keys of a file. `InputError` for one that is no keys file, and for one that anybody may
-    change.
+    """The keys of a file.
+
+    Raises `InputError` for a file that is not a keys file or that every user may write to.
     """
     data = load_yaml(path)
     if path.stat().st_mode & stat.S_IWOTH:
@@ -87,6 +86,6 @@ def read_keys(path: Path) -> tuple[ApiKey, ...]:
         )
     if not isinstance(data, dict):
         raise InputError(
-            f"{path.name}: there is no list of keys in it", f"it starts with `keys:`; {HINT}"
+            f"{path.name}: it holds no list of keys", f"it starts with `keys:`; {HINT}"
         )
     return tuple(validate(KeysFile, json.dumps(data), path, HINT).keys)

@@ -27,34 +27,32 @@ class Explanation(Strict):
 
 
 class PlannedWorkload(Strict):
-    """The traffic that the plan was tuned for, and that its predictions are about."""
+    """The traffic that the plan was tuned for. Its predictions hold for this traffic."""
 
     trace: str = Field(description="file name of the trace; `inputs` has its sha256")
     request_rate_rps: float
     workers_needed: int | None = Field(
-        default=None, description="where the tuning looked for the fewest; of all servers"
+        default=None, description="the fewest, where the tuning searched for them; of all servers"
     )
 
 
 class Kind(Strict):
-    """Workers of one kind: what each loads and on what, the laws that hold for it, how many there
-    are, and where.
-    """
+    """Workers of one kind: their recipe, the fit that holds for them, their number and machines."""
 
     recipe: Recipe
     fit: Fit
     workers: Workers
     nodes: Labels = Field(
-        default={}, description="labels of a cluster's machines that it runs on; none: Ray's own"
+        default={}, description="labels of the cluster machines it runs on; none: Ray's own"
     )
 
 
 class Plan(Envelope):
-    """plan.json, whole: self-contained, so that a server needs this one file.
+    """plan.json: self-contained, so that a server needs only this file.
 
-    Of a fleet, `recipe` and `fit` are those of the first kind of workers, whose recipe also says
-    what is served and how; `others` has the further kinds, and is not written where there are none.
-    Workers are numbered kind by kind.
+    In a fleet, `recipe` and `fit` belong to the first kind of workers; its recipe also says what
+    is served and how. `others` has the further kinds and is omitted where it is empty. Workers are
+    numbered kind by kind.
     """
 
     remake: ClassVar[str] = "llmctl render RECIPE --fit FIT --tuning TUNING"
@@ -67,7 +65,7 @@ class Plan(Envelope):
         description="held-out metrics that the tuner predicts; empty if untuned"
     )
     limits: list[Limit] = Field(
-        description="every limit of the recipe, and what the tuner predicts beside it"
+        description="every limit of the recipe, each with the tuner's prediction"
     )
     explained: dict[str, Explanation]
     workload: PlannedWorkload | None = Field(default=None, description="none: it was not tuned")
@@ -76,7 +74,7 @@ class Plan(Envelope):
     )
     nodes: Labels = Field(
         default={},
-        description="of a fleet: those of the first kind; not written where none are said",
+        description="of a fleet: labels of the first kind's machines; omitted where empty",
     )
 
     @property
@@ -93,12 +91,12 @@ class Plan(Envelope):
         others = sum(kind.workers for kind in self.others)
         if self.others and self.workers <= others:
             raise ValueError(
-                f"workers: {self.workers}: the kinds besides the first have {others} already"
+                f"workers: {self.workers}: the kinds after the first have {others} of them"
             )
         return self
 
     @model_serializer(mode="wrap")
-    def _plain_where_it_is(self, handler: SerializerFunctionWrapHandler) -> dict[str, object]:
+    def _omit_fleet_keys(self, handler: SerializerFunctionWrapHandler) -> dict[str, object]:
         written: dict[str, object] = handler(self)
         for name in ("others", "nodes"):
             if not getattr(self, name):

@@ -1,4 +1,10 @@
-"""profile.json: every sample that was measured, and what the engine said of itself."""
+"""profile.json: every measured sample, the engine's own facts, and whether they hold elsewhere.
+
+A measurement holds for one device, one version of one engine, and one model. Times and memory of
+another GPU, engine or model look as good as the right ones, so `refuse_foreign` compares the
+identities and names both sides. A value that either side does not know is not compared: a recipe's
+hardware is only a claim, a foreign server reports little, and older files hold less.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +17,12 @@ from toolkit.engine_traits import traits_of
 from toolkit.errors import ForeignError
 from toolkit.files.strict import Envelope, Strict
 
-MEASURED_SECTIONS = (
-    "model",
-    "hardware",
-    "engine",
-    "workers",
-    "profile",
-)  # of the recipe: what measurements depend on
+# the sections of a recipe that measurements depend on
+MEASURED_SECTIONS = ("model", "hardware", "engine", "workers", "profile")
+REMEDY = "profile and fit it here, or go on with --force: times and memory may then be wrong"
+
+Identity = Mapping[str, str]  # property to value; an absent property is not known
+OnForeign = Callable[[str], None]
 
 
 class PrefillPoint(Strict):
@@ -37,8 +42,9 @@ class DecodePoint(Strict):
 
 
 class SlicePoint(Strict):
-    """A whole slice through a worker process, all workers busy, from dispatch to result. Always
-    wall time.
+    """A whole slice through a worker process while all workers are busy.
+
+    Wall time from dispatch to result, whatever the profile's clock is.
     """
 
     batch_size: int
@@ -48,7 +54,7 @@ class SlicePoint(Strict):
 
 
 class MemoryPoint(Strict):
-    """The edge at one length: the largest batch that ran and the smallest that ran out of memory."""
+    """The memory edge at one length: the largest batch that ran, the smallest that did not."""
 
     input_length: int
     steps: int
@@ -62,38 +68,37 @@ class PartPoint(Strict):
     part: Literal["join", "leave", "grow", "swap_out", "swap_in"]
     rows: int
     length: int = Field(description="tokens of the longest row")
-    others: int = Field(description="rows that run beside them")
+    others: int = Field(description="other rows that run at the same time")
     seconds: list[float]
 
 
 class RoundPoint(Strict):
-    """A round through a worker process, all workers busy, from dispatch to result. Always wall
-    time.
+    """A round through a worker process while all workers are busy.
+
+    Wall time from dispatch to result, whatever the profile's clock is.
     """
 
     groups: list[tuple[int, int]] = Field(description="rows and longest input of each prefill")
-    rows: int = Field(description="that decode")
-    cached_length: int = Field(description="of the longest, before the first step")
+    rows: int = Field(description="rows that decode")
+    cached_length: int = Field(description="of the longest row, before the first step")
     steps: int
-    left: int = Field(description="rows that were dropped before or ended")
+    left: int = Field(description="rows that were dropped before it or ended in it")
     seconds: float
 
 
 class RoundSequence(Strict):
-    """Rounds that follow one another on a worker, from an empty batch on."""
+    """Consecutive rounds on a worker; the batch is empty before the first."""
 
     rounds: list[RoundPoint]
 
 
 class RoundsProfile(Strict):
-    """What was measured of rounds, besides prefills and decode steps, which are rounds' own on such
-    an engine.
-    """
+    """Measurements of rounds. Prefills and decode steps are in the profile, measured in rounds."""
 
     parts: list[PartPoint]
     sequences: list[RoundSequence]
     memory: list[MemoryPoint] = Field(
-        description="rows that were admitted one by one at a length; `steps` is 1"
+        description="rows admitted one by one at a length; `steps` is 1"
     )
     host_bytes: int = Field(
         description="host memory for caches, per worker; 0: caches are not swapped"
@@ -101,10 +106,9 @@ class RoundsProfile(Strict):
 
 
 class StepPoint(Strict):
-    """Forward passes of one composition; of decodes alone, passes that follow one another, by their
-    mean.
+    """Forward passes of one composition, whose shape is as in `estimators.steps.StepShape`.
 
-    Shape as in `toolkit.estimators.steps.StepShape`.
+    A point of decodes only describes consecutive passes by their mean.
     """
 
     decodes: int
@@ -112,28 +116,29 @@ class StepPoint(Strict):
     prefills: int
     prefill_tokens: int
     prefill_attended: float
-    seconds: list[float] = Field(description="from the pass's schedule to its tokens")
+    seconds: list[float] = Field(description="from scheduling a pass to its tokens")
     host_s: list[float] = Field(
-        description="from there to the next pass's schedule, where there was work for one"
+        description="from the tokens to scheduling the next pass, where there was work for one"
     )
 
 
 class FrontPoint(Strict):
-    """What a client waits for its first token beside forward passes; with several rows, for its
-    last one alone.
+    """A client's wait for its first token besides forward passes; with several rows, for its last.
+
+    One row measures the way to the engine and back, several rows only the way back.
     """
 
-    rows: int = Field(description="requests at once; 1: there and back, more: back alone")
+    rows: int = Field(description="requests at once; 1: both ways, more: the way back")
     prompt_tokens: int
     seconds: float
 
 
 class StepsProfile(Strict):
-    """What was measured of a paged engine pass by pass."""
+    """Measurements of a paged engine, pass by pass."""
 
     block_tokens: int
-    blocks: int = Field(description="that requests can have")
-    max_num_batched_tokens: int = Field(description="while this was measured")
+    blocks: int = Field(description="usable by requests")
+    max_num_batched_tokens: int = Field(description="during the measurement")
     async_scheduling: bool
     points: list[StepPoint]
     front: list[FrontPoint]
@@ -162,7 +167,7 @@ class FailedPoint(Strict):
 
 
 class EngineFacts(Strict):
-    """What the engine resolved when it loaded: the numbers that a simulation must be fed."""
+    """What the engine resolved when it loaded: the numbers that a simulation needs."""
 
     engine: str
     engine_version: str
@@ -182,31 +187,34 @@ class EngineFacts(Strict):
     max_rows: int | None = Field(
         default=None, description="requests that run at once; None: memory alone limits"
     )
-    torch: str = Field(default="", description="its version, where the engine runs on it here")
-    processor: str = Field(default="", description="its name, where the engine runs on a CPU")
+    torch: str = Field(default="", description="its version, where the engine uses it here")
+    processor: str = Field(default="", description="the CPU's name, where the engine runs on one")
     config_sha256: str = Field(
-        default="", description="of the model's config, whatever it was saved with"
+        default="", description="of the model's config, whichever version saved it"
     )
     tensor_parallel_size: int = Field(
         default=1, description="processes that share a worker's model; bytes are of each"
     )
-    analytic: str = Field(default="", description="nothing was measured: what was assumed instead")
+    analytic: str = Field(default="", description="the assumptions, where nothing was measured")
     lacks: list[str] = Field(
-        default=[], description="of a server: what it does not do as OpenAI's API has it"
+        default=[], description="of a server: the parts of OpenAI's API that it lacks"
     )
     deepspeed: str = Field(
         default="",
-        description="what init_inference made of the model: 'kernel injection' or 'pass-through', and why",
+        description="what init_inference did to the model: 'kernel injection' or 'pass-through', "
+        "and why",
     )
     joining: Literal["embed", "shape"] | None = Field(
         default_factory=lambda facts: "embed" if facts["engine"] == "rebatch" else None,
-        description="how rows join the running batch where that is one padded slab of rows x the longest; "
-        "none: what rows hold adds up, as in a paged cache",
+        description="how rows join the running batch where it is one padded slab of rows x the "
+        "longest; none: the rows' caches add up, as in a paged cache",
     )
 
     @property
     def is_server(self) -> bool:
-        """Whether it queues what does not fit: it has no memory edge, and batches as it likes."""
+        """Whether the engine is a server: it queues requests, batches freely, and has no memory
+        edge.
+        """
         return traits_of(self.engine).server
 
 
@@ -226,31 +234,21 @@ class Profile(Envelope):
     memory: list[MemoryPoint]
     failed: list[FailedPoint] = Field(default_factory=list)
     rounds: RoundsProfile | None = Field(
-        default=None, description="none: the engine does not keep its rows"
+        default=None, description="none: the engine does not keep rows between batches"
     )
     steps: StepsProfile | None = Field(
-        default=None, description="none: the engine's passes were not seen one by one"
+        default=None, description="none: the engine's passes were not measured one by one"
     )
-
-
-# What measurements hold for: one device, one version of one engine, one model. Said in words, and
-# compared.
-#
-# Times and memory of another GPU, engine or model look as good as the right ones, so whoever
-# would use them compares first and refuses, naming both sides. What either side does not know is
-# not compared: a recipe's hardware is a claim, a foreign server tells little, and files of
-# earlier versions say less.
-
-Identity = Mapping[str, str]  # what it is to what it is called; absent: not known
-OnForeign = Callable[[str], None]
-
-REMEDY = "profile and fit it here, or go on with --force: times and memory may then be wrong"
 
 
 def identity(facts: EngineFacts) -> dict[str, str]:
-    """What `facts` were measured on, or are of. Without the device and the versions where nothing
-    was measured.
+    """The device, engine and model of `facts`, by property.
+
+    An analytic profile has no device and no versions, since nothing was measured.
     """
+    model = facts.model_type
+    if facts.parameters:
+        model += f" of {facts.parameters:,} parameters"
     engine, device = facts.engine, facts.device
     where = {
         "device": f"CPU {facts.processor}".strip() if device == "cpu" else device,
@@ -258,7 +256,7 @@ def identity(facts: EngineFacts) -> dict[str, str]:
         "torch": ".".join(facts.torch.split(".")[:2]),
     }
     what = {
-        "model": _model(facts),
+        "model": model,
         "model_config": facts.config_sha256[:12],
         "dtype": facts.dtype,
         "tensor_parallel_size": str(facts.tensor_parallel_size),
@@ -268,7 +266,7 @@ def identity(facts: EngineFacts) -> dict[str, str]:
 
 
 def differences(made: Identity, here: Identity) -> list[str]:
-    """Where both know and do not agree: 'device NVIDIA A100 (here NVIDIA H100)'."""
+    """The properties that both know and that differ: 'device NVIDIA A100 (here NVIDIA H100)'."""
     return [
         f"{name} {made[name]} (here {here[name]})"
         for name in made
@@ -279,11 +277,12 @@ def differences(made: Identity, here: Identity) -> list[str]:
 def refuse_foreign(
     made: EngineFacts, here: Iterable[Identity], on_foreign: OnForeign | None = None
 ) -> None:
-    """`ForeignError` where what was measured on `made` is used on something else; `on_foreign` is
-    told instead.
+    """Raise `ForeignError` where a measurement on `made` is used on something else.
+
+    Where `on_foreign` is given, it gets the message instead.
     """
-    for each in here:
-        found = differences(identity(made), each)
+    for used in here:
+        found = differences(identity(made), used)
         if not found:
             continue
         message = f"the fit was made with another {', another '.join(found)}"
@@ -293,15 +292,7 @@ def refuse_foreign(
         return
 
 
-def _model(facts: EngineFacts) -> str:
-    return (
-        f"{facts.model_type} of {facts.parameters:,} parameters"
-        if facts.parameters
-        else facts.model_type
-    )
-
-
-def _same(one: str, other: str) -> bool:
-    """A name alone, 'transformers' or 'CPU', is the same as one with its version or its kind."""
-    short, long = sorted((one, other), key=len)
-    return one == other or (" " not in short and long.startswith(f"{short} "))
+def _same(first: str, second: str) -> bool:
+    """Whether names agree. A bare 'transformers' or 'CPU' agrees with any version or kind of it."""
+    short, long = sorted((first, second), key=len)
+    return first == second or (" " not in short and long.startswith(f"{short} "))

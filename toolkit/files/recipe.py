@@ -1,5 +1,7 @@
-"""recipe.yaml: one model on one kind of hardware, how to measure it, its latency targets, and how
-to serve it.
+"""recipe.yaml: one model on one kind of hardware, how to measure it, its targets, its server.
+
+In this order: the names of latency targets, types and limits, one model per section, and `Recipe`.
+`recipe_schema` is the JSON Schema in recipes/recipe.schema.json, so descriptions here show there.
 """
 
 from __future__ import annotations
@@ -14,79 +16,38 @@ from toolkit.engine_traits import ENGINES, traits_of
 from toolkit.errors import InputError, nearest
 from toolkit.files.strict import Strict
 
-# The names of latency targets: a metric, a statistic, and the unit, which is seconds.
-
 METRICS = ("ttft", "tpot", "itl", "mtpot", "e2e")
 STATISTICS = ("mean", "p50", "p90", "p95", "p99", "max")
+# A target's name is a metric, a statistic and the unit, which is seconds.
 SLA_KEYS = [f"{metric}_{statistic}_s" for metric in METRICS for statistic in STATISTICS]
 
-
-def sla_problem(key: str, limit: float) -> str:
-    """What is wrong with a key that is no latency target, and the right one; '' for a target."""
-    if key in SLA_KEYS:
-        return ""
-    stem, _, unit = key.rpartition("_")
-    if f"{stem}_s" in SLA_KEYS:
-        in_seconds = f"{stem}_s: {limit / 1000:g}" if unit == "ms" else f"{stem}_s"
-        return f"targets are in seconds; write '{in_seconds}'"
-    if f"{key}_s" in SLA_KEYS:
-        return f"the unit is missing; write '{key}_s', in seconds"
-    return f"unknown target; {nearest(key, SLA_KEYS)}"
-
-
-# The recipe's settings of engine `vllm`: what its server starts with, beside the model and the
-# scheduler's flags.
-
-Positive = Annotated[int, Field(gt=0)]
-
-
-class VllmSpec(Strict):
-    """Flags of `vllm serve` that decide what a forward pass costs. Policy `vllm` has the flags of
-    vLLM's scheduler.
-    """
-
-    python: str | None = Field(
-        default=None,
-        description="the Python of the environment that has vLLM; None: LLMCTL_VLLM_PYTHON, else llmctl's own",
-    )
-    block_size: Positive | None = Field(
-        default=None, description="tokens of a KV block; None: vLLM's own"
-    )
-    num_gpu_blocks_override: Positive | None = Field(
-        default=None,
-        description="KV blocks, one of which vLLM keeps; None: as many as the memory holds",
-    )
-    enforce_eager: bool = Field(
-        default=False, description="no compiled graphs: starts sooner, steps take longer"
-    )
-    args: list[str] = Field(
-        default=[], description="more flags, as on vLLM's command line: ['--swap-space', '4']"
-    )
-
-
 NAME_PATTERN = r"^[a-z0-9][a-z0-9._-]{0,63}$"
-Name = Annotated[str, Field(pattern=NAME_PATTERN)]
-MAX_TRIALS = 100_000  # TPE's time for each grows with those before it
-MAX_DRAWS = 10_000
 MAX_WORKERS = 1024
 WORKERS_LIMIT = f"the limit is {MAX_WORKERS:,}, since one scheduler plans for all of them"
 MORE_WORKERS = "for more, put several servers behind a router"
+MAX_TRIALS = 100_000  # TPE's time for a trial grows with the number of trials before it
+MAX_DRAWS = 10_000
+REVISION_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._/-]*$"
+COMMIT_PATTERN = r"[0-9a-f]{40}"
+
+# Labels of machines, by which a kind of workers finds its own. Ray has the syntax of Kubernetes.
+_LABEL = r"[A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?"
+VALUE_PATTERN = rf"^{_LABEL}$"
+LabelKey = Annotated[str, Field(pattern=rf"^([a-z0-9]([a-z0-9.-]{{0,251}}[a-z0-9])?/)?{_LABEL}$")]
+LabelValue = Annotated[str, Field(pattern=VALUE_PATTERN)]
+Labels = dict[LabelKey, LabelValue]
+
+Name = Annotated[str, Field(pattern=NAME_PATTERN)]
+Positive = Annotated[int, Field(gt=0)]
+Seed = Annotated[int, Field(ge=0)]
+Grid = Annotated[list[Positive], Field(min_length=1)]
+Scalar = bool | int | float | str | None
 
 
 def _within_one_scheduler(workers: int) -> int:
     if workers > MAX_WORKERS:
         raise ValueError(f"{workers:,}: {WORKERS_LIMIT}")
     return workers
-
-
-Workers = Annotated[
-    Positive,
-    AfterValidator(_within_one_scheduler),
-    Field(json_schema_extra={"maximum": MAX_WORKERS}),
-]
-Seed = Annotated[int, Field(ge=0)]
-Grid = Annotated[list[Positive], Field(min_length=1)]
-Scalar = bool | int | float | str | None
 
 
 def _known_engine(name: str) -> str:
@@ -99,25 +60,67 @@ def _known_engine(name: str) -> str:
 EngineName = Annotated[
     str, AfterValidator(_known_engine), Field(json_schema_extra={"enum": list(ENGINES)})
 ]
+Workers = Annotated[
+    Positive,
+    AfterValidator(_within_one_scheduler),
+    Field(json_schema_extra={"maximum": MAX_WORKERS}),
+]
 
 
-REVISION_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._/-]*$"
-COMMIT_PATTERN = r"[0-9a-f]{40}"
+def sla_problem(key: str, limit: float) -> str:
+    """What is wrong with a key that is not a latency target, and the right key; '' for a target."""
+    if key in SLA_KEYS:
+        return ""
+    stem, _, unit = key.rpartition("_")
+    if f"{stem}_s" in SLA_KEYS:
+        in_seconds = f"{stem}_s: {limit / 1000:g}" if unit == "ms" else f"{stem}_s"
+        return f"targets are in seconds; write '{in_seconds}'"
+    if f"{key}_s" in SLA_KEYS:
+        return f"the unit is missing; write '{key}_s', in seconds"
+    return f"unknown target; {nearest(key, SLA_KEYS)}"
+
+
+class VllmSpec(Strict):
+    """Flags of `vllm serve` that decide the cost of a forward pass. Flags of the scheduler, which
+    decide the rows in a pass, belong to policy `vllm`.
+    """
+
+    python: str | None = Field(
+        default=None,
+        description="the Python of the environment that has vLLM; None: LLMCTL_VLLM_PYTHON, else "
+        "llmctl's own",
+    )
+    block_size: Positive | None = Field(
+        default=None, description="tokens of a KV block; None: vLLM's default"
+    )
+    num_gpu_blocks_override: Positive | None = Field(
+        default=None,
+        description="KV blocks; vLLM keeps one of them for itself; None: as many as the memory "
+        "holds",
+    )
+    enforce_eager: bool = Field(
+        default=False, description="no compiled graphs: starts sooner, steps take longer"
+    )
+    args: list[str] = Field(
+        default=[], description="more flags, as on vLLM's command line: ['--swap-space', '4']"
+    )
 
 
 class ModelSpec(Strict):
     """Which model, and the facts about it that planning needs without loading it."""
 
     source: str = Field(
-        description="'random' builds `config` with random weights; else a local folder or a hub id with safetensors"
+        description="'random' builds `config` with random weights; else a local folder or a hub id "
+        "with safetensors"
     )
     config: dict[str, Scalar | list[int]] = Field(
         default_factory=dict,
-        description="transformers config keys, `model_type` among them; needed where source is 'random'",
+        description="transformers config keys, `model_type` among them; needed where source is "
+        "'random'",
     )
     revision: Annotated[str, Field(pattern=REVISION_PATTERN)] | None = Field(
         default=None,
-        description="of a model on the hub: a commit of 40 hex digits; a branch or a tag may be moved",
+        description="of a model on the hub: a commit of 40 hex digits; a branch or a tag may move",
     )
     trust_remote_code: bool = False
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
@@ -139,7 +142,7 @@ class ModelSpec(Strict):
 
     @property
     def from_hub(self) -> bool:
-        """Whether the model, or its tokenizer, comes from the hub."""
+        """Whether the model or its tokenizer comes from the hub."""
         return self.source != "random" and not self.source.startswith(("/", "."))
 
     @property
@@ -160,7 +163,7 @@ class HardwareSpec(Strict):
     """The device that one worker runs on."""
 
     device: Literal["cpu", "cuda"]
-    name: str = Field(description="for people and for doctor's check, like 'A100-80GB'")
+    name: str = Field(description="for readers and for doctor's check, like 'A100-80GB'")
     memory_gib: Annotated[float, Field(gt=0)] | None = Field(
         default=None, description="of one device"
     )
@@ -182,75 +185,70 @@ class EngineSpec(Strict):
         default=None, description="openai: the server, like http://127.0.0.1:8000"
     )
     served_model: str | None = Field(
-        default=None, description="openai: the model's name there; None: its first"
+        default=None, description="openai: the model's name there; None: the server's first model"
     )
     threads: Positive | None = Field(
         default=None, description="CPU threads of one worker; None: all"
     )
     tensor_parallel_size: Positive = Field(
         default=1,
-        description="processes that share each worker's model, a device each; it divides heads and KV heads",
+        description="processes that share each worker's model, one device each; must divide heads "
+        "and KV heads",
     )
     kv_cache_memory_mib: Annotated[float, Field(gt=0)] | None = Field(
         default=None,
-        description="KV budget of one worker's process; None on a GPU: from gpu_memory_utilization",
+        description="KV cache of one worker's process; None on a GPU: from gpu_memory_utilization",
     )
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
     joining: Literal["embed", "shape"] = Field(
         default="embed",
-        description="rebatch: newcomers are prefilled apart and embedded, or (for comparison) within the running batch",
+        description="rebatch: newcomers are prefilled apart and embedded, or (for comparison) "
+        "within the running batch",
     )
     kv_layout: Literal["slab", "rows"] = Field(
         default="slab",
-        description="rebatch: one padded slab for all rows, or a block for each, which is faster on a CPU",
+        description="rebatch: one padded slab for all rows, or a slab per row, which is faster on "
+        "a CPU",
     )
     swap_memory_mib: Annotated[float, Field(gt=0)] | None = Field(
         default=None,
-        description="rebatch: host memory of one worker for swapped caches; None: without a limit",
+        description="rebatch: host memory of one worker for swapped caches; None: no limit",
     )
     kernel_injection: bool | None = Field(
         default=None,
-        description="deepspeed: true: its own kernels, or nothing; false: the model's; None: its own where they work",
+        description="deepspeed: true: its own kernels, and an error where they do not work; false: "
+        "the model's; None: its own where they work",
     )
     vllm: VllmSpec | None = Field(
-        default=None, description="vllm: how its server is started; None: vLLM's defaults"
+        default=None, description="vllm: how to start its server; None: vLLM's defaults"
     )
     flush_s: Annotated[float, Field(ge=0)] = Field(
         default=0.05,
-        description="a worker reports tokens at most this often, but for first ones; longer where cores are scarce",
+        description="a worker reports first tokens at once, others at this interval or, where "
+        "cores are scarce, a longer one",
     )
 
     @model_validator(mode="after")
-    def _settings_are_the_engines_own(self) -> EngineSpec:
-        own = traits_of(self.name).settings
+    def _check_settings_of_the_engine(self) -> EngineSpec:
+        name, traits = self.name, traits_of(self.name)
         for other in ENGINES.values():
             for key in other.settings:
-                if getattr(self, key) is not None and key not in own:
+                if getattr(self, key) is not None and key not in traits.settings:
                     raise ValueError(
-                        f"engine.{key} is for engine '{other.name}'; engine.name is '{self.name}'"
+                        f"engine.{key} is for engine '{other.name}'; engine.name is '{name}'"
                     )
-        return self
-
-    @model_validator(mode="after")
-    def _a_server_elsewhere_has_an_address(self) -> EngineSpec:
-        if self.url is None and not traits_of(self.name).started:
-            raise ValueError(
-                f"engine.name is '{self.name}', so engine.url says where the server is"
-            )
-        # The URL is not repeated: it may hold a secret.
+        if self.url is None and not traits.started:
+            raise ValueError(f"engine.name is '{name}', so engine.url must be its address")
         if self.url and any(mark in self.url for mark in "@?#"):
+            # The message does not repeat the address: it may hold a secret.
             raise ValueError(
-                "engine.url is scheme, host, port and path alone; a key is given in LLMCTL_API_KEY"
+                "engine.url may have scheme, host, port and path only; give a key in LLMCTL_API_KEY"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _not_all_engines_share_a_model(self) -> EngineSpec:
-        if self.tensor_parallel_size > 1 and not traits_of(self.name).shares_model:
-            able = [f"'{traits.name}'" for traits in ENGINES.values() if traits.shares_model]
+        if self.tensor_parallel_size > 1 and not traits.shares_model:
+            able = [f"'{each.name}'" for each in ENGINES.values() if each.shares_model]
             raise ValueError(
-                f"engine.tensor_parallel_size: {self.tensor_parallel_size}: a worker of "
-                f"'{self.name}' is one process; {', '.join(able)} share models"
+                f"engine.tensor_parallel_size: {self.tensor_parallel_size}: a worker of '{name}' "
+                f"is one process; {', '.join(able)} share models"
             )
         return self
 
@@ -279,7 +277,7 @@ class ProfileSpec(Strict):
 
 
 class PolicySpec(Strict):
-    """The policy that serves where nothing was tuned: trial 0 of `llmctl tune`."""
+    """The policy that serves without a tuning. It is trial 0 of `llmctl tune`."""
 
     name: str = "slice"
     parameters: dict[str, bool | int | float | str] = Field(default_factory=dict)
@@ -292,46 +290,49 @@ class TuneSpec(Strict):
     seed: Seed = 0
     windows: Positive = Field(default=2, description="trace windows used for the search")
     held_out_windows: Positive = Field(
-        default=2, description="other windows, used for the verdict alone"
+        default=2, description="other windows, used only for the verdict"
     )
     window_s: Annotated[float, Field(gt=0)] | None = Field(
         default=None,
-        description="length of a window in the scaled trace where it allows it; None: as long as all fit with gaps",
+        description="length of a window in the scaled trace, where the trace allows it; None: as "
+        "long as all fit with gaps",
     )
     request_rate_rps: Annotated[float, Field(gt=0)] | None = Field(
         default=None, description="scale arrivals to this mean rate; None: the trace's own"
     )
     load: Annotated[float, Field(gt=0)] | None = Field(
         default=None,
-        description="instead of a rate: scale arrivals to this multiple of what the untuned policy can serve at most",
+        description="instead of a rate: scale arrivals to this multiple of the greatest rate that "
+        "the untuned policy can serve",
     )
     policies: list[str] = Field(
         default=["all"],
-        description="policies to search besides the recipe's own; 'all': every one that knows no more than a server; "
-        "'own': no other",
+        description="policies to search besides the recipe's own; 'all': every policy that knows "
+        "no more than a server does; 'own': no other",
     )
     trace: str = Field(
         default="chat-small",
-        description="the traffic to tune for: a trace's file, or the name of a shipped trace",
+        description="the traffic to tune for: the file of a trace, or the name of a shipped trace",
     )
     space: dict[str, Annotated[list[bool | int | float | str], Field(min_length=1)]] = Field(
         default_factory=dict,
-        description="ranges {parameter: [low, high]} and choices {parameter: [one, other]}; of other policies "
-        "{policy.parameter: ...}. A parameter that is named here is searched",
+        description="ranges {parameter: [low, high]} and choices {parameter: [one, other]}; of "
+        "other policies {policy.parameter: ...}. Every parameter that is named here is searched",
     )
     max_oom_percent: Annotated[float, Field(ge=0, le=100)] = Field(
-        default=1.0, description="batches that may run out of memory"
+        default=1.0, description="share of batches that may run out of memory"
     )
     max_evicted_percent: Annotated[float, Field(ge=0)] | None = Field(
-        default=None, description="evictions per 100 requests that continuous policies may need"
+        default=None, description="evictions per 100 requests that continuous policies may cause"
     )
     min_attainment_percent: Annotated[float, Field(ge=0, lt=100)] | None = Field(
         default=None,
-        description="share of requests that must meet all targets, judged by its lower confidence bound",
+        description="share of requests that must meet all targets, judged by its lower confidence "
+        "bound",
     )
     draws: Annotated[int, Field(ge=0, le=MAX_DRAWS)] = Field(
         default=40,
-        description="draws of the fitted laws with which the verdict is repeated; 0: none",
+        description="the verdict is repeated with this many draws of the fitted laws; 0: none",
     )
 
 
@@ -342,19 +343,19 @@ class ServeSpec(Strict):
     port: Annotated[int, Field(ge=0, le=65535)] = 8000
     served_model_name: str | None = None
     max_new_tokens: Positive = Field(
-        default=256, description="of requests that name none, and the upper bound"
+        default=256, description="default of a request's limit, and its upper bound"
     )
     max_waiting: Positive = Field(
         default=4096, description="requests waiting before new ones get 503"
     )
     hang_s: Annotated[float, Field(gt=0)] = Field(
         default=30.0,
-        description="a worker that reports nothing for this long and 10 times its batch's estimate is killed; "
-        "one that loads or is idle and gives no sign of work for 4 times this long, too",
+        description="a worker is killed that reports nothing for this long and 10 times its "
+        "batch's estimate, or that loads or is idle without a sign of work for 4 times this long",
     )
     request_timeout_s: Annotated[float, Field(gt=0)] | None = Field(
         default=None,
-        description="deadline of requests that name none, and the longest that a request may name; None: no deadline",
+        description="default of a request's deadline, and its upper bound; None: no deadline",
     )
     load_timeout_s: Annotated[float, Field(gt=0)] = Field(
         default=3600.0,
@@ -362,12 +363,13 @@ class ServeSpec(Strict):
     )
     admission: Literal["targets", "queue"] = Field(
         default="targets",
-        description="'targets': new requests get 503 while they would miss the recipe's targets for TTFT or E2E, too",
+        description="'queue': new requests get 503 at max_waiting; 'targets': also while they "
+        "would miss the recipe's targets for TTFT or E2E",
     )
 
 
 class Recipe(Strict):
-    """recipe.yaml, whole."""
+    """recipe.yaml."""
 
     schema_version: Literal[1] = 1
     name: Name
@@ -390,52 +392,31 @@ class Recipe(Strict):
     serve: ServeSpec = ServeSpec()
 
     @model_validator(mode="after")
-    def _grid_fits_the_model(self) -> Recipe:
+    def _check_sections_together(self) -> Recipe:
         for key in ("input_lengths", "cached_lengths", "memory_lengths"):
             longest = max(getattr(self.profile, key))
             if longest > self.model.max_model_len:
                 limit = f"model.max_model_len is {self.model.max_model_len}"
                 raise ValueError(f"profile.{key}: {longest} is too long; {limit}")
-        return self
-
-    @model_validator(mode="after")
-    def _heads_are_shared_evenly(self) -> Recipe:
         size = self.engine.tensor_parallel_size
         for key in ("num_attention_heads", "num_key_value_heads"):
             heads = self.model.config.get(key)
             if isinstance(heads, int) and heads % size:
                 raise ValueError(
-                    f"engine.tensor_parallel_size: {size}: does not divide model.config.{key}, {heads}"
+                    f"engine.tensor_parallel_size: {size}: does not divide model.config.{key}, "
+                    f"{heads}"
                 )
-        return self
-
-    @model_validator(mode="after")
-    def _a_server_is_one_worker(self) -> Recipe:
         if traits_of(self.engine.name).server and self.workers > 1:
             raise ValueError(
-                f"workers: {self.workers}: a server is one worker, whatever is behind it"
+                f"workers: {self.workers}: a server is one worker, whatever runs behind it"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _sla_keys_have_units(self) -> Recipe:
-        for key, limit in self.sla.items():
-            problem = sla_problem(key, limit)
+        for key, seconds in self.sla.items():
+            problem = sla_problem(key, seconds)
             if problem:
-                raise ValueError(f"sla.{key}: {limit:g}: {problem}")
+                raise ValueError(f"sla.{key}: {seconds:g}: {problem}")
         return self
 
 
 def recipe_schema() -> JsonSchemaValue:
-    """The JSON Schema of recipes, with which editors complete and check them."""
+    """The JSON Schema of recipes; editors use it to complete and check them."""
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **Recipe.model_json_schema()}
-
-
-# Labels of machines, by which a kind of workers finds its own: Kubernetes' syntax, which is Ray's
-# as well.
-
-_NAME = r"[A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?"
-VALUE_PATTERN = rf"^{_NAME}$"
-LabelKey = Annotated[str, Field(pattern=rf"^([a-z0-9]([a-z0-9.-]{{0,251}}[a-z0-9])?/)?{_NAME}$")]
-LabelValue = Annotated[str, Field(pattern=VALUE_PATTERN)]
-Labels = dict[LabelKey, LabelValue]

@@ -1,5 +1,7 @@
-"""Finding what ships beside the code: recipes, profiles with their fits, templates of files and
-pages.
+"""What ships with the code (recipes, profiles, templates), and finding and loading recipes.
+
+A recipe is given as a path or as the bare name of a shipped recipe. Its text is checked here;
+policies are checked by the commands that run them, since this floor does not know them.
 """
 
 from __future__ import annotations
@@ -15,6 +17,9 @@ from toolkit.errors import InputError, nearest
 from toolkit.files.recipe import NAME_PATTERN, Recipe
 from toolkit.files.strict import load_yaml, validate
 
+AnyPath = str | os.PathLike[str]
+FORMER_SUFFIX = "-vllm"  # of recipes for vLLM, which have bare names now
+
 
 def shipped_recipes() -> Path:
     """The folder of recipes inside the installed package, or the repository's in a source tree."""
@@ -22,12 +27,12 @@ def shipped_recipes() -> Path:
 
 
 def shipped_profiles() -> Path:
-    """The same of profiles: a folder for each recipe, with profile.json and fit.json."""
+    """The folder of shipped profiles: a folder for each recipe, with profile.json and fit.json."""
     return _shipped("profiles")
 
 
 def shipped_templates() -> Path:
-    """The same of templates."""
+    """The folder of templates of files and pages."""
     return _shipped("templates")
 
 
@@ -37,17 +42,10 @@ def _shipped(kind: str) -> Path:
     return installed if installed.is_dir() else package.parent / kind
 
 
-# Finding and loading recipes.
-
-AnyPath = str | os.PathLike[str]
-FORMER_SUFFIX = "-vllm"  # of the recipes whose names are bare now
-
-
 def is_recipe(source: AnyPath) -> bool:
-    """Whether a command that takes a plan or a recipe was given a recipe: a name, YAML, or JSON
-    that has a model.
+    """Whether `source` is a recipe rather than a plan: a name, YAML, or JSON with a `model`.
 
-    JSON that is not there or cannot be read is left for whoever reads it as a plan to say.
+    False for JSON that is missing or unreadable: reading it as a plan then gives the error.
     """
     path = Path(source)
     if path.suffix != ".json":
@@ -60,8 +58,9 @@ def is_recipe(source: AnyPath) -> bool:
 
 
 def recipe_path(recipe: AnyPath) -> Path:
-    """A recipe's file: a path that exists, or the bare name of a shipped recipe. `InputError` for
-    neither.
+    """The file of a recipe, given as an existing path or as the bare name of a shipped recipe.
+
+    Raises `InputError` where neither exists.
     """
     path = Path(recipe)
     if path.is_file():
@@ -74,7 +73,7 @@ def recipe_path(recipe: AnyPath) -> Path:
     if os.sep in text or path.suffix in (".yaml", ".yml"):
         raise InputError(
             f"{text}: no such file",
-            f"shipped recipes have bare names; {_nearest_recipe(path.stem)}",
+            f"shipped recipes have bare names; {nearest_shipped(path.stem, shipped_names())}",
         )
     if not re.fullmatch(NAME_PATTERN, text):
         raise InputError(
@@ -82,21 +81,17 @@ def recipe_path(recipe: AnyPath) -> Path:
         )
     shipped = shipped_recipes() / f"{text}.yaml"
     if not shipped.is_file():
-        raise InputError(f"{text}: no such recipe", _nearest_recipe(text))
+        raise InputError(f"{text}: no such recipe", nearest_shipped(text, shipped_names()))
     return shipped
 
 
 def shipped_names() -> list[str]:
-    """The names of the recipes that ship."""
+    """The names of the shipped recipes."""
     return sorted(path.stem for path in shipped_recipes().glob("*.yaml"))
 
 
-def _nearest_recipe(name: str) -> str:
-    return nearest_shipped(name, shipped_names())
-
-
 def nearest_shipped(name: str, known: Collection[str]) -> str:
-    """A hint for a `name` that is not among the `known` shipped ones: its new name, or the nearest."""
+    """A hint for a `name` that is not among `known`: its new name, or the nearest known name."""
     bare = name.removesuffix(FORMER_SUFFIX)
     if bare != name and bare in known:
         return f"it is called '{bare}' now: bare names are the recipes for vLLM"
@@ -106,36 +101,33 @@ def nearest_shipped(name: str, known: Collection[str]) -> str:
 def siblings(recipe: Recipe) -> list[Path]:
     """The shipped recipes that serve `recipe`'s model on its GPU with another engine, by name.
 
-    None for a CPU: that two CPUs are the same hardware is more than a recipe says.
+    Empty for a CPU, because a recipe does not say whether two CPUs are the same hardware.
     """
     if recipe.hardware.device == "cpu":
         return []
-    return [
-        path
-        for path in sorted(shipped_recipes().glob("*.yaml"))
-        if _is_sibling(load_recipe(path), recipe)
-    ]
 
+    def key(any_recipe: Recipe) -> tuple[str, str, str, str, int]:
+        model, hardware = any_recipe.model, any_recipe.hardware
+        parallel = any_recipe.engine.tensor_parallel_size
+        return model.source, model.dtype, hardware.device, hardware.name, parallel
 
-def _is_sibling(shipped: Recipe, recipe: Recipe) -> bool:
-    return (
-        shipped.engine.name != recipe.engine.name
-        and _served(shipped) == _served(recipe)
-        and shipped.model.max_model_len >= recipe.model.max_model_len
-    )
-
-
-def _served(recipe: Recipe) -> tuple[str, str, str, str, int]:
-    model, hardware = recipe.model, recipe.hardware
-    parallel = recipe.engine.tensor_parallel_size
-    return model.source, model.dtype, hardware.device, hardware.name, parallel
+    found = []
+    for path in sorted(shipped_recipes().glob("*.yaml")):
+        shipped = load_recipe(path)
+        if (
+            shipped.engine.name != recipe.engine.name
+            and key(shipped) == key(recipe)
+            and shipped.model.max_model_len >= recipe.model.max_model_len
+        ):
+            found.append(path)
+    return found
 
 
 def load_recipe(path: AnyPath) -> Recipe:
-    """The recipe at `path`, or the shipped one of that name.
+    """The recipe at `path`, or the shipped recipe of that name.
 
-    Raises `InputError`: no such recipe, not YAML, or keys and values that are not a recipe's, a line for each of the
-    first three. Policies are checked by those who run them: this floor does not know them.
+    Raises `InputError` where there is no such recipe, it is not YAML, or keys or values are wrong
+    (a line for each of the first three).
     """
     file = recipe_path(path)
     data = load_yaml(file)
@@ -150,6 +142,5 @@ def load_recipe(path: AnyPath) -> Recipe:
             f"{file.name}: a fleet, not a recipe",
             "give one of the recipes that it names; see docs/fleets.md",
         )
-    # Through JSON, because pydantic's strict mode then takes lists for tuples, and still no "5" for
-    # 5.
+    # Validate as JSON: pydantic's strict mode then takes lists for tuples, but not "5" for 5.
     return validate(Recipe, json.dumps(data), file, "see docs/recipes.md for every key")

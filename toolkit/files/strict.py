@@ -1,5 +1,18 @@
-"""What every file of the workflow shares: strict models, versions, environment, and the digests of
-its inputs.
+"""What all files share: strict models, the common head, and reading and writing JSON and YAML.
+
+The parts, in order:
+
+* `Strict`, and `Envelope`, the head of the workflow's JSON files;
+* JSON: from text to a checked model, with errors that name key, value and remedy;
+* reading YAML: one document of plain data in YAML 1.2's core schema, with bounds. PyYAML's safe
+  loader accepts duplicate keys (the last wins), anchors and aliases (which can blow a small file
+  up to gigabytes), and YAML 1.1's surprises: `no` is false, `1e-3` a string, `1:30` ninety. Here
+  the first two and tags are errors with their line, and scalars are read as by editors and JSON
+  Schema;
+* writing YAML: block style, fixed order, text quoted unless plain. PyYAML writes `1e3`, `0o17` and
+  `1_000` unquoted, which YAML 1.2 readers such as Kubernetes and Compose take for numbers, and `y`
+  and `12:30`, which YAML 1.1 does not take for text. Here only unambiguous text goes unquoted, and
+  all that is not printable ASCII is escaped, so no value can become a key, a comment or a document.
 """
 
 from __future__ import annotations
@@ -18,9 +31,22 @@ from toolkit.errors import InputError, nearest
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
 
+MAX_LINES = 3  # of problems in one error
+MAX_FILE_BYTES = 1 << 28  # of JSON
+# The share of equal keys above which a file is taken for another kind. A fit and a profile, the
+# most similar kinds, share two thirds.
+SAME_KIND = 0.7
+MAX_YAML_BYTES = 1 << 20
+MAX_YAML_DEPTH = 16
+PLAIN = re.compile(r"[A-Za-z/][A-Za-z0-9_./-]*")  # YAML text that needs no quotes, except:
+RESERVED = {"y", "n", "yes", "no", "on", "off", "true", "false", "null", "nan", "inf"}
+
+Location = Sequence[int | str]
+ModelT = TypeVar("ModelT", bound=BaseModel)
+
 
 class Strict(BaseModel):
-    """A model that refuses unknown keys, NaN and infinity, and does not change once read."""
+    """An immutable model that refuses unknown keys, NaN and infinity."""
 
     model_config = ConfigDict(
         extra="forbid",
@@ -32,7 +58,7 @@ class Strict(BaseModel):
 
 
 class Environment(Strict):
-    """The machine and the versions a file was made with. No host names, no paths."""
+    """The machine and the versions that a file was made with, without host names and paths."""
 
     python: str
     platform: str
@@ -44,7 +70,7 @@ class Environment(Strict):
 
 
 class Input(Strict):
-    """A file that another was made from."""
+    """A file that another file was made from."""
 
     name: str = Field(description="file name without its folder")
     sha256: str
@@ -57,32 +83,25 @@ class Envelope(Strict):
     """The common head of profile.json, fit.json, tuning.json and plan.json."""
 
     remake: ClassVar[str] = ""  # the command that makes this kind of file, for error messages
-    remeasure: ClassVar[str] = ""  # the same where the recipe changed, if that takes more
-    recipe_sections: ClassVar[tuple[str, ...]] = ()  # those that this kind of file depends on
+    remeasure: ClassVar[str] = ""  # the commands after a change of the recipe, if there are more
+    recipe_sections: ClassVar[tuple[str, ...]] = ()  # sections that this kind of file depends on
 
     schema_version: Literal[1] = 1
     tool_version: str
     environment: Environment
     inputs: dict[str, Input] = Field(
-        description="role (recipe, profile, fit, trace, ...) to file, theirs included"
+        description="role (recipe, profile, fit, trace, ...) to file, with the inputs' own inputs"
     )
 
 
-# What pydantic found wrong, in lines that a person can act on: the key's path, the value, what is
-# right.
-
-Location = Sequence[int | str]
-MAX_LINES = 3
-
-
 def problems(error: ValidationError, model: type[BaseModel], data: object) -> list[str]:
-    """One line per problem, the first three, and how many more there are. `data` is what was
-    validated.
+    """The first three problems, a line each with the key's path, and the number of the others.
+
+    `data` is the validated data.
     """
     found = error.errors(include_url=False)
-    found.sort(
-        key=lambda details: details["type"] != "extra_forbidden"
-    )  # a misspelt key explains a missing one
+    # Unknown keys first: a misspelt key explains a missing one.
+    found.sort(key=lambda details: details["type"] != "extra_forbidden")
     lines: dict[str, str] = {}
     for details in found:
         where = _real_location(details, data)
@@ -107,13 +126,13 @@ def _line(details: ErrorDetails, where: Location, model: type[BaseModel]) -> str
         case "value_error":
             text = details["msg"].removeprefix("Value error, ")
             return f"{path}: {text}" if path else text
-    text = (
-        details["msg"].replace("Input should be", "should be").replace("Keys should", "key should")
-    )
+    text = details["msg"].replace("Input should be", "should be")
+    text = text.replace("Keys should", "key should")
     return f"{path}: {_shown(details['input'])}: {text}" if path else text
 
 
 def _shown(value: object) -> str:
+    """A value, shortened for a message."""
     if isinstance(value, dict | list):
         return f"a {'mapping' if isinstance(value, dict) else 'list'} of {len(value)}"
     text = "null" if value is None else repr(value)
@@ -121,13 +140,12 @@ def _shown(value: object) -> str:
 
 
 def _path(where: Location) -> str:
-    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in where).lstrip(
-        "."
-    )
+    parts = (f"[{part}]" if isinstance(part, int) else f".{part}" for part in where)
+    return "".join(parts).lstrip(".")
 
 
 def _real_location(details: ErrorDetails, data: object) -> Location:
-    """`loc` without what pydantic appends to it: the branch of a union, `[key]`."""
+    """The location without the parts that pydantic adds: the branch of a union, `[key]`."""
     loc = details["loc"]
     for depth, part in enumerate(loc):
         try:
@@ -138,7 +156,7 @@ def _real_location(details: ErrorDetails, data: object) -> Location:
 
 
 def _suggest(key: str, parents: Location, model: type[BaseModel]) -> str:
-    """The right key: the same name elsewhere in the file, else the nearest of its siblings."""
+    """A hint for an unknown key: its right place in the file, else the nearest key beside it."""
     elsewhere = [path for path in _all_paths(model) if path.rpartition(".")[2] == key]
     if elsewhere:
         return f"did you mean '{elsewhere[0]}'?"
@@ -163,16 +181,8 @@ def _model_in(annotation: object) -> type[BaseModel] | None:
     return next((found for part in get_args(annotation) if (found := _model_in(part))), None)
 
 
-# From text to a checked model, with errors that a person can act on.
-
-MAX_FILE_BYTES = 1 << 28
-ALIKE = 0.7  # of the keys; a fit and a profile, the most alike of different kinds, share two thirds
-
-ModelT = TypeVar("ModelT", bound=BaseModel)
-
-
 def read_bytes(file: Path, hint: str = "") -> bytes:
-    """A whole file. `InputError` where it cannot be read or is too large to be one of ours."""
+    """Read a whole file. `InputError` where it cannot be read or is larger than 256 MiB."""
     try:
         with file.open("rb") as stream:
             content = stream.read(MAX_FILE_BYTES + 1)
@@ -190,10 +200,10 @@ def validate(
     hint: str,
     kinds: Sequence[type[BaseModel]] = (),
 ) -> ModelT:
-    """`text` as a `model`. `InputError` with a line for each of the first problems, naming key,
-    value and remedy.
+    """Parse and check `text` as a `model`.
 
-    `kinds` are what `file` might be instead: where it is, the error says so.
+    `InputError` has a line for each of the first problems, with key, value and remedy. `kinds` are
+    other kinds of files; where `file` is one of them, the error names that kind.
     """
     data = parse_json(text, file, hint)
     try:
@@ -209,14 +219,14 @@ def validate(
 
 
 def parse_json(text: str | bytes, file: Path, hint: str = "") -> object:
-    """What JSON says, each key once. `InputError`, in one line, for what is not JSON in UTF-8."""
+    """Parse JSON in UTF-8 without duplicate keys. `InputError` in one line otherwise."""
 
     def no_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
         content = dict(pairs)
         if len(content) < len(pairs):
             seen: set[str] = set()
             twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-            raise InputError(f"{file.name}: the key {twice[:80]!r} is there twice", hint)
+            raise InputError(f"{file.name}: the key {twice[:80]!r} occurs twice", hint)
         return content
 
     try:
@@ -236,37 +246,40 @@ def parse_json(text: str | bytes, file: Path, hint: str = "") -> object:
 
 
 def _other_kind(model: type[BaseModel], data: object, kinds: Sequence[type[BaseModel]]) -> str:
-    """'fit' for a fit.json, also of another version, that was given where another file is wanted,
-    '' otherwise.
+    """The kind of file that `data` is, such as 'fit', if it is not a `model`; '' otherwise.
+
+    A file of another version is still recognised.
     """
     if not isinstance(data, dict):
         return ""
 
-    def likeness(kind: type[BaseModel]) -> float:  # the keys they share, of all that either has
-        return len(data.keys() & kind.model_fields.keys()) / len(
-            data.keys() | kind.model_fields.keys()
-        )
+    def similarity(kind: type[BaseModel]) -> float:
+        """The number of common keys over the number of all keys."""
+        keys = kind.model_fields.keys()
+        return len(data.keys() & keys) / len(data.keys() | keys)
 
-    nearest = max([model, *kinds], key=likeness)
-    return nearest.__name__.lower() if nearest is not model and likeness(nearest) >= ALIKE else ""
-
-
-# YAML as recipes may use it: one document of plain data in YAML 1.2's core schema, with bounds.
-#
-# PyYAML's safe loader still accepts duplicate keys (the last one wins), anchors and aliases
-# (which can blow a small file up to gigabytes), and YAML 1.1's surprises: `no` is false, `1e-3` a
-# string, `1:30` ninety. Here the first two and tags are errors that name their line, and scalars
-# are read the way editors and JSON Schema read them.
-
-MAX_BYTES = 1 << 20
-MAX_DEPTH = 16
+    best = max([model, *kinds], key=similarity)
+    return best.__name__.lower() if best is not model and similarity(best) >= SAME_KIND else ""
 
 
 def load_yaml(path: Path) -> object:
-    """The document in `path`, as dicts, lists and scalars. `InputError` names the line and column
-    of what is wrong.
+    """The document in `path`, as dicts, lists and scalars.
+
+    `InputError` names the line and column of a problem.
     """
-    text = _read_text(path)
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_YAML_BYTES + 1)
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read: {error.strerror}") from None
+    if len(data) > MAX_YAML_BYTES:
+        limit = f"{MAX_YAML_BYTES >> 20} MiB"
+        raise InputError(f"{path.name}: larger than {limit}", "a recipe is a page or two of text")
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        problem = f"{path.name}: byte {error.start} is not UTF-8"
+        raise InputError(problem, "save the file as UTF-8") from None
     try:
         return _RecipeLoader(text).get_single_data()
     except _RefusedError as error:
@@ -274,24 +287,6 @@ def load_yaml(path: Path) -> object:
     except yaml.YAMLError as error:
         raise InputError(
             f"{path.name}: {_describe(error)}", "check the indentation and quotes there"
-        ) from None
-
-
-def _read_text(path: Path) -> str:
-    try:
-        with path.open("rb") as file:
-            data = file.read(MAX_BYTES + 1)
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read: {error.strerror}") from None
-    if len(data) > MAX_BYTES:
-        raise InputError(
-            f"{path.name}: larger than {MAX_BYTES >> 20} MiB", "a recipe is a page or two of text"
-        )
-    try:
-        return data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise InputError(
-            f"{path.name}: byte {error.start} is not UTF-8", "save the file as UTF-8"
         ) from None
 
 
@@ -305,16 +300,14 @@ def _describe(error: yaml.YAMLError) -> str:
 
 
 class _RefusedError(Exception):
-    """YAML that is well formed and not allowed here."""
+    """Well-formed YAML that is not allowed here."""
 
     def __init__(self, problem: str, mark: Any) -> None:
         super().__init__(f"line {mark.line + 1}, column {mark.column + 1}: {problem}")
 
 
 class _RecipeLoader(yaml.SafeLoader):
-    """SafeLoader without anchors, aliases, tags, duplicate keys, deep nesting and the YAML 1.1
-    scalars.
-    """
+    """SafeLoader without anchors, aliases, tags, duplicate keys, deep nesting and 1.1 scalars."""
 
     yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012
     depth = 0
@@ -329,8 +322,8 @@ class _RecipeLoader(yaml.SafeLoader):
             )
         if event.tag is not None:
             raise _RefusedError(f"tag {event.tag}: tags are not allowed", event.start_mark)
-        if self.depth >= MAX_DEPTH:
-            raise _RefusedError(f"nested more than {MAX_DEPTH} deep", event.start_mark)
+        if self.depth >= MAX_YAML_DEPTH:
+            raise _RefusedError(f"nested more than {MAX_YAML_DEPTH} deep", event.start_mark)
         self.depth += 1
         node = super().compose_node(parent, index)
         self.depth -= 1
@@ -355,8 +348,8 @@ class _RecipeLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-# YAML 1.2, section 10.3.2 (core schema), without octal and hexadecimal. PyYAML would read 010 as
-# octal.
+# YAML 1.2, section 10.3.2 (core schema), without octal and hexadecimal numbers. PyYAML would read
+# 010 as octal.
 _RecipeLoader.add_constructor("tag:yaml.org,2002:int", lambda _, node: int(node.value))
 for _tag, _pattern, _first in (
     ("null", r"^(?:~|null|Null|NULL|)$", ["~", "n", "N", ""]),
@@ -371,20 +364,8 @@ for _tag, _pattern, _first in (
     _RecipeLoader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(_pattern), _first)
 
 
-# Typed objects as YAML that every reader takes for the same data: block style, fixed order, text
-# quoted unless plain.
-#
-# PyYAML writes `1e3`, `0o17` and `1_000` unquoted, which are numbers to YAML 1.2 readers as
-# Kubernetes and Compose have them, and `y` and `12:30`, which are not text to 1.1's. Here only
-# what looks like nothing else goes unquoted; whatever is not printable ASCII is escaped. So no
-# value can become a key, a comment or a document of its own.
-
-PLAIN = re.compile(r"[A-Za-z/][A-Za-z0-9_./-]*")
-RESERVED = {"y", "n", "yes", "no", "on", "off", "true", "false", "null", "nan", "inf"}
-
-
 class _Dumper(yaml.SafeDumper):
-    """SafeDumper that indents lists, never writes aliases, and quotes what is not plain."""
+    """SafeDumper that indents lists, writes no aliases, and quotes text that is not plain."""
 
     def increase_indent(self, flow: bool = False, indentless: bool = False) -> None:
         super().increase_indent(flow, indentless=False)
@@ -402,15 +383,16 @@ _Dumper.add_representer(str, _text)
 
 
 def dump_yaml(documents: Sequence[BaseModel | Mapping[str, object]], comment: str = "") -> str:
-    """The documents, one after the other; `comment` goes before them, each of its lines behind a
-    `#`.
+    """The documents as YAML text, after `comment`, each of whose lines gets a `#`.
 
-    Models are written under their aliases, without what is None. The same objects give the same
-    text.
+    Models are written with their aliases and without values that are None. The same objects give
+    the same text.
     """
     content = [
-        one.model_dump(by_alias=True, exclude_none=True) if isinstance(one, BaseModel) else one
-        for one in documents
+        document.model_dump(by_alias=True, exclude_none=True)
+        if isinstance(document, BaseModel)
+        else document
+        for document in documents
     ]
     body = yaml.dump_all(
         content,

@@ -1,5 +1,7 @@
-"""tuning.json: what was searched, what was found, and how it does on windows that the search did
-not see.
+"""tuning.json: the search, its result, and how that does on windows that the search did not see.
+
+In this order: the limits of a recipe (kept, broken or not predicted), how the lengths of a trace
+were scaled to fit a model (in numbers and in words), and the result of a search.
 """
 
 from __future__ import annotations
@@ -14,18 +16,20 @@ from toolkit.files.recipe import Recipe
 from toolkit.files.strict import Envelope, Strict
 from toolkit.units import number
 
-# The limits of a recipe, and what is predicted beside each: kept, broken, or not predicted.
-
 OOM = "oom_percent"
 EVICTED = "evicted_percent"
 ATTAINMENT = "sla_attainment_lower_percent"
-# the share of a latency target that is used where no request is served: files hold no infinity
+# The used share of a latency target where no request is served; files cannot hold infinity.
 UNSERVED = 1e9
 UNITS = {"s": "s", "percent": "%"}  # by the end of a limit's name
+# Beyond this divisor, scaled requests differ so much that every result has to say so.
+NOTABLE_DIVISOR = 2.0
+
+ParameterValue = bool | int | float | str
 
 
 class Limit(Strict):
-    """A limit of a recipe: a latency target, or a share in percent; and what a tuning predicts."""
+    """A limit of a recipe (a latency target or a share in percent) and a tuning's prediction."""
 
     name: str = Field(description="the metric; the end of its name is the unit")
     bound: Literal["at most", "at least"]
@@ -42,7 +46,7 @@ class Limit(Strict):
         return self
 
     def judged(self, predicted: float | None, *, kept: bool) -> Limit:
-        """The same limit with a prediction; None where it is broken because no request is served."""
+        """The same limit with a prediction; None where no request is served, which breaks it."""
         return self.model_copy(update={"predicted": predicted, "kept": kept})
 
     def unpredicted(self) -> Limit:
@@ -53,7 +57,7 @@ class Limit(Strict):
         """The limit in words: 'at most 1.5 s'."""
         return f"{self.bound} {self._shown(self.limit)}"
 
-    def told(self) -> str:
+    def prediction(self) -> str:
         """The predicted value with its unit, or why there is none."""
         if self.predicted is None:
             return "not predicted" if self.kept is None else "unknown: no request is served"
@@ -66,12 +70,10 @@ class Limit(Strict):
 
 
 def share_used(share: float) -> str:
-    """A share of a limit that is used up, in words: 'at 95% of its limit'."""
-    return (
-        "broken, since no request is served"
-        if share >= UNSERVED
-        else f"at {share:.0%} of its limit"
-    )
+    """The used share of a limit in words: 'at 95% of its limit'."""
+    if share >= UNSERVED:
+        return "broken, since no request is served"
+    return f"at {share:.0%} of its limit"
 
 
 def recipe_limits(recipe: Recipe) -> list[Limit]:
@@ -87,120 +89,116 @@ def recipe_limits(recipe: Recipe) -> list[Limit]:
 
 
 def broken(limits: Sequence[Limit]) -> list[Limit]:
-    """Those that are predicted to be broken."""
-    return [one for one in limits if one.kept is False]
+    """The limits that are predicted to be broken."""
+    return [limit for limit in limits if limit.kept is False]
 
 
 def breaks(limits: Sequence[Limit]) -> str:
-    """What is broken, as the end of a sentence: 'break 1 of 3 limits: ...'; '' where nothing is."""
+    """The broken limits as the end of a sentence: 'break 1 of 3 limits: ...'; '' for none."""
     found = broken(limits)
     if not found:
         return ""
-    told = ", ".join(f"{one.name} is {one.told()} ({one.allowed()})" for one in found)
-    return f"break {len(found)} of {len(limits)} limit{'s' * (len(limits) > 1)}: {told}"
-
-
-# How the lengths of a trace were made to fit a model: the numbers, and what they mean for a
-# result.
-#
-# Commands write these numbers into their files and their `--json`, and say the words wherever a
-# result rests on such requests.
-
-NOTABLE_DIVISOR = 2.0  # beyond it the requests are other requests, and every result has to say so
+    values = ", ".join(
+        f"{limit.name} is {limit.prediction()} ({limit.allowed()})" for limit in found
+    )
+    return f"break {len(found)} of {len(limits)} limit{'s' * (len(limits) > 1)}: {values}"
 
 
 class ScaledLengths(Strict):
-    """What was done to the prompts, or to the outputs. Lengths are in tokens."""
+    """How the prompts, or the outputs, were scaled. Lengths are in tokens."""
 
     limit_tokens: int = Field(description="the longest that fits")
     percentile_99_tokens: float = Field(description="in the trace")
     longest_tokens: int = Field(description="in the trace")
     mean_tokens: float = Field(description="in the trace")
-    divisor: float = Field(description="what every length was divided by; 1: nothing was divided")
+    divisor: float = Field(description="every length was divided by it; 1: nothing was divided")
     clipped: int = Field(description="requests that were cut to the limit after the division")
     scaled_mean_tokens: float = Field(description="after division and clipping")
 
 
 class Scaling(Strict):
-    """What was done to the lengths of a trace so that prompt + output fit a context."""
+    """How the lengths of a trace were scaled so that prompt + output fit a context.
+
+    Commands write these numbers into their files and their `--json`. They print the words of
+    `summary` and `warnings` with every result that rests on such requests.
+    """
 
     requests: int
     max_model_len: int
     max_new_tokens: int
     model_context: int | None = Field(
         default=None,
-        description="model.config.max_position_embeddings of the recipe; none: not said",
+        description="model.config.max_position_embeddings of the recipe; none: not known",
     )
     prompts: ScaledLengths
     outputs: ScaledLengths
 
     @property
     def notable(self) -> bool:
-        """Whether the requests are so far from the trace's that each result has to say so."""
+        """Whether the requests differ so much from the trace's that each result has to say so."""
         return max(self.prompts.divisor, self.outputs.divisor) > NOTABLE_DIVISOR
 
     def summary(self) -> str:
-        """All that was done, in one line."""
-        both = (("prompts", self.prompts), ("outputs", self.outputs))
-        return "; ".join(f"{name} {self._done(one)}" for name, one in both)
+        """All changes in one line."""
+        return "; ".join(f"{name} {self._change(lengths)}" for name, lengths in self._both())
 
     def divided(self) -> str:
-        """What was divided, and by how much: 'prompts divided by 11.91'; '' where nothing was."""
-        both = (("prompts", self.prompts), ("outputs", self.outputs))
+        """The divisors in words: 'prompts divided by 11.91'; '' where nothing was divided."""
         return ", ".join(
-            f"{name} divided by {one.divisor:.4g}" for name, one in both if one.divisor > 1.0
+            f"{name} divided by {lengths.divisor:.4g}"
+            for name, lengths in self._both()
+            if lengths.divisor > 1.0
         )
 
     def warnings(self) -> list[str]:
-        """What a reader of a result must know, a sentence each; none where nothing is `notable`."""
+        """What a reader of a result must know, a sentence each; empty where not `notable`."""
         if not self.notable:
             return []
-        both = (("prompts", self.prompts), ("outputs", self.outputs))
         divided = ", ".join(
-            f"{name} are divided by {one.divisor:.4g}"
-            f" (mean {one.mean_tokens:,.0f} -> {one.scaled_mean_tokens:,.0f} tokens)"
-            for name, one in both
-            if one.divisor > NOTABLE_DIVISOR
+            f"{name} are divided by {lengths.divisor:.4g}"
+            f" (mean {lengths.mean_tokens:,.0f} -> {lengths.scaled_mean_tokens:,.0f} tokens)"
+            for name, lengths in self._both()
+            if lengths.divisor > NOTABLE_DIVISOR
         )
         lines = [f"not the trace's own requests: {divided}"]
         if self.prompts.divisor > NOTABLE_DIVISOR:
-            lines.append(self._context())
+            lines.append(self._what_limits_prompts())
         if self.outputs.divisor > NOTABLE_DIVISOR:
-            lines.append(f"max_new_tokens: {self.max_new_tokens} is what cuts the outputs")
+            lines.append(f"max_new_tokens: {self.max_new_tokens} limits the outputs")
         return lines
 
-    def _done(self, one: ScaledLengths) -> str:
-        parts = []
-        if one.divisor > 1.0:
-            edge = f"99th percentile {one.percentile_99_tokens:.0f} -> {one.limit_tokens}"
-            parts.append(f"divided by {one.divisor:.4g} ({edge})")
-        if one.clipped:
-            share = (
-                f"{one.clipped:,} of {self.requests:,}, {100 * one.clipped / self.requests:.1f} %"
-            )
-            parts.append(f"clipped to {one.limit_tokens} tokens ({share})")
-        return ", ".join(parts) or f"unchanged: all within {one.limit_tokens} tokens"
+    def _both(self) -> tuple[tuple[str, ScaledLengths], ...]:
+        return ("prompts", self.prompts), ("outputs", self.outputs)
 
-    def _context(self) -> str:
-        """What cuts the prompts: the recipe, or the model itself."""
+    def _change(self, lengths: ScaledLengths) -> str:
+        parts = []
+        if lengths.divisor > 1.0:
+            edge = f"99th percentile {lengths.percentile_99_tokens:.0f} -> {lengths.limit_tokens}"
+            parts.append(f"divided by {lengths.divisor:.4g} ({edge})")
+        if lengths.clipped:
+            percent = 100 * lengths.clipped / self.requests
+            share = f"{lengths.clipped:,} of {self.requests:,}, {percent:.1f} %"
+            parts.append(f"clipped to {lengths.limit_tokens} tokens ({share})")
+        return ", ".join(parts) or f"unchanged: all within {lengths.limit_tokens} tokens"
+
+    def _what_limits_prompts(self) -> str:
+        """Whether the recipe or the model itself limits the prompts."""
         now, context = f"max_model_len: {self.max_model_len}", self.model_context
         if context is None:
-            return f"{now} is what cuts the prompts; raise it if the model takes more"
+            return f"{now} limits the prompts; raise it if the model takes more"
         if context <= self.max_model_len:
-            return (
-                f"the model takes no more than {context:,} tokens, which is what cuts the prompts"
-            )
+            return f"the model takes at most {context:,} tokens, which limits the prompts"
         longest_output = max(self.max_new_tokens, self.outputs.longest_tokens)
         if self.prompts.longest_tokens + longest_output <= context:
-            return f"the model takes {context:,} tokens, so every prompt as it is; {now} in the recipe is what cuts"
-        left = max(1.0, self.prompts.percentile_99_tokens / (context - self.max_new_tokens))
+            return (
+                f"the model takes {context:,} tokens, enough for every prompt as it is; {now} in "
+                "the recipe limits the prompts"
+            )
+        divisor = max(1.0, self.prompts.percentile_99_tokens / (context - self.max_new_tokens))
         return (
-            f"the model takes {context:,} tokens; {now} in the recipe is what cuts:"
-            f" with {context} prompts would be divided by {left:.4g}"
+            f"the model takes {context:,} tokens; {now} in the recipe limits the prompts:"
+            f" with {context} they would be divided by {divisor:.4g}"
         )
-
-
-ParameterValue = bool | int | float | str
 
 
 class Outcome(Strict):
@@ -220,9 +218,7 @@ class Trial(Strict):
 
 
 class Sensitivity(Strict):
-    """How far the objective moves when one parameter of the best is swept over its range, the
-    others kept.
-    """
+    """How far the objective moves when one parameter of the best is swept over its range."""
 
     parameter: str
     values: list[ParameterValue]
@@ -231,7 +227,7 @@ class Sensitivity(Strict):
 
 
 class PolicyResult(Strict):
-    """How one of the searched policies did: its best trial, again on the held-out windows."""
+    """The best trial of one searched policy, evaluated on the held-out windows."""
 
     policy: str
     trials: int
@@ -239,11 +235,12 @@ class PolicyResult(Strict):
     held_out: Outcome
     feasible: bool = Field(description="whether it keeps every limit, held out")
     importance: dict[str, float] = Field(
-        description="parameter to its share of what tells the best trials from the others (PED-ANOVA); may be empty"
+        description="parameter to its share of the difference between the best trials and the "
+        "others (PED-ANOVA); may be empty"
     )
     refusal: str | None = Field(
-        description="why the recipe's engine cannot serve it, which makes its figures a guess by that engine's laws; "
-        "None where it can"
+        description="why the recipe's engine cannot serve it, so its figures are a guess by that "
+        "engine's laws; None where it can"
     )
     engines: list[str] = Field(default=[], description="the engines that can serve it")
 
@@ -257,12 +254,10 @@ class Interval(Strict):
 
 
 class Uncertainty(Strict):
-    """How the fit's error moves the verdict: the held-out windows again, under laws drawn around
-    the fitted ones.
-    """
+    """How the fit's error moves the verdict: held-out windows under laws drawn around the fit."""
 
     method: Literal["profile", "held-out errors"] = Field(
-        description="laws refitted to resampled measurements, or scaled by their stated held-out errors"
+        description="laws refitted to resampled measurements, or scaled by their held-out errors"
     )
     draws: int
     defaults_goodput_rps: Interval
@@ -276,9 +271,7 @@ class Uncertainty(Strict):
 
 
 class SizingRow(Strict):
-    """Settings with so many workers on all windows, and the limit that they come nearest to, or
-    break most.
-    """
+    """Settings with a number of workers on all windows, and the limit with the greatest ratio."""
 
     settings: str = Field(description="'recipe', or 'tuned for N' by a search with N workers")
     workers: int
@@ -290,57 +283,57 @@ class SizingRow(Strict):
 
 
 class Sizing(Strict):
-    """How many workers this trace needs: the answer keeps all limits, and one worker less does not."""
+    """How many workers this trace needs: they keep all limits, and one worker less does not."""
 
     workers: int
     settings: str
     one_more_keeps: bool | None = Field(
-        description="False: one worker more breaks a limit again, so the answer stands on a peak; "
+        description="False: one more worker breaks a limit again, so the answer is not robust; "
         "None: not tried, since a server is one worker"
     )
     rows: list[SizingRow]
 
 
 class Sibling(Strict):
-    """A recipe that ships for the same model and GPU with another engine, simulated with its
-    shipped fit.
+    """A shipped recipe for the same model and GPU with another engine, simulated with its fit.
 
-    On the held-out windows, at the same rate, with its own policy and parameters.
+    The simulation uses the held-out windows, the same rate, and its own policy and parameters.
     """
 
     recipe: str
     engine: str
     analytic: bool = Field(
-        description="whether its fit was reckoned from data sheets, not measured"
+        description="whether its fit was calculated from data sheets, not measured"
     )
-    workers: int = Field(description="as many as the tuned recipe has; of a server 1")
+    workers: int = Field(description="as many as the tuned recipe has; 1 for a server")
     held_out: Outcome
-    usage: dict[str, float] = Field(
-        description="each limit's share that is used up; above 1 it is broken"
-    )
+    usage: dict[str, float] = Field(description="used share of each limit; above 1 it is broken")
     feasible: bool
     up_to_rps: float | None = Field(
-        description="highest rate found at which it keeps all limits; None: none was found"
+        description="highest rate found at which it keeps all limits; None: no such rate"
     )
 
 
 class Alternatives(Strict):
-    """What else would serve this traffic, beside what is recommended. All of it was simulated."""
+    """Other ways to serve this traffic, besides the recommended one. All were simulated."""
 
     feasible: bool = Field(description="whether the recommended settings keep all limits, held out")
     up_to_rps: float | None = Field(
-        description="highest rate found at which they keep all limits, up to what they serve of a backlog; "
-        "None: none was found"
+        description="highest rate found at which they keep all limits, at most their rate on a "
+        "backlog; None: no such rate"
     )
     best_of_all: str | None = Field(
-        description="the searched policy that is best, where the recipe's engine cannot run it; None: nothing is better"
+        description="the best searched policy, where the recipe's engine cannot run it; None: "
+        "nothing is better"
     )
     policies: list[Outcome] = Field(
-        description="where limits are broken: policies of this engine that were not searched, and keep them"
+        description="where limits are broken: policies of this engine that were not searched and "
+        "keep them"
     )
     siblings: list[Sibling]
     workers: int | None = Field(
-        description="where limits are broken, and no sibling keeps them: so many workers do, with the best settings"
+        description="where limits are broken and no sibling keeps them: the number of workers that "
+        "does, with the best settings"
     )
 
 
@@ -353,11 +346,11 @@ class TuningWindow(Strict):
 
 
 class WindowLength(Strict):
-    """How long the windows are, in seconds of the scaled trace."""
+    """The length of the windows, in seconds of the scaled trace."""
 
     wished_s: float | None = Field(description="by the recipe or --window; none: as long as fits")
     seconds: float
-    longest_s: float = Field(description="as long as the trace allows, with gaps between windows")
+    longest_s: float = Field(description="the greatest that leaves gaps between windows")
 
 
 class Tuning(Envelope):
@@ -379,10 +372,8 @@ class Tuning(Envelope):
     request_rate_rps: float = Field(
         description="mean rate that the trace was scaled to, or its own"
     )
-    trace_notes: list[str] = Field(description="what was done to the trace")
-    scaling: Scaling | None = Field(
-        default=None, description="what was done to the trace's lengths"
-    )
+    trace_notes: list[str] = Field(description="changes to the trace")
+    scaling: Scaling | None = Field(default=None, description="how its lengths were scaled")
     window_length: WindowLength | None = None
     search_windows: list[TuningWindow]
     held_out_windows: list[TuningWindow]
@@ -393,47 +384,44 @@ class Tuning(Envelope):
         description="goodput of the best over the defaults', held out; None from zero"
     )
     binding_sla: str | None = Field(
-        description="of what is recommended: the target that is nearest to its limit, or beyond it"
+        description="of the recommended settings: the target with the greatest ratio to its limit"
     )
     binding_ratio: float | None = Field(description="that target's value over its limit")
     keep_defaults: bool = Field(description="True where the search found nothing better held out")
     limits: list[Limit] = Field(
-        description="every limit, and what the recommended settings give beside it, held out"
+        description="every limit, with the held-out prediction of the recommended settings"
     )
     keeps_limits: bool = Field(description="whether the recommended settings keep all of them")
     sensitivity: list[Sensitivity]
     usage: dict[str, float] = Field(
         default={},
-        description="what is recommended, held out: each limit's share that is used up; above 1 it is broken",
+        description="of the recommended settings, held out: the used share of each limit; above 1 "
+        "it is broken",
     )
     policies: list[PolicyResult] = Field(default=[], description="the recipe's own first")
-    latency_metric: str = Field(
-        default="e2e_p95_s", description="what `front` weighs goodput against"
-    )
+    latency_metric: str = Field(default="e2e_p95_s", description="the second axis of `front`")
     front: list[int] = Field(
         default=[],
-        description="trials that none beats in both goodput and latency, by rising latency",
+        description="trials that no other beats in both goodput and latency, by rising latency",
     )
     uncertainty: Uncertainty | None = None
     sizing: Sizing | None = Field(
-        default=None, description="where the number of workers was asked for"
+        default=None, description="where the number of workers was requested"
     )
-
     engines: list[str] = Field(
         default=[],
-        description="the recipe's, and of a fleet the others'; what is recommended is the best that they run",
+        description="the recipe's and, in a fleet, the others'; the recommendation is the best "
+        "policy that they run",
     )
     alternatives: Alternatives | None = Field(default=None, description="none for a fleet")
 
     @property
     def recommended(self) -> Outcome:
-        """The settings that the tuning advises, held out: the best, or the defaults where they are
-        kept.
-        """
+        """The recommended settings, held out: the best, or the defaults where nothing is better."""
         return self.defaults_held_out if self.keep_defaults else self.best_held_out
 
     @model_validator(mode="after")
-    def _says_what_its_limits_say(self) -> Tuning:
+    def _agrees_with_its_limits(self) -> Tuning:
         if self.keeps_limits == bool(broken(self.limits)):
-            raise ValueError(f"keeps_limits: {self.keeps_limits}: `limits` say otherwise")
+            raise ValueError(f"keeps_limits: {self.keeps_limits}: contradicts `limits`")
         return self

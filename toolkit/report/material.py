@@ -1,8 +1,8 @@
-"""What a report is made from: the files of a recipe that are in one folder, and belong together.
+"""The files that a report shows: the files of one recipe in one folder that belong together.
 
-A file that is about another fit, or cannot be read, is not shown; the page says why, and which
-command makes it again. `llmctl bench --out` takes any name, so benches are found by what they hold:
-any number of them.
+A file that is about another fit, or cannot be read, is left out; the page says why, and which
+command makes it again. `llmctl bench --out` takes any name, so benches, any number of them, are
+found by their content. The last section of the page, the files and machines, is here too.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from toolkit.files.plan import Plan
 from toolkit.files.profile import Profile
 from toolkit.files.recipe import Recipe
 from toolkit.files.shipped import is_recipe
-from toolkit.files.strict import Envelope, Input
+from toolkit.files.strict import Envelope
 from toolkit.files.tuning import Tuning
 from toolkit.report.parts import Cell, Section, Table
 from toolkit.units import number
@@ -29,14 +29,11 @@ from toolkit.units import number
 EnvelopeT = TypeVar("EnvelopeT", bound=Envelope)
 
 ROLES = ("recipe", "profile", "fit", "tuning", "plan", "validation")
-BENCH_KEYS = {
-    "measured",
-    "compared",
-    "answered",
-    "inputs",
-}  # together in no other file of the workflow
-BENCH_BYTES = 1 << 20  # a bench has about 12 KB; a larger file is something else
-SAME_RATE = 0.02  # rates that differ by less are one: people round what they type
+BENCH_KEYS = {"measured", "compared", "answered", "inputs"}  # no other workflow file has them all
+MAX_BENCH_BYTES = 1 << 20  # a bench has about 12 KB; a larger file is something else
+# Rates that differ by less than this share count as equal: people round what they type.
+SAME_RATE = 0.02
+FACTS = ("Python", "system", "processor", "CPUs", "device", "packages")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +59,7 @@ class BenchResult:
         return self.content.inputs["plan"].name
 
     def at_rate(self, rate_rps: float | None) -> bool:
-        """Whether it replayed the trace at this mean rate; False where either is not known."""
+        """Whether it replayed the trace at this mean rate; False where a rate is not known."""
         rate = self.content.request_rate_rps
         return (
             rate is not None
@@ -73,9 +70,9 @@ class BenchResult:
 
 @dataclass(slots=True)
 class Material:
-    """All there is. `why` says of a role, or of a file, that is there why it is not used.
+    """All files of a report. `why` has, for each left-out role or file, the reason.
 
-    `benches` come in the order of what they tell about the plan: its own at the rate that it was
+    `benches` are in the order of what they say about the plan: its own at the rate that it was
     tuned for, its own at other rates, then those of other plans; among equals the newest first.
     """
 
@@ -91,27 +88,25 @@ class Material:
 
     @property
     def rate_rps(self) -> float | None:
-        """The mean rate that the settings were tuned for; None where nothing was tuned."""
+        """The mean rate that the settings were tuned for; None without a tuning."""
         if self.plan is not None:
             return self.plan.workload.request_rate_rps if self.plan.workload else None
         return self.tuning.request_rate_rps if self.tuning else None
 
     def is_of_plan(self, content: Envelope) -> bool:
-        """Whether a file was made from the plan that is shown."""
-        shown = {one.sha256 for one in self.sources if one.role == "plan"}
+        """Whether a file was made from the shown plan."""
+        shown = {source.sha256 for source in self.sources if source.role == "plan"}
         return _sha256_of(content, "plan") in shown
 
     def file_name(self, role: str) -> str:
-        """The name of the file that is shown in a role; what the commands call it by default where
-        there is none.
-        """
-        return next((one.name for one in self.sources if one.role == role), f"{role}.json")
+        """The name of the shown file of a role; without one, the commands' default name."""
+        return next((source.name for source in self.sources if source.role == role), f"{role}.json")
 
 
 def gather(source: str, folder: Path | None = None) -> Material:
-    """The material about `source`, a plan.json or a recipe; its files are in the plan's folder, in
-    `folder`, or here.
+    """The files about `source`, which is a plan.json or a recipe.
 
+    They are in `folder`; by default the plan's folder, or the working folder for a recipe. Raises
     `InputError` where `source` itself cannot be read.
     """
     if not is_recipe(source):
@@ -131,7 +126,7 @@ def gather(source: str, folder: Path | None = None) -> Material:
     if found.fit is None:
         return found
     found.profile = _take(
-        found, Profile, "profile", folder, {}, itself=_sha256_of(found.fit, "profile")
+        found, Profile, "profile", folder, {}, sha256=_sha256_of(found.fit, "profile")
     )
     found.tuning = _take(found, Tuning, "tuning", folder, {"fit": fit_sha256})
     found.validation = _take(found, Validation, "validation", folder, {"fit": fit_sha256})
@@ -140,7 +135,7 @@ def gather(source: str, folder: Path | None = None) -> Material:
 
 
 def _take_benches(found: Material, folder: Path, fit_sha256: str) -> None:
-    """Every bench in the folder that was made with the shown fit, the most telling first."""
+    """Take every bench in the folder that was made with the shown fit; see `Material.benches`."""
     taken: list[tuple[BenchResult, SourceFile]] = []
     for path in sorted(_bench_files(folder), key=lambda path: path.stat().st_mtime, reverse=True):
         try:
@@ -149,9 +144,7 @@ def _take_benches(found: Material, folder: Path, fit_sha256: str) -> None:
             found.why[path.name] = f"{error.message}; {error.hint}" if error.hint else error.message
             continue
         if "plan" not in content.inputs:
-            found.why[path.name] = (
-                f"{path.name} was made without --plan: nothing says which plan it is about"
-            )
+            found.why[path.name] = f"{path.name} was made without --plan, so its plan is not known"
         elif _sha256_of(content, "fit") != fit_sha256:
             plan = content.inputs["plan"].name
             found.why[path.name] = (
@@ -160,7 +153,7 @@ def _take_benches(found: Material, folder: Path, fit_sha256: str) -> None:
         else:
             bench = BenchResult(path.name, content, found.is_of_plan(content))
             taken.append((bench, _source("bench", path)))
-    taken.sort(key=lambda one: (not one[0].of_plan, not one[0].at_rate(found.rate_rps)))
+    taken.sort(key=lambda pair: (not pair[0].of_plan, not pair[0].at_rate(found.rate_rps)))
     found.benches = [bench for bench, _ in taken]
     found.sources += [source for _, source in taken]
 
@@ -168,12 +161,12 @@ def _take_benches(found: Material, folder: Path, fit_sha256: str) -> None:
 def _bench_files(folder: Path) -> Iterator[Path]:
     """The files of a folder that look like what `llmctl bench --out` writes."""
     for path in sorted(folder.glob("*.json")):
-        if path.stem in ROLES or not path.is_file() or path.stat().st_size > BENCH_BYTES:
+        if path.stem in ROLES or not path.is_file() or path.stat().st_size > MAX_BENCH_BYTES:
             continue
         try:
             content = json.loads(path.read_bytes())
         except (OSError, ValueError, RecursionError):
-            continue  # no file of ours
+            continue  # not a file of llmctl
         if isinstance(content, dict) and content.keys() >= BENCH_KEYS:
             yield path
 
@@ -185,10 +178,11 @@ def _take(
     folder: Path,
     made_from: Mapping[str, str],
     inputs: Mapping[str, Path] | None = None,
-    itself: str | None = None,
+    sha256: str | None = None,
 ) -> EnvelopeT | None:
-    """The file of a role, where there is one that belongs to the rest: made from files of these
-    digests.
+    """The file of a role, or None where it does not exist or does not belong to the others.
+
+    It must be made from files with the digests `made_from`, and have the digest `sha256` itself.
     """
     path = folder / f"{role}.json"
     if not path.is_file():
@@ -200,17 +194,16 @@ def _take(
         found.why[role] = f"{error.message}; {error.hint}" if error.hint else error.message
         return None
     other = [name for name, sha256 in made_from.items() if _sha256_of(content, name) != sha256]
-    if other or itself not in (None, source.sha256):
-        found.why[role] = (
-            f"{path.name} is about another {other[0] if other else role}, not the one that is shown here"
-        )
+    if other or sha256 not in (None, source.sha256):
+        what = other[0] if other else role
+        found.why[role] = f"{path.name} is about another {what}, not the one that is shown here"
         return None
     found.sources.append(source)
     return content
 
 
 def _sha256_of(content: Envelope, role: str) -> str:
-    """Of the input that `content` was made from; '' where it does not say."""
+    """The digest of the input that `content` was made from; '' where it is not recorded."""
     return content.inputs[role].sha256 if role in content.inputs else ""
 
 
@@ -219,55 +212,41 @@ def _source(role: str, path: Path) -> SourceFile:
     return SourceFile(role, found.name, found.sha256)
 
 
-# Where the numbers come from: the files with their digests, the machine, the versions.
-
-FACTS = ("Python", "system", "processor", "CPUs", "device", "packages")
-
-
 def environment_section(found: Material) -> Section:
-    """Files, targets, machines."""
+    """Where the numbers come from: files with their digests, targets, machines and versions."""
     section = Section(
         "origin", "Where this comes from", "Made from these files; another digest is another file."
     )
-    rows: list[tuple[Cell, ...]] = [(one.role, one.name, one.sha256) for one in found.sources]
+    rows: list[tuple[Cell, ...]] = [(file.role, file.name, file.sha256) for file in found.sources]
     section.tables.append(Table("Files", ["role", "name", "sha256"], rows))
-    known = {one.sha256 for one in found.sources}
+    files: dict[str, Envelope | None] = {
+        "profile": found.profile,
+        "fit": found.fit,
+        "tuning": found.tuning,
+        "plan": found.plan,
+        "validation": found.validation,
+    }
+    contents = {role: content for role, content in files.items() if content is not None}
+    shown = {file.sha256 for file in found.sources}
+    inputs = {role: made for content in contents.values() for role, made in content.inputs.items()}
     behind = [
-        (role, one.name, one.sha256)
-        for role, one in _inputs(found).items()
-        if one.sha256 not in known
+        (role, made.name, made.sha256) for role, made in inputs.items() if made.sha256 not in shown
     ]
     if behind:
-        section.tables.append(
-            Table("What those were made from, and is not shown", ["role", "name", "sha256"], behind)
-        )
+        caption = "Files that those were made from and that are not shown"
+        section.tables.append(Table(caption, ["role", "name", "sha256"], behind))
     targets = [(key, f"{number(limit)} s") for key, limit in found.recipe.sla.items()]
     section.tables.append(Table("Targets of the recipe", ["target", "limit"], targets))
-    machines = _machines(found)
+    machines = _machines(contents)
     if machines:
         section.tables.append(Table("Machines and versions", ["file", *FACTS], machines))
     return section
 
 
-def _contents(found: Material) -> dict[str, Envelope]:
-    roles = {"profile": found.profile, "fit": found.fit, "tuning": found.tuning, "plan": found.plan}
-    return {
-        role: one
-        for role, one in (roles | {"validation": found.validation}).items()
-        if one is not None
-    }
-
-
-def _inputs(found: Material) -> dict[str, Input]:
-    return {
-        role: one for content in _contents(found).values() for role, one in content.inputs.items()
-    }
-
-
-def _machines(found: Material) -> list[tuple[Cell, ...]]:
-    """A row for each file; of the ones that were made alike, only the first."""
+def _machines(contents: Mapping[str, Envelope]) -> list[tuple[Cell, ...]]:
+    """A row for each environment, with the roles of the files that were made in it."""
     rows: dict[tuple[Cell, ...], list[str]] = {}
-    for role, content in _contents(found).items():
+    for role, content in contents.items():
         made = content.environment
         packages = ", ".join(f"{name} {version}" for name, version in made.packages.items())
         key = (

@@ -1,8 +1,7 @@
-"""How the page is put together and written: sections of words, tables and charts, one file, no
-scripts.
+"""The page: sections of words, charts and tables in one HTML file without scripts.
 
-The verdict comes first. Each section has its pictures before its tables, which are folded but for
-the verdict's.
+The verdict comes first. A section shows its charts before its tables. Tables are folded, except for
+that of the verdict.
 """
 
 from __future__ import annotations

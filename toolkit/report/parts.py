@@ -1,5 +1,9 @@
-"""The parts of a section. All text is text: the template escapes it, and only charts bring markup
-of their own.
+"""The parts of a section: tables, facts, badges, words for metrics, and small SVG charts.
+
+Text is plain text, which the template escapes; only charts are markup. They are built from XML
+elements, so no text can become markup. They draw points and lines on two axes, and bars, without
+knowing what the numbers mean. Colours and strokes are CSS classes that the page's style sets. A
+point or a bar has a `<title>`, which browsers show under the pointer without any script.
 """
 
 from __future__ import annotations
@@ -19,9 +23,7 @@ from toolkit.units import number, percent, seconds
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """A value that was held against a limit. The page says 'kept' or 'broken' in words and in
-    colour.
-    """
+    """A value that was compared with a limit; shown as 'kept' or 'broken', in words and colour."""
 
     text: str
     kept: bool
@@ -44,9 +46,7 @@ class Figure:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Numbers are rounded for reading and go right. A folded table shows its caption until it is
-    opened.
-    """
+    """A table. Numbers are rounded and right-aligned. A folded one shows only its caption."""
 
     caption: str
     columns: Sequence[str]
@@ -55,7 +55,7 @@ class Table:
 
     @property
     def right(self) -> list[bool]:
-        """Which columns hold numbers only."""
+        """For each column, whether it holds only numbers."""
         return [
             all(
                 isinstance(row[index], int | float) or row[index] in ("", None) for row in self.rows
@@ -73,7 +73,7 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class Badge:
-    """A section's conclusion in one sentence. 'open': nothing decides it yet."""
+    """A section's conclusion in one sentence. 'open': not known yet."""
 
     state: Literal["kept", "broken", "open"]
     text: str
@@ -81,10 +81,9 @@ class Badge:
 
 @dataclass(slots=True)
 class Section:
-    """A heading, what it says, and where nothing is there yet, the command that makes it.
+    """A section of the page; `command` makes its content where that is missing.
 
-    `facts` are pairs of a name and what it is; a fact that is a command is one of `commands`, pairs
-    as well.
+    `facts` are pairs of a name and a text, `commands` pairs of a name and a command.
     """
 
     key: str
@@ -100,33 +99,31 @@ class Section:
 
 
 def missing(key: str, title: str, lead: str, command: str, why: str = "") -> Section:
-    """A section without content."""
+    """A section without content, the command that makes it, and why it is not there."""
     return Section(key, title, lead, lines=[why] if why else [], command=command)
 
 
 def error_cells(error: HeldOutError) -> tuple[str, str, str, int]:
-    """Median, 95th percentile and worst in percent, and of how many points."""
+    """Median, 95th percentile and worst error in percent, and the number of points."""
     shares = (error.median_percent, error.p95_percent, error.worst_percent)
     median, high, worst = (f"{share:.1f} %" for share in shares)
     return median, high, worst, error.points
 
 
 def error_cell(error: float | None) -> str | None:
-    """A prediction's error with its sign; None where it has none."""
+    """The signed error of a prediction, if there is one."""
     return None if error is None else percent(error)
 
 
 def word(value: ParameterValue) -> str:
-    """A parameter's value."""
+    """The value of a parameter as text."""
     if isinstance(value, bool):
         return "true" if value else "false"
     return value if isinstance(value, str) else number(value)
 
 
 def metric_name(key: str) -> str:
-    """A metric or a limit for reading: 'TTFT p99' for `ttft_p99_s`. A name that is not known stays
-    as it is.
-    """
+    """The name of a metric or limit for reading: 'TTFT p99' for `ttft_p99_s`."""
     if key in METRICS:
         return METRICS[key]
     metric, _, rest = key.partition("_")
@@ -136,7 +133,7 @@ def metric_name(key: str) -> str:
 
 
 def quantity(key: str, value: float) -> str:
-    """A metric's value with its unit, which the end of its name tells."""
+    """The value of a metric with its unit, which is the end of the metric's name."""
     for end, form in UNITS.items():
         if key.endswith(end):
             return form(value)
@@ -166,38 +163,32 @@ def _text(cell: str | float | bool | None) -> str:
     return number(cell) if isinstance(cell, int | float) else cell
 
 
-# Small charts as SVG: points and lines on two axes, and bars. Elements are built, so that no text
-# can become markup.
-#
-# Colours and strokes are classes, for the page's style to choose. Nothing here knows what the
-# numbers mean. A point or a bar has a `<title>`, which browsers show where the pointer rests: no
-# script is needed for that.
-
+# Sizes in the units of the charts' view box.
 WIDTH, HEIGHT = 420, 260
-LEFT, RIGHT, TOP, BOTTOM = 56, 20, 12, 40  # RIGHT: half of a last tick's number
-ROW = 22  # of a bar
-MOST_POINTS = 2000  # of a series that are drawn; more say no more, and weigh
+LEFT, RIGHT, TOP, BOTTOM = 56, 20, 12, 40  # RIGHT holds half of the last tick's number
+ROW = 22  # height of a bar with its gap
+MAX_POINTS = 2000  # of a series: more would show nothing new and make the page larger
 
 Element = ElementTree.Element
 
 
 @dataclass(frozen=True, slots=True)
 class ChartSeries:
-    """Points of one kind. `name` is for the legend; the place in the list decides the colour.
+    """Points of one kind. `name` is for the legend; the index of the series decides the colour.
 
-    `labels` say what each point is; without them a point shows its two values.
+    `labels` describe the points; without them a point shows its two values.
     """
 
     name: str
     xs: Sequence[float]
     ys: Sequence[float]
-    kind: Literal["points", "line", "marks"] = "points"  # marks: larger ones
+    kind: Literal["points", "line", "marks"] = "points"  # marks: larger points
     labels: Sequence[str] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Axes:
-    """What is drawn. `level`: a horizontal line; `diagonal`: where x is y."""
+    """The series of a chart and its axes. `level`: a horizontal line; `diagonal`: where x is y."""
 
     x_name: str
     y_name: str
@@ -217,17 +208,19 @@ class _Scale:
     ticks: list[float] = field(default_factory=list)
 
     def place(self, value: float) -> float:
-        low, high, at = (math.log(one) if self.log else one for one in (self.low, self.high, value))
+        low, high, at = (
+            math.log(bound) if self.log else bound for bound in (self.low, self.high, value)
+        )
         return round(self.start + (at - low) / (high - low) * (self.end - self.start), 1)
 
 
 def chart(axes: Axes) -> Markup:
-    """The axes with their series; points that an axis cannot show (0 on a logarithmic one) are left
-    out.
-    """
-    drawn = [one for one in (_drawable(series, log=axes.log) for series in axes.series) if one.xs]
-    xs = [x for one in drawn for x in one.xs]
-    ys = [y for one in drawn for y in one.ys]
+    """Draw a chart. Points that an axis cannot show (0 on a logarithmic one) are left out."""
+    drawn = [
+        shown for shown in (_drawable(series, log=axes.log) for series in axes.series) if shown.xs
+    ]
+    xs = [x for shown in drawn for x in shown.xs]
+    ys = [y for shown in drawn for y in shown.ys]
     if not xs:
         return Markup()
     if axes.diagonal:
@@ -242,8 +235,8 @@ def chart(axes: Axes) -> Markup:
         _line(root, [(x.low, x.low), (x.high, x.high)], x, y, "rule")
     if axes.level is not None:
         _line(root, [(x.low, axes.level), (x.high, axes.level)], x, y, "rule")
-    for index, one in enumerate(drawn):
-        _draw(root, one, axes, x, y, index)
+    for index, shown in enumerate(drawn):
+        _draw(root, shown, axes, x, y, index)
     if len(drawn) > 1:
         _legend(root, drawn)
     return _svg_text(root)
@@ -256,10 +249,10 @@ def bars(
     limit: float | None = None,
     titles: Mapping[str, str] | None = None,
 ) -> Markup:
-    """A bar for each value, those below 0 to the left of a common line.
+    """Draw a bar for each value; bars of negative values go to the left of a common line.
 
-    With a `limit` there is a dashed line at it, and each bar says whether it is kept. `titles` say
-    what a bar is; a bar without one shows its name and its value.
+    A `limit` adds a dashed line, and each bar says whether it is kept. `titles` describe bars; a
+    bar without a title shows its name and value.
     """
     if not values:
         return Markup()
@@ -301,17 +294,17 @@ def bars(
 def _drawable(series: ChartSeries, *, log: bool) -> ChartSeries:
     labels = series.labels or [""] * len(series.xs)
     points = [
-        one
-        for one in zip(series.xs, series.ys, labels, strict=True)
-        if not log or (one[0] > 0 and one[1] > 0)
+        point
+        for point in zip(series.xs, series.ys, labels, strict=True)
+        if not log or (point[0] > 0 and point[1] > 0)
     ]
-    step = -(-len(points) // MOST_POINTS) or 1
+    step = -(-len(points) // MAX_POINTS) or 1
     kept = points[::step]
     return replace(
         series,
         xs=[x for x, _, _ in kept],
         ys=[y for _, y, _ in kept],
-        labels=[one for _, _, one in kept],
+        labels=[label for _, _, label in kept],
     )
 
 
@@ -379,7 +372,7 @@ def _draw(root: Element, series: ChartSeries, axes: Axes, x: _Scale, y: _Scale, 
     cls, radius = f"s{index % 4}", {"marks": 5.0, "points": 2.6, "line": 4.0}[series.kind]
     if series.kind == "line":
         _line(root, list(zip(series.xs, series.ys, strict=True)), x, y, cls)
-        cls = "hit"  # a line's points are only there to be pointed at
+        cls = "hit"  # invisible points that show their title under the pointer
     for at_x, at_y, label in zip(series.xs, series.ys, series.labels, strict=True):
         point = _add(root, "circle", cx=x.place(at_x), cy=y.place(at_y), r=radius, cls=cls)
         values = f"{axes.x_name}: {number(at_x)}; {axes.y_name}: {number(at_y)}"
@@ -395,10 +388,10 @@ def _line(
 
 def _legend(root: Element, drawn: Sequence[ChartSeries]) -> None:
     at = float(LEFT)
-    for index, one in enumerate(drawn):
+    for index, shown in enumerate(drawn):
         _add(root, "circle", cx=at, cy=HEIGHT + 8, r=4, cls=f"s{index % 4}")
-        _add(root, "text", x=at + 8, y=HEIGHT + 12, text=one.name)
-        at += 22 + 6.2 * len(one.name)
+        _add(root, "text", x=at + 8, y=HEIGHT + 12, text=shown.name)
+        at += 22 + 6.2 * len(shown.name)
 
 
 def _short(text: str, most: int) -> str:

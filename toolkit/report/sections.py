@@ -1,5 +1,7 @@
-"""The benches: what replays against a running server measured, beside what was predicted before
-them.
+"""The sections about benches, the validation, the tuning, the fit and the plan.
+
+Each `..._section` shows one kind of file. Where the file is missing, the section names the command
+that makes it.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import numpy as np
 from toolkit.estimators.load import Laws, laws_from_fit
 from toolkit.files.fit import Fit, LatencyFit
 from toolkit.files.profile import Profile
-from toolkit.files.tuning import Outcome, PolicyResult, Trial, Tuning
+from toolkit.files.tuning import Outcome, Trial, Tuning
 from toolkit.report.material import BenchResult, Material
 from toolkit.report.parts import (
     Axes,
@@ -35,12 +37,17 @@ from toolkit.sched.policies.servable import footnote, marked
 from toolkit.units import number, percent, seconds
 
 BENCH_KEY, BENCH_TITLE = "bench", "The benches"
+FIT_KEY, FIT_TITLE = "fit", "The fit"
+PLAN_KEY, PLAN_TITLE = "plan", "The plan"
+TUNING_KEY, TUNING_TITLE = "tuning", "The tuning"
+VALIDATION_KEY, VALIDATION_TITLE = "validation", "The validation"
+PREDICTED = "predicted "  # how the keys of predicted metrics begin in a plan's explanation
+
+Point = tuple[int, int, float]  # batch size, length, seconds
 
 
 def bench_section(found: Material) -> Section:
-    """Every `llmctl bench --out` of the shown fit: the plan's own at its rate, at others, then
-    other plans'.
-    """
+    """The replays against running servers (`llmctl bench --out`), measured and predicted."""
     out = [why for name, why in found.why.items() if name.endswith(".json")]
     if not found.benches:
         plan, rate = found.file_name("plan"), found.rate_rps
@@ -49,35 +56,36 @@ def bench_section(found: Material) -> Section:
         section = missing(
             BENCH_KEY,
             BENCH_TITLE,
-            "The plan was not replayed against a running server yet.",
+            "No trace was replayed against a running server of this plan yet.",
             command,
         )
         section.lines += [f"Left out: {why}." for why in out]
         return section
-    requests = sum(one.content.answered for one in found.benches)
+    requests = sum(bench.content.answered for bench in found.benches)
     counted = f"{len(found.benches)} replay{'s' if len(found.benches) > 1 else ''}"
     section = Section(
         BENCH_KEY,
         BENCH_TITLE,
         f"{counted} against a running server, {requests:,} requests: measured, not simulated.",
     )
-    for one in found.benches:
-        section.lines.append(_told(one, found.rate_rps))
+    for bench in found.benches:
+        section.lines.append(_bench_line(bench, found.rate_rps))
         errors = {
             row.metric: row.error_percent
-            for row in one.content.compared
+            for row in bench.content.compared
             if row.error_percent is not None
         }
-        values = {row.metric: (row.predicted, row.measured) for row in one.content.compared}
+        values = {row.metric: (row.predicted, row.measured) for row in bench.content.compared}
         titles = {
-            name: f"{metric_name(name)}: predicted {quantity(name, predicted)}, measured {quantity(name, measured)}"
+            name: f"{metric_name(name)}: predicted {quantity(name, predicted)}, "
+            f"measured {quantity(name, measured)}"
             for name, (predicted, measured) in values.items()
             if predicted is not None and measured is not None
         }
         svg = bars(errors, " %", titles=titles)
         if svg:
-            section.figures.append(Figure(svg, f"{_title(one)}: the prediction's error"))
-        section.tables.append(_table(one))
+            section.figures.append(Figure(svg, f"{_title(bench)}: the prediction's error"))
+        section.tables.append(_table(bench))
     if len(found.benches) > 1:
         section.tables.insert(0, _side_by_side(found.benches))
     section.lines += [f"Left out: {why}." for why in out]
@@ -92,8 +100,8 @@ def _title(bench: BenchResult) -> str:
     return f"{bench.name}: {bench.plan_name}{policy}{rate}"
 
 
-def _told(bench: BenchResult, rate_rps: float | None) -> str:
-    """What was replayed, and what a reader must know before believing it."""
+def _bench_line(bench: BenchResult, rate_rps: float | None) -> str:
+    """What was replayed, and its caveats."""
     content = bench.content
     if not bench.of_plan:
         what = "another plan of the same fit"
@@ -102,11 +110,11 @@ def _told(bench: BenchResult, rate_rps: float | None) -> str:
     elif content.request_rate_rps is None or rate_rps is None:
         what = "this plan"
     else:
-        what = f"this plan at {content.request_rate_rps / rate_rps:.2f} times the rate that it was tuned for"
+        times = content.request_rate_rps / rate_rps
+        what = f"this plan at {times:.2f} times the rate that it was tuned for"
     failed = sum(content.failures.values())
-    parts = [
-        f"{_title(bench)} ({what}): {content.answered:,} of {content.requests:,} requests, {failed:,} failed"
-    ]
+    counts = f"{content.answered:,} of {content.requests:,} requests, {failed:,} failed"
+    parts = [f"{_title(bench)} ({what}): {counts}"]
     if content.warmup and content.replay_slowdown:
         slow, warm = content.replay_slowdown, content.warmup.slowdown
         parts.append(
@@ -115,7 +123,7 @@ def _told(bench: BenchResult, rate_rps: float | None) -> str:
     if content.interrupted:
         parts.append("it was interrupted, so nothing is compared")
     if content.lengths == "given":
-        parts.append("the server was told each output's length, which no real client can do")
+        parts.append("each request had its output length as limit, unlike those of real clients")
     return "; ".join(parts) + "."
 
 
@@ -137,55 +145,49 @@ def _table(bench: BenchResult) -> Table:
 
 
 def _side_by_side(benches: Sequence[BenchResult]) -> Table:
-    metrics = dict.fromkeys(row.metric for one in benches for row in one.content.compared)
+    metrics = dict.fromkeys(row.metric for bench in benches for row in bench.content.compared)
     rows: list[list[Cell]] = [
-        [name, *(one.content.measured.get(name) for one in benches)] for name in metrics
+        [name, *(bench.content.measured.get(name) for bench in benches)] for name in metrics
     ]
-    return Table("Measured, side by side", ["metric", *(one.name for one in benches)], rows)
-
-
-# The fit: what each law predicts beside what was measured, how large its errors are, where memory
-# ends.
-
-FIT_KEY, FIT_TITLE = "fit", "The fit"
-Point = tuple[int, int, float]  # batch size, length, seconds
+    return Table("Measured, side by side", ["metric", *(bench.name for bench in benches)], rows)
 
 
 def fit_section(found: Material) -> Section:
-    """What `fit.json` holds, with plots where the profile that it was made from is there."""
+    """The laws of `fit.json` and their errors, with plots where their profile is known."""
     fit = found.fit
     if fit is None:
         command = f"llmctl profile {found.recipe.name}; llmctl fit profile.json"
         return missing(
             FIT_KEY,
             FIT_TITLE,
-            "Nothing was measured and fitted yet.",
+            "Nothing was fitted yet.",
             command,
             found.why.get("fit", ""),
         )
-    lead = f"Laws of time and memory for {fit.engine.engine} on {fit.engine.device}, {fit.workers} workers."
-    section = Section(FIT_KEY, FIT_TITLE, lead)
+    where = f"{fit.engine.engine} on {fit.engine.device}, {fit.workers} workers"
+    section = Section(FIT_KEY, FIT_TITLE, f"Laws of time and memory for {where}.")
     if fit.engine.analytic:
-        section.lines.append(f"Nothing of this was measured: {fit.engine.analytic}")
+        section.lines.append(f"Nothing here was measured: {fit.engine.analytic}")
     section.tables += [_errors(fit), _candidates(fit)]
     if found.profile is None:
-        why = found.why.get("profile", "there is no profile.json beside it")
-        section.lines.append(f"Without its profile there are no plots of residuals: {why}.")
+        why = found.why.get("profile", "there is no profile.json in its folder")
+        section.lines.append(f"There are no plots of residuals without its profile: {why}.")
     else:
         section.figures += _figures(fit, found.profile)
     return section
 
 
 def _errors(fit: Fit) -> Table:
-    laws = [("prefill", fit.prefill), ("decode", fit.decode)]
-    rows: list[tuple[Cell, ...]] = [
-        (name, law.form, *error_cells(law.error), *_reach(law)) for name, law in laws
-    ]
-    rows.append(("whole slices", _overhead(fit), *error_cells(fit.overhead.error), "", ""))
+    rows: list[tuple[Cell, ...]] = []
+    for name, law in (("prefill", fit.prefill), ("decode", fit.decode)):
+        reach = law.valid.batch_size_max, law.valid.length_max
+        rows.append((name, law.form, *error_cells(law.error), *reach))
+    overheads = [("whole slices", fit.overhead)]
     if fit.rounds:
-        overhead = fit.rounds.overhead
-        text = f"{overhead.stretch:.3g} x + {overhead.batch_s:.2g} s"
-        rows.append(("rounds", text, *error_cells(overhead.error), "", ""))
+        overheads.append(("rounds", fit.rounds.overhead))
+    for name, overhead in overheads:
+        form = f"{overhead.stretch:.3g} x + {overhead.batch_s:.2g} s"
+        rows.append((name, form, *error_cells(overhead.error), "", ""))
     if fit.steps:
         knots = f"knots {', '.join(map(str, fit.steps.knots))}"
         rows.append(("passes", knots, *error_cells(fit.steps.error), fit.steps.valid.rows_max, ""))
@@ -202,27 +204,28 @@ def _errors(fit: Fit) -> Table:
     return Table("Errors on points that the fit did not see", columns, rows)
 
 
-def _overhead(fit: Fit) -> str:
-    return f"{fit.overhead.stretch:.3g} x + {fit.overhead.batch_s:.2g} s"
-
-
-def _reach(law: LatencyFit) -> tuple[int, int]:
-    return law.valid.batch_size_max, law.valid.length_max
-
-
 def _candidates(fit: Fit) -> Table:
     rows = [
-        (name, one.form, *error_cells(one.error)[:2], "kept" if one.form == law.form else "")
+        (
+            name,
+            candidate.form,
+            *error_cells(candidate.error)[:2],
+            "kept" if candidate.form == law.form else "",
+        )
         for name, law in (("prefill", fit.prefill), ("decode", fit.decode))
-        for one in law.candidates
+        for candidate in law.candidates
     ]
     return Table("Forms that competed", ["law", "form", "median error", "p95", ""], rows)
 
 
 def _figures(fit: Fit, profile: Profile) -> list[Figure]:
     laws = laws_from_fit(fit)
-    prefill = [(one.batch_size, one.input_length, median(one.seconds)) for one in profile.prefill]
-    decode = [(one.batch_size, one.cached_length, median(one.seconds)) for one in profile.decode]
+    prefill = [
+        (point.batch_size, point.input_length, median(point.seconds)) for point in profile.prefill
+    ]
+    decode = [
+        (point.batch_size, point.cached_length, median(point.seconds)) for point in profile.decode
+    ]
     figures = [
         *_law_figures("prefill", prefill, lambda size, length: laws.engine.prefill_s(size, length)),
         *_law_figures(
@@ -236,15 +239,16 @@ def _figures(fit: Fit, profile: Profile) -> list[Figure]:
 
 def _step_s(law: LatencyFit, size: int, length: int) -> float:
     """tau(l, N), Eq. 4."""
-    segment = [one for one in law.segments if one.batch_size_min <= size][-1]
+    segment = [candidate for candidate in law.segments if candidate.batch_size_min <= size][-1]
     return segment.nl * size * length + segment.n * size + segment.l * length + segment.const
 
 
 def _law_figures(
     name: str, points: Sequence[Point], law: Callable[[int, int], float]
 ) -> list[Figure]:
-    """Predicted over measured, and the residuals in percent over the length. In-sample: the law as
-    it is used.
+    """Two charts: predicted over measured, and residuals in percent over the length.
+
+    The residuals are in-sample: the law is the one in use.
     """
     measured = [seconds for _, _, seconds in points]
     predicted = [law(size, length) for size, length, _ in points]
@@ -253,14 +257,19 @@ def _law_figures(
     third = -(-len(sizes) // 3) or 1
     groups = [sizes[start : start + third] for start in range(0, len(sizes), third)]
     labels = [
-        f"N {size}, length {length}: predicted {seconds(law)}, measured {seconds(real)} ({percent(off)})"
+        f"N {size}, length {length}: predicted {seconds(law)}, "
+        f"measured {seconds(real)} ({percent(off)})"
         for (size, length, real), law, off in zip(points, predicted, residuals, strict=True)
     ]
     by_size = [
         ChartSeries(
             f"N {group[0]}" + (f" to {group[-1]}" if len(group) > 1 else ""),
             [length for size, length, _ in points if size in group],
-            [one for (size, _, _), one in zip(points, residuals, strict=True) if size in group],
+            [
+                residual
+                for (size, _, _), residual in zip(points, residuals, strict=True)
+                if size in group
+            ],
             labels=[
                 label for (size, _, _), label in zip(points, labels, strict=True) if size in group
             ],
@@ -273,7 +282,7 @@ def _law_figures(
     return [
         Figure(
             chart(both),
-            f"{name}: {len(points)} points, medians of their repeats; on the line they agree",
+            f"{name}: {len(points)} points, medians of their repeats; equal on the line",
         ),
         Figure(
             chart(errors), f"{name}: predicted over measured, less 1, by length and batch size N"
@@ -282,16 +291,18 @@ def _law_figures(
 
 
 def _slices(laws: Laws, profile: Profile) -> Figure:
-    measured = [one.seconds for one in profile.slices]
+    measured = [point.seconds for point in profile.slices]
     predicted = [
-        laws.latency.prefill_s(one.batch_size, one.input_length)
-        + laws.latency.decode_s(one.batch_size, one.input_length, laws.engine.iterations(one.steps))
-        for one in profile.slices
+        laws.latency.prefill_s(point.batch_size, point.input_length)
+        + laws.latency.decode_s(
+            point.batch_size, point.input_length, laws.engine.iterations(point.steps)
+        )
+        for point in profile.slices
     ]
     labels = [
-        f"N {one.batch_size}, length {one.input_length}, {one.steps} steps: predicted {seconds(law)}, "
-        f"measured {seconds(one.seconds)}"
-        for one, law in zip(profile.slices, predicted, strict=True)
+        f"N {point.batch_size}, length {point.input_length}, {point.steps} steps: "
+        f"predicted {seconds(law)}, measured {seconds(point.seconds)}"
+        for point, law in zip(profile.slices, predicted, strict=True)
     ]
     drawn = ChartSeries("slices", measured, predicted, labels=labels)
     axes = Axes("measured, s", "predicted, s", [drawn], log=True, diagonal=True)
@@ -299,38 +310,33 @@ def _slices(laws: Laws, profile: Profile) -> Figure:
 
 
 def _memory(fit: Fit, laws: Laws, profile: Profile) -> Figure:
-    """The largest batch that ran, the smallest that did not, what the law allows: of the least
-    steps probed.
-    """
-    steps = min((one.steps for one in profile.memory), default=1)
+    """The memory edge, probed and by the law, for the least number of steps that was probed."""
+    steps = min((point.steps for point in profile.memory), default=1)
     points = sorted(
-        (one for one in profile.memory if one.steps == steps), key=lambda one: one.input_length
+        (point for point in profile.memory if point.steps == steps),
+        key=lambda point: point.input_length,
     )
-    lengths = np.array([one.input_length for one in points], dtype=np.int64)
+    lengths = np.array([point.input_length for point in points], dtype=np.int64)
     allowed = laws.memory.max_batch(lengths, steps, 0.0).tolist() if points else []
     failed = [
-        (one.input_length, one.smallest_oom) for one in points if one.smallest_oom is not None
+        (point.input_length, point.smallest_oom)
+        for point in points
+        if point.smallest_oom is not None
     ]
     series = [
-        ChartSeries("ran", lengths.tolist(), [one.largest_ok for one in points]),
+        ChartSeries("ran", lengths.tolist(), [point.largest_ok for point in points]),
         ChartSeries("the law allows", lengths.tolist(), allowed, "line"),
         ChartSeries(
             "out of memory", [length for length, _ in failed], [size for _, size in failed]
         ),
     ]
     capacity = f"capacity {number(fit.memory.capacity_tokens)} tokens"
-    caption = f"where memory ends, in batches of {steps} more tokens; {capacity}"
+    caption = f"the memory edge of batches that generate {steps} more tokens; {capacity}"
     return Figure(chart(Axes("input length, tokens", "batch size", series, log=True)), caption)
 
 
-# The plan: every value that `serve` starts with, and where it comes from.
-
-PLAN_KEY, PLAN_TITLE = "plan", "The plan"
-PREDICTED = "predicted "
-
-
 def plan_section(found: Material) -> Section:
-    """What `plan.json` holds, as it explains itself."""
+    """Every value of `plan.json`, with the explanation that the plan holds."""
     plan = found.plan
     if plan is None:
         tuning = " --tuning tuning.json" if found.tuning else ""
@@ -342,33 +348,27 @@ def plan_section(found: Material) -> Section:
             command,
             found.why.get("plan", ""),
         )
-    told = plan.explained.items()
-    decided = [(key, one.value, one.source) for key, one in told if not key.startswith(PREDICTED)]
-    predicted = [
-        (key.removeprefix(PREDICTED), one.value) for key, one in told if key.startswith(PREDICTED)
-    ]
-    section = Section(
-        PLAN_KEY, PLAN_TITLE, f"Policy '{plan.policy.name}' on {plan.workers} workers."
-    )
-    section.tables.append(
-        Table("What is planned, and because of what", ["what", "planned", "because"], decided)
-    )
+    decided: list[tuple[str, str, str]] = []
+    predicted: list[tuple[str, str]] = []
+    source = ""
+    for key, explained in plan.explained.items():
+        if key.startswith(PREDICTED):
+            predicted.append((key.removeprefix(PREDICTED), explained.value))
+            source = source or explained.source
+        else:
+            decided.append((key, explained.value, explained.source))
+    lead = f"Policy '{plan.policy.name}' on {plan.workers} workers."
+    section = Section(PLAN_KEY, PLAN_TITLE, lead)
+    columns = ["key", "value", "reason"]
+    section.tables.append(Table("The plan's values and their reasons", columns, decided))
     if predicted:
-        source = next(one.source for key, one in told if key.startswith(PREDICTED))
-        section.tables.append(
-            Table(f"What it should give: {source}", ["metric", "predicted"], predicted)
-        )
+        caption = f"Predicted results: {source}"
+        section.tables.append(Table(caption, ["metric", "predicted"], predicted))
     return section
 
 
-# The tuning: the trials and their front, what the best gains on held-out windows, which
-# parameters matter.
-
-TUNING_KEY, TUNING_TITLE = "tuning", "The tuning"
-
-
 def tuning_section(found: Material) -> Section:
-    """What `tuning.json` holds."""
+    """The trials of `tuning.json`, their front, the gain on held-out windows, and what matters."""
     tuning = found.tuning
     if tuning is None:
         command = f"llmctl tune {found.recipe.name} --fit fit.json --trace TRACE"
@@ -380,12 +380,12 @@ def tuning_section(found: Material) -> Section:
             found.why.get("tuning", ""),
         )
     rate = f"{number(tuning.request_rate_rps)} requests/s on {tuning.workers} workers"
-    lead = f"{len(tuning.trials):,} trials of policy '{tuning.best_held_out.policy}' and others at {rate}, simulated."
-    if len(tuning.policies) < 2:
-        lead = lead.replace(" and others", "")
+    others = " and others" if len(tuning.policies) > 1 else ""
+    policies = f"policy '{tuning.best_held_out.policy}'{others}"
+    lead = f"{len(tuning.trials):,} trials of {policies} at {rate}, simulated."
     section = Section(TUNING_KEY, TUNING_TITLE, lead)
     section.figures += [
-        one for one in (_front(tuning), _importance(tuning), _swings(tuning)) if one.svg
+        figure for figure in (_front(tuning), _importance(tuning), _swings(tuning)) if figure.svg
     ]
     section.tables += [_held_out(tuning), _parameters(tuning)]
     if tuning.policies:
@@ -396,21 +396,23 @@ def tuning_section(found: Material) -> Section:
 def _front(tuning: Tuning) -> Figure:
     latency = tuning.latency_metric
     known = [
-        one
-        for one in tuning.trials
-        if latency in one.outcome.metrics and "goodput_rps" in one.outcome.metrics
+        trial
+        for trial in tuning.trials
+        if latency in trial.outcome.metrics and "goodput_rps" in trial.outcome.metrics
     ]
-    front = [one for one in known if one.number in tuning.front]
-    front.sort(key=lambda one: one.outcome.metrics[latency])
-    best = [one for one in known if _same(one.outcome, tuning.best_held_out)][:1]
+    front = [trial for trial in known if trial.number in tuning.front]
+    front.sort(key=lambda trial: trial.outcome.metrics[latency])
+    best = [trial for trial in known if _same(trial.outcome, tuning.best_held_out)][:1]
     series = [
         _series("trials", known, latency),
         _series("the front", front, latency, "line"),
-        _series("defaults", [one for one in known if one.number == 0], latency, "marks"),
+        _series("defaults", [trial for trial in known if trial.number == 0], latency, "marks"),
         _series("best", best, latency, "marks"),
     ]
     svg = chart(Axes(latency, "goodput, requests/s", series))
-    return Figure(svg, "each trial on the search windows; on the front none is better in both")
+    return Figure(
+        svg, "each trial on the search windows; no trial beats those on the front in both"
+    )
 
 
 def _series(
@@ -419,40 +421,38 @@ def _series(
     latency: str,
     kind: Literal["points", "line", "marks"] = "points",
 ) -> ChartSeries:
-    xs, ys = ([one.outcome.metrics[key] for one in trials] for key in (latency, "goodput_rps"))
-    return ChartSeries(name, xs, ys, kind, [_label(one, latency) for one in trials])
+    xs, ys = ([trial.outcome.metrics[key] for trial in trials] for key in (latency, "goodput_rps"))
+    return ChartSeries(name, xs, ys, kind, [_label(trial, latency) for trial in trials])
 
 
 def _label(trial: Trial, latency: str) -> str:
-    """A trial in one line, for where a pointer rests on it."""
+    """A trial in one line, shown under the pointer."""
     outcome = trial.outcome
     settings = ", ".join(f"{name} {word(value)}" for name, value in outcome.parameters.items())
     values = ", ".join(
         f"{key} {quantity(key, outcome.metrics[key])}" for key in ("goodput_rps", latency)
     )
-    limits = "in all limits" if trial.feasible else "breaks a limit"
+    limits = "keeps all limits" if trial.feasible else "breaks a limit"
     return f"trial {trial.number}, {outcome.policy}: {values}, {limits}; {settings}"
 
 
-def _same(one: Outcome, other: Outcome) -> bool:
-    return (one.policy, one.parameters) == (other.policy, other.parameters)
-
-
-def _best_policy(tuning: Tuning) -> PolicyResult | None:
-    return next((one for one in tuning.policies if one.policy == tuning.best_held_out.policy), None)
+def _same(first: Outcome, second: Outcome) -> bool:
+    return (first.policy, first.parameters) == (second.policy, second.parameters)
 
 
 def _importance(tuning: Tuning) -> Figure:
-    best = _best_policy(tuning)
-    shares = {name: 100 * share for name, share in (best.importance if best else {}).items()}
+    shares: dict[str, float] = {}
+    for result in tuning.policies:
+        if result.policy == tuning.best_held_out.policy:
+            shares = {name: 100 * share for name, share in result.importance.items()}
     return Figure(
         bars(shares, " %"),
-        "a parameter's share of what tells the best trials from the others (PED-ANOVA)",
+        "how much each parameter separates the best trials from the others (PED-ANOVA)",
     )
 
 
 def _swings(tuning: Tuning) -> Figure:
-    swings = {one.parameter: one.swing_percent for one in tuning.sensitivity}
+    swings = {swept.parameter: swept.swing_percent for swept in tuning.sensitivity}
     return Figure(
         bars(swings, " %"),
         "how far goodput moves when one parameter of the best is swept over its range",
@@ -471,7 +471,8 @@ def _held_out(tuning: Tuning) -> Table:
         for name in before
         if name in after
     ]
-    caption = f"The defaults and the best on {len(tuning.held_out_windows)} windows that the search did not see"
+    windows = f"{len(tuning.held_out_windows)} windows that the search did not see"
+    caption = f"The defaults and the best on {windows}"
     return Table(caption, ["metric", "defaults", "best", "change"], rows)
 
 
@@ -493,31 +494,25 @@ def _policies(tuning: Tuning) -> Table:
     latency = tuning.latency_metric
     rows = [
         (
-            marked(one.policy, tuning.engines),
-            one.trials,
-            one.held_out.metrics.get("goodput_rps"),
-            one.held_out.metrics.get(latency),
-            one.feasible,
+            marked(result.policy, tuning.engines),
+            result.trials,
+            result.held_out.metrics.get("goodput_rps"),
+            result.held_out.metrics.get(latency),
+            result.feasible,
         )
-        for one in tuning.policies
+        for result in tuning.policies
     ]
-    columns = ["policy", "trials", "goodput_rps", latency, "in all limits"]
-    said = footnote([one.policy for one in tuning.policies], tuning.engines)
-    return Table(
-        "Each policy's best trial, held out" + (f" ({said})" if said else ""), columns, rows
-    )
-
-
-# The validation: what was predicted beside what a server then did, with the errors' signs.
-
-VALIDATION_KEY, VALIDATION_TITLE = "validation", "The validation"
+    columns = ["policy", "trials", "goodput_rps", latency, "keeps all limits"]
+    note = footnote([result.policy for result in tuning.policies], tuning.engines)
+    caption = "Each policy's best trial, held out" + (f" ({note})" if note else "")
+    return Table(caption, columns, rows)
 
 
 def validation_section(found: Material) -> Section:
-    """What `validation.json` holds."""
+    """The predictions and measurements of `validation.json`, with signed errors."""
     validation = found.validation
     if validation is None:
-        lead = "The predictions were not held against a running server yet."
+        lead = "The predictions were not compared with a running server yet."
         return missing(
             VALIDATION_KEY,
             VALIDATION_TITLE,
@@ -528,36 +523,36 @@ def validation_section(found: Material) -> Section:
     requests = sum(window.requests for window in validation.windows)
     failed = sum(window.failed for window in validation.windows)
     lead = (
-        f"{requests:,} requests in {len(validation.windows)} windows of a trace, replayed against {validation.model} "
-        f"under policy '{validation.policy}'; {failed:,} failed."
+        f"{requests:,} requests in {len(validation.windows)} windows of a trace, replayed against "
+        f"{validation.model} with policy '{validation.policy}'; {failed:,} failed."
     )
     section = Section(VALIDATION_KEY, VALIDATION_TITLE, lead, lines=[validation.summary()])
-    errors = {one.metric: one.error_percent for one in validation.metrics}
+    errors = {row.metric: row.error_percent for row in validation.metrics}
     section.figures.append(
         Figure(bars(errors, " %"), "the prediction's error, of the means over the windows")
     )
     rows = [
         (
-            one.metric,
-            one.measured,
-            one.predicted,
-            percent(one.error_percent),
-            percent(one.worst_percent),
+            row.metric,
+            row.measured,
+            row.predicted,
+            percent(row.error_percent),
+            percent(row.worst_percent),
         )
-        for one in validation.metrics
+        for row in validation.metrics
     ]
     columns = ["metric", "measured", "predicted", "its error", "worst window"]
     section.tables.append(Table("Means over the windows", columns, rows))
     by_request = [
         (
-            one.latency,
-            percent(one.median_percent),
-            f"{one.median_absolute_percent:.1f} %",
-            one.requests,
+            row.latency,
+            percent(row.median_percent),
+            f"{row.median_absolute_percent:.1f} %",
+            row.requests,
         )
-        for one in validation.requests
+        for row in validation.requests
     ]
-    columns = ["request by request", "median error", "median size of it", "requests"]
+    columns = ["latency", "median error", "median absolute error", "requests"]
     section.tables.append(Table("Request by request", columns, by_request))
     section.lines += [f"Noted: {note}." for note in validation.notes]
     return section

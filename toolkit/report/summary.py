@@ -1,5 +1,7 @@
-"""The page's first section: what to run, what it will give, each target kept or broken, and what
-checked that.
+"""The first section: what to run, its predicted results, each target kept or broken, and checks.
+
+The badge is the conclusion in one sentence. A value counts as measured where a bench or a
+validation of the shown plan ran at the rate that the plan was tuned for.
 """
 
 from __future__ import annotations
@@ -7,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from toolkit.files.plan import Plan
-from toolkit.files.tuning import Limit, Outcome, ParameterValue, broken
+from toolkit.files.tuning import Limit, ParameterValue, broken
 from toolkit.report.material import BenchResult, Material
 from toolkit.report.parts import (
     Badge,
@@ -26,24 +27,19 @@ from toolkit.report.verdict import verdict
 from toolkit.units import number, percent
 
 KEY, TITLE = "verdict", "The verdict"
-GIVEN = (
-    "goodput_rps",
-    "throughput_rps",
-    "sla_attainment_percent",
-)  # what it gives besides its limits
-# Windows of a bursty trace have other rates than the whole: within this share a validation is at
-# the plan's rate.
+SHOWN_METRICS = ("goodput_rps", "throughput_rps", "sla_attainment_percent")  # besides the limits
+CHECKED_METRICS = ("goodput_rps", "throughput_rps", "e2e_mean_s")
+# Windows of a bursty trace have other rates than the whole trace. Within this share of the plan's
+# rate, a validation counts as being at that rate.
 WINDOWS_RATE = 0.2
-SLOW = 1.2  # from here on a slow machine is named where a target was broken
-TOLD_OF_CHECKS = ("goodput_rps", "throughput_rps", "e2e_mean_s")
+NOTABLE_SLOWDOWN = 1.2  # above it, the slow machine is named where a target was broken
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredTargets:
-    """Where values were measured at the rate that the plan was tuned for.
+    """Values from one file, measured at the rate that the plan was tuned for.
 
-    `slowdown`: batches took so many times as long as fitted meanwhile; None where nothing says
-    that.
+    `slowdown` is the measured over the fitted batch time; None where it is not known.
     """
 
     name: str
@@ -53,7 +49,7 @@ class MeasuredTargets:
 
 @dataclass(frozen=True, slots=True)
 class Promise:
-    """What the settings are expected to give, and what they gave."""
+    """The predicted results of the settings, and the measured ones."""
 
     metrics: Mapping[str, float]
     limits: list[Limit]
@@ -62,15 +58,15 @@ class Promise:
     @property
     def broken_measured(self) -> list[tuple[Limit, MeasuredTargets]]:
         return [
-            (limit, one)
-            for one in self.measured
+            (limit, source)
+            for source in self.measured
             for limit in self.limits
-            if (judged := _judge(limit, one.values.get(limit.name))) and not judged.kept
+            if (judged := _judge(limit, source.values.get(limit.name))) and not judged.kept
         ]
 
 
 def summary_section(found: Material) -> Section:
-    """The verdict on what is there. Where nothing was tuned it says so, and names the next command."""
+    """The verdict on the found files, and the next command."""
     promise = _promise(found)
     section = Section(KEY, TITLE, "", badge=_badge(found, promise))
     section.commands, section.facts = [_next_command(found)], _what_to_run(found)
@@ -82,12 +78,8 @@ def summary_section(found: Material) -> Section:
     return section
 
 
-def _is_of(plan: Plan, outcome: Outcome) -> bool:
-    return (plan.policy.name, plan.policy.parameters) == (outcome.policy, outcome.parameters)
-
-
 def _promise(found: Material) -> Promise | None:
-    """None where nothing predicts what the settings will give."""
+    """The predictions of the plan or the tuning; None where there are none."""
     plan, tuning = found.plan, found.tuning
     if plan is not None:
         metrics, limits = plan.predicted, plan.limits
@@ -98,97 +90,86 @@ def _promise(found: Material) -> Promise | None:
     return Promise(metrics, limits, _measured(found)) if metrics else None
 
 
-def _share(one: Limit) -> float | None:
-    """The share of a limit that is used up; of one from below, of what may be missing to 100
-    percent.
-    """
-    if one.predicted is None:
+def _share(limit: Limit) -> float | None:
+    """The used share of a limit. A lower limit in percent is used by 100 minus the value."""
+    if limit.predicted is None:
         return None
     used, may = (
-        (one.predicted, one.limit)
-        if one.bound == "at most"
-        else (100 - one.predicted, 100 - one.limit)
+        (limit.predicted, limit.limit)
+        if limit.bound == "at most"
+        else (100 - limit.predicted, 100 - limit.limit)
     )
     return used / may if may else (2.0 if used else 0.0)
 
 
-def _judge(one: Limit, value: float | None) -> Judged | None:
-    """A measured value held against the limit."""
+def _judge(limit: Limit, value: float | None) -> Judged | None:
+    """A measured value with its judgement against the limit."""
     if value is None:
         return None
     return Judged(
-        quantity(one.name, value),
-        value <= one.limit if one.bound == "at most" else value >= one.limit,
+        quantity(limit.name, value),
+        value <= limit.limit if limit.bound == "at most" else value >= limit.limit,
     )
 
 
-def _predicted(one: Limit) -> Cell:
-    """The prediction beside the limit, as the tuning judged it."""
-    return one.told() if one.kept is None else Judged(one.told(), one.kept)
-
-
 def _measured(found: Material) -> list[MeasuredTargets]:
-    """The benches and the validation of the shown plan that ran at its rate, the newest bench
-    first.
-    """
+    """The newest bench and the validation of the shown plan that ran at its rate."""
     rate, sla = found.rate_rps, found.recipe.sla
-    benches = [
-        one for one in found.benches if one.of_plan and one.at_rate(rate) and one.content.sla == sla
-    ]
-    found_there = [
-        MeasuredTargets(one.name, _values(one), one.content.replay_slowdown) for one in benches[:1]
-    ]
+    measured = []
+    for bench in found.benches:
+        if bench.of_plan and bench.at_rate(rate) and bench.content.sla == sla:
+            # Not every target is a metric of a bench.
+            targets = {target.target: target.measured_s for target in bench.content.targets}
+            every = bench.content.measured | targets
+            measured.append(MeasuredTargets(bench.name, every, bench.content.replay_slowdown))
+            break
     validation = found.validation
     if validation is not None and rate and found.is_of_plan(validation):
-        requests = sum(one.requests for one in validation.windows)
-        seconds = sum(one.end_s - one.start_s for one in validation.windows)
-        values = {one.metric: one.measured for one in validation.metrics}
+        requests = sum(window.requests for window in validation.windows)
+        seconds = sum(window.end_s - window.start_s for window in validation.windows)
+        values = {row.metric: row.measured for row in validation.metrics}
         if (
             abs(requests - rate * seconds) <= WINDOWS_RATE * rate * seconds
             and values.keys() & sla.keys()
         ):
-            found_there.append(MeasuredTargets(found.file_name("validation"), values))
-    return found_there
-
-
-def _values(bench: BenchResult) -> dict[str, float]:
-    """Its metrics, and the value of every target, of which not each is a metric."""
-    return bench.content.measured | {one.target: one.measured_s for one in bench.content.targets}
+            measured.append(MeasuredTargets(found.file_name("validation"), values))
+    return measured
 
 
 def _badge(found: Material, promise: Promise | None) -> Badge:
     if promise is None:
         what = "These settings were not tuned" if found.plan else "Nothing was tuned yet"
-        return Badge("open", f"{what}: nothing says whether the targets will be kept.")
+        return Badge("open", f"{what}: nothing predicts whether the targets will be kept.")
     missed, measured = broken(promise.limits), promise.broken_measured
     if missed:
-        worst_first = sorted(missed, key=lambda one: -(_share(one) or 0.0))
+        worst_first = sorted(missed, key=lambda limit: -(_share(limit) or 0.0))
         return Badge(
             "broken", f"Not every target is kept, as predicted: {'; '.join(map(_at, worst_first))}."
         )
     if measured:
         names = _listed([metric_name(limit.name) for limit, _ in measured])
-        where = _listed(sorted({one.name for _, one in measured}))
-        slow = max((one.slowdown or 0.0 for _, one in measured), default=0.0)
-        pace = f" Batches took {slow:.2f} times as long as fitted." if slow > SLOW else ""
-        return Badge(
-            "broken",
-            f"Predicted to keep every target, but measured it broke {names} ({where}).{pace}",
+        where = _listed(sorted({source.name for _, source in measured}))
+        slow = max((source.slowdown or 0.0 for _, source in measured), default=0.0)
+        pace = (
+            f" Batches took {slow:.2f} times as long as fitted." if slow > NOTABLE_SLOWDOWN else ""
         )
-    if any(one.kept is None for one in promise.limits):
-        unknown = _listed([metric_name(one.name) for one in promise.limits if one.kept is None])
+        text = f"Predicted to keep every target, but the measurement broke {names} ({where}).{pace}"
+        return Badge("broken", text)
+    if any(limit.kept is None for limit in promise.limits):
+        unpredicted = [limit.name for limit in promise.limits if limit.kept is None]
+        unknown = _listed([metric_name(name) for name in unpredicted])
         return Badge("open", f"Nothing predicts {unknown}.")
     if promise.measured:
-        where = _listed([one.name for one in promise.measured])
+        where = _listed([source.name for source in promise.measured])
         return Badge("kept", f"Every target is kept: as predicted, and as measured ({where}).")
     return Badge("kept", "Every target is kept, as predicted; not measured at this rate yet.")
 
 
-def _at(one: Limit) -> str:
-    """By how much a limit is broken."""
-    what = f"{metric_name(one.name)} is {one.told()}, {one.allowed()} is asked for"
-    share = _share(one)
-    if one.bound == "at least" or not one.limit or share is None:
+def _at(limit: Limit) -> str:
+    """A broken limit: the prediction, the limit, and the used share of it."""
+    what = f"{metric_name(limit.name)} is {limit.prediction()}, must be {limit.allowed()}"
+    share = _share(limit)
+    if limit.bound == "at least" or not limit.limit or share is None:
         return what
     return f"{what}, {number(100 * share)} % of the limit"
 
@@ -199,12 +180,12 @@ def _listed(names: list[str]) -> str:
 
 
 def _what_to_run(found: Material) -> list[tuple[str, str]]:
-    """What the plan runs; without a plan, what the tuning found; without that, nothing."""
+    """Policy, workers and workload of the plan; without one, of the tuning; else workers only."""
     plan, tuning, recipe = found.plan, found.tuning, found.recipe
     facts: list[tuple[str, str]] = []
     if plan is not None:
         facts += _policy(plan.policy.name, plan.policy.parameters)
-        kinds = [(f"{one.recipe.name}: ", one.fit, one.workers) for one in plan.kinds]
+        kinds = [(f"{kind.recipe.name}: ", kind.fit, kind.workers) for kind in plan.kinds]
     elif tuning is not None:
         outcome = tuning.recommended
         facts += _policy(outcome.policy, outcome.parameters)
@@ -230,8 +211,8 @@ def _policy(name: str, parameters: Mapping[str, ParameterValue]) -> list[tuple[s
 
 
 def _checks(found: Material) -> list[str]:
-    """What the predictions were held against, a sentence each."""
-    texts = [_check(one, found.rate_rps) for one in found.benches if one.of_plan]
+    """The measurements that the predictions were compared with, a sentence each."""
+    texts = [_check(bench, found.rate_rps) for bench in found.benches if bench.of_plan]
     if found.validation is not None:
         other = "" if found.is_of_plan(found.validation) else " (another plan of the same fit)"
         texts.append(f"{found.file_name('validation')}{other}: {found.validation.summary()}")
@@ -239,30 +220,26 @@ def _checks(found: Material) -> list[str]:
         return []
     return [
         f"Checked against {text}."
-        for text in texts or ["no running server yet: it is all simulated with the fit"]
+        for text in texts or ["no running server yet: every number is simulated with the fit"]
     ]
 
 
 def _check(bench: BenchResult, rate_rps: float | None) -> str:
     content = bench.content
-    rate = (
-        ""
-        if content.request_rate_rps is None
-        else f" at {number(content.request_rate_rps)} requests/s"
-    )
+    rate = ""
+    if content.request_rate_rps is not None:
+        rate = f" at {number(content.request_rate_rps)} requests/s"
     if bench.at_rate(rate_rps):
         rate += ", the rate it was tuned for"
-    errors = {one.metric: one.error_percent for one in content.compared}
-    told = [
+    errors = {row.metric: row.error_percent for row in content.compared}
+    shown = [
         f"{metric_name(key)} {percent(error)}"
-        for key in TOLD_OF_CHECKS
+        for key in CHECKED_METRICS
         if (error := errors.get(key)) is not None
     ]
-    off = (
-        f"; the prediction's errors: {', '.join(told)}"
-        if told
-        else "; nothing was predicted for it"
-    )
+    off = "; nothing was predicted for it"
+    if shown:
+        off = f"; the prediction's errors: {', '.join(shown)}"
     slow = content.replay_slowdown
     pace = f"; batches took {slow:.2f} times as long as fitted" if slow else ""
     return f"{bench.name}: {content.answered:,} requests{rate}{off}{pace}"
@@ -281,48 +258,53 @@ def _next_command(found: Material) -> tuple[str, str]:
 
 
 def _table(promise: Promise) -> Table:
-    """What is given, then every limit: predicted, and measured where it was."""
-    columns = ["", "limit", "predicted", *(f"measured, {one.name}" for one in promise.measured)]
+    """The shown metrics, then every limit: predicted and, where known, measured."""
+    columns = [
+        "",
+        "limit",
+        "predicted",
+        *(f"measured, {source.name}" for source in promise.measured),
+    ]
     rows: list[list[Cell]] = []
-    known = {one.name for one in promise.limits}
-    for key in GIVEN:
+    known = {limit.name for limit in promise.limits}
+    for key in SHOWN_METRICS:
         if key in promise.metrics and key not in known:
             values = [m.values.get(key) for m in promise.measured]
             given = [None if value is None else quantity(key, value) for value in values]
             rows.append([metric_name(key), "none", quantity(key, promise.metrics[key]), *given])
-    for one in promise.limits:
-        measured = [_judge(one, m.values.get(one.name)) for m in promise.measured]
-        rows.append([metric_name(one.name), one.allowed(), _predicted(one), *measured])
+    for limit in promise.limits:
+        measured = [_judge(limit, m.values.get(limit.name)) for m in promise.measured]
+        predicted = (
+            limit.prediction() if limit.kept is None else Judged(limit.prediction(), limit.kept)
+        )
+        rows.append([metric_name(limit.name), limit.allowed(), predicted, *measured])
     return Table("What it will give", columns, rows, folded=False)
 
 
 def _shares(promise: Promise) -> Figure:
-    """Each latency target's share that is used up, predicted and measured."""
+    """The used share of each latency target, predicted and measured."""
     shares: dict[str, float] = {}
     titles: dict[str, str] = {}
-    for one in promise.limits:
-        if not one.name.endswith("_s") or one.predicted is None:
+    for limit in promise.limits:
+        if not limit.name.endswith("_s") or limit.predicted is None:
             continue
         measured = [
-            (f"measured, {m.name}", m.values[one.name])
+            (f"measured, {m.name}", m.values[limit.name])
             for m in promise.measured
-            if one.name in m.values
+            if limit.name in m.values
         ]
-        for where, value in [("predicted", one.predicted), *measured]:
-            name = f"{metric_name(one.name)}, {where.partition(',')[0]}"
-            if name not in shares:  # of two measurements the bench's is drawn
-                shares[name] = 100 * value / one.limit
-                titles[name] = (
-                    f"{metric_name(one.name)}, {where}: {quantity(one.name, value)}, {one.allowed()}"
-                )
+        for where, value in [("predicted", limit.predicted), *measured]:
+            name = f"{metric_name(limit.name)}, {where.partition(',')[0]}"
+            if name not in shares:  # the bench comes first of two measurements
+                shares[name] = 100 * value / limit.limit
+                values = f"{quantity(limit.name, value)}, {limit.allowed()}"
+                titles[name] = f"{metric_name(limit.name)}, {where}: {values}"
     svg = bars(shares, " %", limit=100.0, titles=titles)
-    return Figure(
-        svg, "how much of each latency target is used up; up to the dashed line it is kept"
-    )
+    return Figure(svg, "used share of each latency target; kept up to the dashed line")
 
 
 def _notes(found: Material) -> list[str]:
-    """What the tuning concluded, and what was done to its trace."""
+    """The conclusions of the tuning, and the changes to its trace."""
     tuning = found.tuning
     if tuning is None:
         return []
@@ -332,10 +314,14 @@ def _notes(found: Material) -> list[str]:
             lines[-1] += f"{'' if lines[-1].endswith(':') else ';'} {line.strip()}"
         else:
             lines.append(line)
-    if found.plan is not None and not _is_of(found.plan, tuning.recommended):
+    plan, best = found.plan, tuning.recommended
+    if plan is not None and (plan.policy.name, plan.policy.parameters) != (
+        best.policy,
+        best.parameters,
+    ):
+        name = found.file_name("tuning")
         lines.insert(
-            0,
-            f"the plan runs other settings than {found.file_name('tuning')} found; this is about those",
+            0, f"the plan runs other settings than {name} found; the rest is about the found ones"
         )
     return [
         *(f"The tuning: {line}." for line in lines),

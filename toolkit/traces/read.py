@@ -1,9 +1,12 @@
-"""Reading traces of every known format, with a report of what was kept, and what was dropped and
-why.
+"""Reading traces of every known format, with a report of the rows that were kept and dropped.
 
-A row that cannot be (no tokens, a negative time, a failed response, something that is no number) is
-counted and left out, never repaired; the first of each kind is shown with its value and the limit.
-The format follows from the column names, whatever the file is called.
+The module first describes the formats, then opens a file, finds its format and checks its rows.
+
+The column names decide the format, whatever the file is called. A row with impossible values (no
+tokens, a negative time, a failed response, something that is not a number) is counted and left
+out, never repaired. The report shows the first of each kind with its value and the limit. The
+canonical format is Mooncake's JSONL; the server's own log and `llmctl bench --save-requests` write
+it with more keys. No format holds text: lengths and times only.
 """
 
 from __future__ import annotations
@@ -25,23 +28,25 @@ import numpy as np
 from toolkit.errors import InputError
 from toolkit.traces.types import Trace
 
-# The trace formats that can be read: which columns each one has, by name, and what its time
-# means.
-#
-# The canonical one is Mooncake's JSONL; the server's own log and `llmctl bench --save-requests`
-# write it too, with more keys. Text is in none of them: lengths and times only. Opening and
-# parsing files is `toolkit.traces.read`.
+SUCCESS = (None, "", "ok", 200)  # `status` of a request that was served; anything else failed
+MAX_LENGTH = 2**31 - 1  # tokens; a greater length is a mistake, and would overflow sums
+# The year 10000 in seconds since 1970. A later time is in another unit, or a mistake.
+LATEST_S = 253_402_300_800.0
+SHOWN = 40  # characters of a value in a message
 
-SUCCESS = (
-    None,
-    "",
-    "ok",
-    200,
-)  # what `status` says of a request that was served; anything else failed
+UNPARSABLE = "unparsable"
+TOO_LATE = "with a time beyond the year 9999"
+NO_TOKENS = "with a non-positive length"
+NEGATIVE = "with a negative time"
+FAILED = "failed responses"
+BEYOND = "longer than their max_tokens"
+
+Record = Mapping[str, object] | None  # one row by column name; None: it could not be parsed
+Row = tuple[float, int, int, int, int]  # arrival in seconds, prompt, output, max_tokens, priority
 
 
 def number(value: object) -> float:
-    """A JSON number, or a CSV field that holds one. ValueError for all else, `true` included."""
+    """A JSON number, or a CSV field that holds one. ValueError otherwise, also for `true`."""
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         raise ValueError(f"not a number: {value!r}")
     return float(value)
@@ -53,9 +58,7 @@ def milliseconds(value: object) -> float:
 
 
 def iso_seconds(value: object) -> float:
-    """Seconds since 1970 of an ISO 8601 time; without a zone it is UTC. Digits beyond microseconds
-    are cut off.
-    """
+    """Seconds since 1970 of an ISO 8601 time, UTC where it names no zone, to the microsecond."""
     if not isinstance(value, str):
         raise ValueError(f"not an ISO time: {value!r}")
     time = datetime.fromisoformat(value)
@@ -64,18 +67,18 @@ def iso_seconds(value: object) -> float:
 
 @dataclass(slots=True, frozen=True)
 class Format:
-    """Where a format keeps what a trace needs. An empty name: the format does not have it."""
+    """The columns of a format, and what its times mean. Empty: the format lacks that column."""
 
     name: str
     prompt: str
     output: str
     arrival: str = ""
     seconds: Callable[[object], float] = number
-    max_tokens: str = ""  # optional, the limit that the client set
-    priority: str = ""  # optional, the smaller the more urgent
-    status: str = ""  # optional, see SUCCESS
-    zero_output_failed: bool = False  # 0 output tokens is how the format says that a request failed
-    absolute_time: bool = False  # times are dates, so there is no negative one
+    max_tokens: str = ""  # optional: the limit that the client set
+    priority: str = ""  # optional: smaller is more urgent
+    status: str = ""  # optional: see SUCCESS
+    zero_output_failed: bool = False  # 0 output tokens mean that the request failed
+    absolute_time: bool = False  # times are dates; those before 1970 are valid
 
     @property
     def required(self) -> tuple[str, ...]:
@@ -83,7 +86,7 @@ class Format:
 
     @property
     def unit_s(self) -> float:
-        """Of its times, in seconds."""
+        """The unit of its times, in seconds."""
         return 0.001 if self.seconds is milliseconds else 1.0
 
     @property
@@ -92,7 +95,7 @@ class Format:
 
     @property
     def time(self) -> str:
-        """What its times are, for people."""
+        """What its times are, in words."""
         return (
             "an ISO 8601 time" if self.seconds is iso_seconds else f"a finite number of {self.unit}"
         )
@@ -109,7 +112,7 @@ MOONCAKE = Format(
     status="status",
 )
 
-# Where two fit, the first wins: a format without times comes after its sibling with times.
+# The first that fits wins, so a format without times comes after its sibling with times.
 FORMATS = (
     MOONCAKE,
     Format(
@@ -135,9 +138,9 @@ KNOWN = "known: " + "; ".join(f"{known.name} ({', '.join(known.required)})" for 
 
 
 def detect(found: Collection[str], source: str) -> Format:
-    """The format whose columns are all among `found`.
+    """The format whose required columns are all among `found`.
 
-    InputError names the columns that the nearest format lacks, and those found.
+    `InputError` names the columns that the nearest format lacks, and those found.
     """
     for candidate in FORMATS:
         if set(candidate.required) <= set(found):
@@ -157,36 +160,19 @@ def detect(found: Collection[str], source: str) -> Format:
     )
 
 
-LONGEST = 2**31 - 1  # tokens; a length beyond it is a mistake, and would overflow sums
-# the year 10000 in seconds since 1970; a time beyond it is in another unit, or a mistake
-LATEST_S = 253_402_300_800.0
-SHOWN = 40  # characters of a value in a message
-
-UNPARSABLE = "unparsable"
-TOO_LATE = "with a time beyond the year 9999"
-NO_TOKENS = "with a non-positive length"
-NEGATIVE = "with a negative time"
-FAILED = "failed responses"
-BEYOND = "longer than their max_tokens"
-
-Record = Mapping[str, object] | None  # one row by column name; None: it could not be parsed
-Row = tuple[float, int, int, int, int]  # arrival in seconds, prompt, output, max_tokens, priority
-
-
 @dataclass(slots=True, frozen=True)
 class ReadReport:
-    """What became of a file's rows."""
+    """How many rows of a file were kept, and how many were dropped, by reason."""
 
     source: str
     format: str
     rows: int
     kept: int
     dropped: Mapping[str, int] = field(default_factory=dict)  # reason to count
-    examples: Mapping[str, str] = field(
-        default_factory=dict
-    )  # reason to the first row that it dropped: value, limit
-    reordered: bool = False  # rows were not in order of arrival, and were sorted
-    timeless: bool = False  # the format has no times: all arrive at 0
+    # reason to the first row that was dropped for it, with its value and the limit
+    examples: Mapping[str, str] = field(default_factory=dict)
+    reordered: bool = False  # rows were not in order of arrival and were sorted
+    timeless: bool = False  # the format has no times: all requests arrive at 0
 
     def lines(self) -> tuple[str, ...]:
         """The report in words, one line each."""
@@ -205,15 +191,15 @@ class ReadReport:
         return tuple(lines)
 
 
-class _Dropped(ValueError):  # noqa: N818  (a verdict on a row, never seen outside)
-    """A row that cannot be; its text is the reason that is counted."""
+class _Dropped(ValueError):  # noqa: N818  (a verdict on a row, caught in this module)
+    """A row with impossible values; the text is the reason that is counted."""
 
 
 def read_trace(path: Path) -> tuple[Trace, ReadReport]:
-    """The trace in `path`, sorted by arrival with the first at 0 s, and the report, which is also
-    in its notes.
+    """Read the trace in `path`, sorted by arrival with the first at 0 s.
 
-    Raises InputError where the file cannot be read, is of no known format, lacks a column, or has no usable row.
+    Returns it with the report, which is also in its notes. Raises `InputError` where the file
+    cannot be read, has no known format, lacks a column, or has no usable row.
     """
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
@@ -227,7 +213,7 @@ def read_trace(path: Path) -> tuple[Trace, ReadReport]:
 
 
 def _open_records(file: TextIO, source: str) -> tuple[list[str], Iterator[Record]]:
-    """The column names, and the rows, of whatever the first character says the file holds."""
+    """The column names and the rows of CSV or JSON: the file's first character decides."""
     first = ""
     while not first and (line := file.readline()):
         first = line.strip()[:1]
@@ -236,14 +222,9 @@ def _open_records(file: TextIO, source: str) -> tuple[list[str], Iterator[Record
         raise InputError(f"{source}: the trace is empty", KNOWN)
     if first in "[{":
         return _json(_json_array(file, source) if first == "[" else _json_lines(file), source)
-    return _csv(file, source)
-
-
-def _csv(file: TextIO, source: str) -> tuple[list[str], Iterator[Record]]:
     lines = _csv_lines(file, source)
     columns = [name.strip() for name in next((line for line in lines if "".join(line).strip()), [])]
-    # A short row has None for what it lacks; a long one has more than its columns, and the rest is
-    # ignored.
+    # A short row has None for missing columns. Values beyond the columns of a row are ignored.
     return columns, (dict(zip_longest(columns, line[: len(columns)])) for line in lines if line)
 
 
@@ -265,8 +246,8 @@ def _json_lines(file: TextIO) -> Iterator[object]:
 
 
 def _lenient(text: str) -> object:
-    """JSON with NaN and Infinity, which some writers make, so that such a value can be named; None
-    for all else.
+    """Parse JSON with NaN and Infinity, which some writers make, so that a message can name the
+    value. None for anything else.
     """
     try:
         return json.loads(text)
@@ -287,7 +268,7 @@ def _json_array(file: TextIO, source: str) -> Iterator[object]:
 
 
 def _json(values: Iterable[object], source: str) -> tuple[list[str], Iterator[Record]]:
-    """Objects as records; the columns are those of the first object."""
+    """The columns of the first object, and all values as records."""
     rest = iter(values)
     head: list[Record] = []
     for value in rest:
@@ -326,7 +307,7 @@ def _collect(records: Iterator[Record], form: Format, source: str) -> tuple[Trac
     if not kept:
         problem = f"{source}: no usable row: {'; '.join(report.lines())}"
         raise InputError(
-            problem, "mend these rows; docs/traces.md, 'Rows that cannot be', has the limits"
+            problem, "correct these rows; docs/traces.md, 'Rows that cannot be', has the limits"
         )
     order = np.argsort(arrivals, kind="stable")
     lengths = np.array([row[1:] for row in kept], dtype=np.int64)[order]
@@ -338,7 +319,7 @@ def _collect(records: Iterator[Record], form: Format, source: str) -> tuple[Trac
 
 
 def _row(record: Record, form: Format) -> Row:
-    """One row's numbers; _Dropped says why it cannot be."""
+    """The numbers of one row. Raises `_Dropped` with the reason for impossible values."""
     if record is None:
         raise _Dropped(UNPARSABLE)
     if form.status and record.get(form.status) not in SUCCESS:
@@ -353,8 +334,10 @@ def _row(record: Record, form: Format) -> Row:
         priority = 0 if urgency is None else _priority(urgency)
     except (ValueError, OverflowError) as error:
         raise _Dropped(UNPARSABLE) from error
-    if not -LATEST_S <= arrival <= LATEST_S:  # so it is no NaN either
-        raise _Dropped(_of_absurd(arrival))
+    if not math.isfinite(arrival):
+        raise _Dropped(UNPARSABLE)
+    if not -LATEST_S <= arrival <= LATEST_S:
+        raise _Dropped(NEGATIVE if arrival < 0 else TOO_LATE)
     if form.zero_output_failed and output == 0:
         raise _Dropped(FAILED)
     if prompt <= 0 or output <= 0 or max_tokens < 0:
@@ -366,19 +349,13 @@ def _row(record: Record, form: Format) -> Row:
     return arrival, prompt, output, max_tokens, priority
 
 
-def _of_absurd(arrival_s: float) -> str:
-    """The reason to drop a row with a time that is no number, or beyond all calendars."""
-    if not math.isfinite(arrival_s):
-        return UNPARSABLE
-    return NEGATIVE if arrival_s < 0 else TOO_LATE
-
-
 def _detail(record: Record, form: Format, reason: str) -> str:
-    """Which value made a row be dropped for `reason`, and what is allowed there."""
+    """The value for which a row was dropped, and the values that are allowed there."""
     if record is None:
         return "not a JSON object"
     if reason == TOO_LATE:
-        return f"{_shown(record, form.arrival)}, must be at most {LATEST_S / form.unit_s:.4g} {form.unit}"
+        latest = f"{LATEST_S / form.unit_s:.4g} {form.unit}"
+        return f"{_shown(record, form.arrival)}, must be at most {latest}"
     if reason == NEGATIVE:
         return f"{_shown(record, form.arrival)}, must be at least 0 {form.unit}"
     if reason == BEYOND:
@@ -386,10 +363,10 @@ def _detail(record: Record, form: Format, reason: str) -> str:
     if reason == FAILED:
         return _shown(record, form.output if record.get(form.status) in SUCCESS else form.status)
     checks: list[tuple[str, Callable[[object], float], float, str]] = [
-        (form.prompt, _length, 1, f"a whole number from 1 to {LONGEST:,}"),
-        (form.output, _length, 1, f"a whole number from 1 to {LONGEST:,}"),
-        (form.max_tokens, _length, 0, f"a whole number from 0 to {LONGEST:,}"),
-        (form.priority, _priority, -LONGEST, "a whole number of 32 bits"),
+        (form.prompt, _length, 1, f"a whole number from 1 to {MAX_LENGTH:,}"),
+        (form.output, _length, 1, f"a whole number from 1 to {MAX_LENGTH:,}"),
+        (form.max_tokens, _length, 0, f"a whole number from 0 to {MAX_LENGTH:,}"),
+        (form.priority, _priority, -MAX_LENGTH, "a whole number of 32 bits"),
     ]
     for column, parse, least, allowed in checks:
         if column in form.required or record.get(column) is not None:
@@ -403,7 +380,7 @@ def _detail(record: Record, form: Format, reason: str) -> str:
 
 
 def _shown(record: Mapping[str, object], column: str) -> str:
-    """A column's value in a row, for people."""
+    """The value of a column in a row, shortened for a message."""
     value = record.get(column)
     if value is None:
         return f"no {column}"
@@ -412,7 +389,7 @@ def _shown(record: Mapping[str, object], column: str) -> str:
 
 
 def _length(value: object) -> int:
-    """Tokens: a whole number (`374` or `374.0`); ValueError otherwise."""
+    """A length in tokens: a whole number (`374` or `374.0`). ValueError otherwise."""
     if type(value) is str and value.isdecimal():
         value = int(value)
     elif type(value) is not int:
@@ -420,14 +397,14 @@ def _length(value: object) -> int:
         value = int(exact)
         if value != exact:
             raise ValueError(f"not a whole number: {exact}")
-    if value > LONGEST:
-        raise ValueError(f"longer than {LONGEST} tokens: {value}")
+    if value > MAX_LENGTH:
+        raise ValueError(f"longer than {MAX_LENGTH} tokens: {value}")
     return value
 
 
 def _priority(value: object) -> int:
-    """A whole number of 32 bits, as requests have it; ValueError otherwise."""
+    """A priority: a whole number of 32 bits, as in requests. ValueError otherwise."""
     exact = number(value)
-    if exact != int(exact) or abs(exact) > LONGEST:
+    if exact != int(exact) or abs(exact) > MAX_LENGTH:
         raise ValueError(f"not a priority: {exact}")
     return int(exact)

@@ -1,5 +1,8 @@
-"""Cutting a trace into windows of time: some to search on, others, which the search never sees, for
-the verdict.
+"""Fitting a trace to a recipe, cutting it into windows, and describing it in numbers.
+
+In this order: scaling (the rate to a machine, the lengths to a model's context), cutting into
+windows (some to search on, others, which the search never sees, for the verdict), and the numbers
+that `llmctl trace inspect` prints. Each change to a trace leaves a note in it.
 """
 
 from __future__ import annotations
@@ -14,17 +17,17 @@ from toolkit.files.recipe import Recipe
 from toolkit.files.tuning import ScaledLengths, Scaling
 from toolkit.traces.types import Trace
 
-# Changing a trace so that it fits: its rate to a machine, its lengths to a small model. Each
-# change leaves a note.
-
-MIN_RATE_RPS, MAX_RATE_RPS = 1e-6, 1e6  # one in 11 days; more than any server takes
-FITTED_PERCENTILE = 99.0  # what must fit after dividing; the rest is clipped
+MIN_RATE_RPS, MAX_RATE_RPS = 1e-6, 1e6  # one request in 11 days; more than any server takes
+FITTED_PERCENTILE = 99.0  # of the lengths: must fit after dividing; longer ones are clipped
+# Share of the trace that windows cover where their length is not given or does not fit.
+COVERED = 0.8
+PERCENTILES = (1, 25, 50, 75, 95, 99)
 
 Tokens = NDArray[np.int64]
 
 
 def mean_rate(trace: Trace) -> float:
-    """Requests per second between the first arrival and the last; 0 where they all arrive at once."""
+    """Requests per second from the first arrival to the last; 0 where all arrive at once."""
     span_s = float(trace.arrival_s[-1] - trace.arrival_s[0])
     return (len(trace) - 1) / span_s if span_s > 0 else 0.0
 
@@ -32,8 +35,8 @@ def mean_rate(trace: Trace) -> float:
 def scale_rate(trace: Trace, rate_rps: float) -> Trace:
     """Stretch or compress the arrival times to a mean rate; burstiness and order stay.
 
-    Raises InputError for a rate beyond `MIN_RATE_RPS` and `MAX_RATE_RPS`, and for a trace whose requests all arrive
-    at once.
+    Raises `InputError` for a rate outside `MIN_RATE_RPS` to `MAX_RATE_RPS`, and for a trace that
+    has no rate: one request, or all at once.
     """
     if not MIN_RATE_RPS <= rate_rps <= MAX_RATE_RPS:
         hint = f"give a rate from {MIN_RATE_RPS:g} to {MAX_RATE_RPS:,.0f}"
@@ -45,10 +48,7 @@ def scale_rate(trace: Trace, rate_rps: float) -> Trace:
             "leave the rate out",
         )
     if now == 0:
-        raise InputError(
-            f"{trace.source}: all {len(trace)} requests arrive at once, so there is no rate to scale",
-            "draw arrival times first: llmctl trace convert IN OUT --draw-rate REQUESTS_PER_S",
-        )
+        raise _no_times(trace, "there is no rate to scale")
     note = f"arrival times scaled by {now / rate_rps:.4g}: {now:.4g} -> {rate_rps:.4g} requests/s"
     return replace(trace, arrival_s=trace.arrival_s * (now / rate_rps), notes=(*trace.notes, note))
 
@@ -56,20 +56,20 @@ def scale_rate(trace: Trace, rate_rps: float) -> Trace:
 def scale_lengths(
     trace: Trace, max_model_len: int, max_new_tokens: int, model_context: int | None = None
 ) -> Trace:
-    """Fit lengths into a model's context and keep their shape: outputs in `max_new_tokens`, prompts
-    in what is left.
+    """Fit lengths into a model's context and keep the shape of their distribution.
 
-    Prompts and outputs are divided, each by the factor that makes the 99th percentile fit (1 where
-    it fits already), rounded up, and the few that are still too long are clipped. So prompt +
-    max_new_tokens never exceeds the context. The result's `scaling` has what was done in numbers,
-    its last note the same in words; `model_context`, the tokens that the model itself takes, is
-    only passed on to it.
-    Raises InputError where no prompt token is left beside `max_new_tokens`.
+    Outputs get `max_new_tokens`, prompts the rest of `max_model_len`. Each of the two is divided
+    by the factor that makes its 99th percentile fit (1 where it fits already) and rounded up; the
+    few lengths that are still too long are clipped. So prompt + `max_new_tokens` never exceeds the
+    context. The result's `scaling` records this in numbers, its last note in words.
+    `model_context`, the tokens that the model itself takes, is only recorded there.
+    Raises `InputError` where `max_new_tokens` leaves no token for the prompt.
     """
     room = max_model_len - max_new_tokens
     if max_new_tokens < 1 or room < 1:
         raise InputError(
-            f"max_new_tokens {max_new_tokens} leaves {room} of {max_model_len} tokens of context for the prompt",
+            f"max_new_tokens {max_new_tokens} leaves {room} of {max_model_len} tokens of context "
+            "for the prompt",
             "max_new_tokens must be positive and below model.max_model_len",
         )
     prompts, of_prompts = _fit(trace.prompt_tokens, room)
@@ -94,7 +94,7 @@ def scale_lengths(
 
 
 def _fit(lengths: Tokens, limit: int) -> tuple[Tokens, ScaledLengths]:
-    """Lengths within `limit`, and what was done to them."""
+    """Lengths within `limit`, and how they were scaled."""
     edge = float(np.percentile(lengths, FITTED_PERCENTILE))
     divisor = max(1.0, edge / limit)
     divided = np.ceil(lengths / divisor).astype(np.int64)
@@ -110,9 +110,20 @@ def _fit(lengths: Tokens, limit: int) -> tuple[Tokens, ScaledLengths]:
     )
 
 
-COVERED = (
-    0.8  # share of the trace that its windows take where their length is not given or does not fit
-)
+def prepare(trace: Trace, recipe: Recipe, rate_rps: float | None = None) -> Trace:
+    """The trace with lengths within the recipe's limits and, where given, a mean rate."""
+    model = recipe.model
+    context = model.config.get("max_position_embeddings")
+    known = context if isinstance(context, int) else None
+    fitted = scale_lengths(trace, model.max_model_len, recipe.serve.max_new_tokens, known)
+    return fitted if rate_rps is None else scale_rate(fitted, rate_rps)
+
+
+def _no_times(trace: Trace, consequence: str) -> InputError:
+    return InputError(
+        f"{trace.source}: all {len(trace)} requests arrive at once, so {consequence}",
+        "draw arrival times first: llmctl trace convert IN OUT --draw-rate REQUESTS_PER_S",
+    )
 
 
 class EmptyWindowError(InputError):
@@ -131,7 +142,7 @@ class TraceWindow:
 def cut(trace: Trace, start_s: float, end_s: float) -> Trace:
     """The requests that arrive in [start_s, end_s), their times counted from start_s.
 
-    Raises InputError where there is none.
+    Raises `InputError` where there are none.
     """
     first, last = np.searchsorted(trace.arrival_s, [start_s, end_s], side="left")
     if first >= last:
@@ -146,25 +157,22 @@ def cut(trace: Trace, start_s: float, end_s: float) -> Trace:
         prompt_tokens=trace.prompt_tokens[kept],
         output_tokens=trace.output_tokens[kept],
         max_tokens=trace.max_tokens[kept],
-        priority=trace.prioritised(kept),
+        priority=trace.priorities_of(kept),
         notes=(*trace.notes, f"cut to {_span(start_s, end_s)}: {last - first:,} requests"),
     )
 
 
 def _span(start_s: float, end_s: float) -> str:
-    return (
-        f"{start_s:.6g} s .. {end_s:.6g} s"
-        if end_s < float("inf")
-        else f"{start_s:.6g} s .. its end"
-    )
+    end = f"{end_s:.6g} s" if end_s < float("inf") else "its end"
+    return f"{start_s:.6g} s .. {end}"
 
 
 @dataclass(slots=True, frozen=True)
 class Windows:
     """Windows of one trace. Each list is in order of time; all windows last `seconds`.
 
-    `trace` is the whole, with a note where the windows are not as long as was wished; `longest_s`
-    is how long windows can be made with gaps between them.
+    `trace` is the whole trace, with a note where the windows do not have the wished length.
+    `longest_s` is the greatest length that leaves gaps between windows.
     """
 
     trace: Trace
@@ -178,23 +186,20 @@ class Windows:
 def fit_windows(
     trace: Trace, wished_s: float | None, search: int, held_out: int, seed: int = 0
 ) -> Windows:
-    """Windows as long as wished where the trace allows it, else as long as fits with gaps.
+    """Cut windows of the wished length where the trace allows it, else as long as fits with gaps.
 
-    A trace does not allow windows that it is too short for, nor windows without requests. Without
-    a wish they are as long as fits with gaps, too. Raises `InputError` for a wish that is not
-    positive, a trace whose requests all arrive at once, and `EmptyWindowError` for one with so few
-    requests that even such windows hold none.
+    The trace must be long enough, and each window must hold a request. Without a wish, windows are
+    as long as fits with gaps. Raises `InputError` for a wish that is not positive and for a trace
+    whose requests all arrive at once; `EmptyWindowError` where even the longest windows would hold
+    no request.
     """
     duration_s = float(trace.arrival_s[-1])
     if duration_s == 0:
-        raise InputError(
-            f"{trace.source}: all {len(trace)} requests arrive at once, so it cannot be cut into windows",
-            "draw arrival times first: llmctl trace convert IN OUT --draw-rate REQUESTS_PER_S",
-        )
+        raise _no_times(trace, "it cannot be cut into windows")
     part_s = duration_s / max(search + held_out, 1)
     longest_s = COVERED * part_s
 
-    def made(seconds: float, why: str = "") -> Windows:
+    def split(seconds: float, why: str = "") -> Windows:
         whole = trace
         if why and wished_s is not None:
             note = f"windows of {seconds:,.3g} s instead of {wished_s:,g} s: {trace.source} {why}"
@@ -203,28 +208,26 @@ def fit_windows(
         return Windows(whole, *windows, seconds, wished_s, longest_s)
 
     if wished_s is None:
-        return made(longest_s)
+        return split(longest_s)
+    rate = f"{mean_rate(trace):.3g} requests/s"
     if wished_s > part_s:
-        lasts = f"lasts {duration_s:,.4g} s at {mean_rate(trace):.3g} requests/s"
-        return made(longest_s, f"{lasts}, for {search + held_out} windows")
+        lasts = f"lasts {duration_s:,.4g} s at {rate}"
+        return split(longest_s, f"{lasts}, for {search + held_out} windows")
     try:
-        return made(wished_s)
+        return split(wished_s)
     except EmptyWindowError:
-        return made(
-            longest_s, f"has no request in one of these at {mean_rate(trace):.3g} requests/s"
-        )
+        return split(longest_s, f"has no request in one of these at {rate}")
 
 
 def split_windows(
     trace: Trace, window_s: float, search: int, held_out: int, seed: int = 0
 ) -> tuple[list[TraceWindow], list[TraceWindow]]:
-    """`search` and `held_out` windows of `window_s` each, no two of which overlap, spread evenly
-    over the trace.
+    """`search` and `held_out` windows of `window_s` each, disjoint and spread over the trace.
 
-    The trace is divided into as many equal parts as there are windows; each part holds one, at a
-    place drawn with `seed`, and the two kinds take turns as evenly as their numbers allow. Both
-    lists are in order of time.
-    Raises `InputError` where the windows are longer than these parts, `EmptyWindowError` where one holds no request.
+    The trace is divided into as many equal parts as there are windows. Each part holds one window,
+    at a place drawn with `seed`; the two kinds alternate as evenly as their numbers allow. Both
+    lists are in order of time. Raises `InputError` where the windows are longer than these parts,
+    `EmptyWindowError` where one holds no request.
     """
     count = search + held_out
     duration_s = float(trace.arrival_s[-1])
@@ -236,8 +239,10 @@ def split_windows(
     part_s = duration_s / count
     if window_s > part_s:
         raise InputError(
-            f"{trace.source}: lasts {duration_s:.6g} s, too short for {search} + {held_out} windows of {window_s:g} s",
-            f"windows of at most {part_s:.4g} s, or {int(duration_s / window_s)} windows in all, would fit",
+            f"{trace.source}: lasts {duration_s:.6g} s, too short for {search} + {held_out} "
+            f"windows of {window_s:g} s",
+            f"windows of at most {part_s:.4g} s, or {int(duration_s / window_s)} windows in all, "
+            "would fit",
         )
     rng = np.random.default_rng(seed)
     edges = np.linspace(0.0, duration_s, count + 1)
@@ -248,7 +253,8 @@ def split_windows(
         empty = int(np.flatnonzero(held == 0)[0])
         raise EmptyWindowError(
             f"{trace.source}: no request arrives in {_span(starts[empty], ends[empty])}, one of "
-            f"{search} + {held_out} windows of {window_s:.3g} s ({len(trace):,} requests in {duration_s:,.6g} s)",
+            f"{search} + {held_out} windows of {window_s:.3g} s "
+            f"({len(trace):,} requests in {duration_s:,.6g} s)",
             "give a longer trace, longer windows (--window), or fewer windows",
         )
     windows = [
@@ -262,26 +268,6 @@ def split_windows(
     )
 
 
-# A trace made ready for a recipe: lengths that fit the model, arrivals at the wanted rate.
-
-
-def prepare(trace: Trace, recipe: Recipe, rate_rps: float | None = None) -> Trace:
-    """The trace with lengths within the recipe's limits and, where given, a mean rate. Each change
-    leaves a note.
-    """
-    model = recipe.model
-    context = model.config.get("max_position_embeddings")
-    known = context if isinstance(context, int) else None
-    fitted = scale_lengths(trace, model.max_model_len, recipe.serve.max_new_tokens, known)
-    return fitted if rate_rps is None else scale_rate(fitted, rate_rps)
-
-
-# What a trace looks like, in numbers: rate, burstiness, lengths. Printing them is the command's
-# affair.
-
-PERCENTILES = (1, 25, 50, 75, 95, 99)
-
-
 @dataclass(slots=True, frozen=True)
 class LengthSpread:
     """How a length is distributed, in tokens."""
@@ -289,9 +275,8 @@ class LengthSpread:
     mean: float
     percentiles: dict[str, float]  # p1, p25, p50, ...
     max: int
-    histogram: list[
-        tuple[int, int, int]
-    ]  # first and last length of a bin, and how many requests fall into it
+    # (first length, last length, number of requests) of each bin
+    histogram: list[tuple[int, int, int]]
 
 
 @dataclass(slots=True, frozen=True)
@@ -301,9 +286,7 @@ class Description:
     requests: int
     duration_s: float
     rate_rps: float
-    burstiness_cv: (
-        float  # coefficient of variation of the gaps between arrivals: 1 for a Poisson process
-    )
+    burstiness_cv: float  # coefficient of variation of the gaps: 1 for a Poisson process
     input_tokens_per_s: float
     output_tokens_per_s: float
     prompt: LengthSpread
@@ -311,7 +294,7 @@ class Description:
 
 
 def describe(trace: Trace) -> Description:
-    """All of it. Rates are 0 where all requests arrive at once."""
+    """A trace in numbers. Rates are 0 where all requests arrive at once."""
     duration_s = float(trace.arrival_s[-1])
     gaps = np.diff(trace.arrival_s)
     per_s = 1.0 / duration_s if duration_s > 0 else 0.0

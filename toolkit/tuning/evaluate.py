@@ -1,8 +1,18 @@
-"""A policy on a set of trace windows, in the simulator: the metrics that the search and the verdict
-compare.
+"""Evaluating a policy on trace windows in the simulator: metrics for the search and the verdict.
 
-Every candidate meets the same windows and the same draws (common random numbers): differences are
-the candidates' own.
+The parts, in order: a workload and a machine from a recipe; a candidate's evaluation (`Task`); and
+the lower confidence bound of the attainment. Every candidate gets the same windows and the same
+draws (common random numbers), so differences come from the candidates.
+
+The confidence bound knows that the fates of neighbouring requests are correlated: requests that
+wait in one queue are late together, so n of them say less than n independent requests. Each window
+is cut into blocks of consecutive requests (batch means, as in simulation studies). The variance
+between the blocks over the variance of independent requests is the design effect. Wilson's
+interval is taken with the effective number of requests, n / design effect, as surveys with
+clusters do, and reduced further because few blocks estimate that effect (Korn and Graubard 1998;
+Franco et al. 2019, *Comparative study of confidence intervals for proportions in complex sample
+surveys*). A bootstrap over windows would not do: there are two windows by default, and a bootstrap
+of two, or of shares that all are 100 %, says that nothing is uncertain.
 """
 
 from __future__ import annotations
@@ -29,84 +39,87 @@ from toolkit.sim.world import World, world_of
 from toolkit.traces.types import Trace
 from toolkit.traces.windows import TraceWindow, Windows, fit_windows, mean_rate, prepare, scale_rate
 
-# How sure a share of good requests is: a lower confidence bound that knows that neighbours share
-# their fate.
-#
-# Requests that wait in one queue are late together, so n requests say less than n independent
-# ones would. Each window is cut into blocks of consecutive requests (batch means, as simulation
-# studies do), and the variance between the blocks over the variance that independent requests
-# would show is the design effect. Wilson's interval is taken with the effective number of
-# requests, n / design effect, as surveys with clusters do, and less of them for the few blocks
-# that the design effect is known from (Korn and Graubard 1998; Franco et al. 2019, *Comparative
-# study of confidence intervals for proportions in complex sample surveys*).
-#
-# Wilson rather than a bootstrap over windows: there are two windows by default, and a bootstrap
-# of two, or of shares that are all 100 %, says that nothing is uncertain.
-
-BLOCKS = (
-    5  # per window: of 5, 8, 10 and 15 it covers best where requests are late in long stretches
-)
-Z = 1.6449  # one-sided, 95 %
-
-
-def lower_bound_percent(windows: Sequence[NDArray[np.bool_]]) -> float:
-    """The share of good requests that is exceeded with 95 % confidence, in percent.
-
-    Args:
-        windows: of each window, whether each request was good, in the order of arrival.
-    """
-    blocks = [
-        block
-        for window in windows
-        for block in np.array_split(window, min(BLOCKS, max(len(window), 1)))
-    ]
-    good = np.array([block.sum() for block in blocks], dtype=np.float64)
-    size = np.array([len(block) for block in blocks], dtype=np.float64)
-    if not size.sum():
-        return 0.0
-    share = float(good.sum() / size.sum())
-    return 100.0 * wilson_lower(
-        share, _effective_count(good, size) if 0.0 < share < 1.0 else float(size.sum())
-    )
-
-
-def wilson_lower(share: float, count: float) -> float:
-    """The lower end of Wilson's score interval, one-sided 95 %, of a share seen in `count`
-    independent requests.
-    """
-    square = Z * Z / count
-    spread = np.sqrt(share * (1.0 - share) / count * Z * Z + square * square / 4.0)
-    return float(max((share + square / 2.0 - spread) / (1.0 + square), 0.0))
-
-
-def _effective_count(good: NDArray[np.float64], size: NDArray[np.float64]) -> float:
-    """As many independent requests as would show the variance that is between the blocks [n]; at
-    most all there are.
-    """
-    total, blocks = float(size.sum()), len(size)
-    share = good.sum() / total
-    between = blocks / (blocks - 1) * np.square(good - share * size).sum() / total**2
-    design_effect = max(between / (share * (1.0 - share) / total), 1.0)
-    return float(total / design_effect * (Z / _student(blocks - 1)) ** 2)
-
-
-def _student(freedom: int) -> float:
-    """Student's t where the normal distribution has Z (Cornish and Fisher's expansion: within 1 %
-    from 4 on).
-    """
-    first = (Z**3 + Z) / (4 * freedom)
-    return Z + first + (5 * Z**5 + 16 * Z**3 + 3 * Z) / (96 * freedom**2)
-
-
-# how much of the goodput the mean latency may weigh: enough to order equals, too little to trade
+# Blocks per window. Of 5, 8, 10 and 15, five cover best where requests are late in long stretches.
+BLOCKS = 5
+Z = 1.6449  # of the normal distribution: one-sided, 95 %
+# Share of the goodput that the mean latency can decide: it orders equals and trades nothing.
 TIE_BREAK = 1e-3
 ATTAINMENT = "sla_attainment_percent"
 ATTAINMENT_LOWER = "sla_attainment_lower_percent"
+CAPACITY_SAMPLE = 1000  # requests of the backlog that measures the untuned policy's capacity
+
+
+@dataclass(slots=True, frozen=True)
+class Workload:
+    """A prepared trace, cut into windows."""
+
+    windows: Windows
+    rate_rps: float
+
+    @property
+    def trace(self) -> Trace:
+        """The whole trace."""
+        return self.windows.trace
+
+    @property
+    def search(self) -> list[TraceWindow]:
+        """The windows for the search."""
+        return self.windows.search
+
+    @property
+    def held_out(self) -> list[TraceWindow]:
+        """The windows for the verdict, which the search does not see."""
+        return self.windows.held_out
+
+
+def make_workload(recipe: Recipe, fit: Fit, trace: Trace, others: Sequence[Kind] = ()) -> Workload:
+    """The trace with the recipe's lengths and rate, cut into windows.
+
+    Raises `InputError` for a trace without requests, one whose requests all arrive at once, and
+    windows without requests.
+    """
+    spec = recipe.tune
+    if not len(trace):
+        raise InputError(f"{trace.source}: it has no requests", "give another trace with --trace")
+    fitted = prepare(trace, recipe)
+    rate_rps = spec.request_rate_rps
+    if rate_rps is None and spec.load is not None:
+        capacity = capacity_rps(recipe, make_world(recipe, fit, others), fitted)
+        rate_rps = round(spec.load * capacity, 3)
+        if rate_rps == 0:
+            raise InputError(
+                f"policy '{recipe.policy.name}' serves none of {fitted.source}'s requests, so "
+                "tune.load has no rate",
+                "give a rate with --rate, or change the recipe's policy",
+            )
+    if rate_rps is not None:
+        fitted = scale_rate(fitted, rate_rps)
+    windows = fit_windows(fitted, spec.window_s, spec.windows, spec.held_out_windows, spec.seed)
+    return Workload(windows, rate_rps or mean_rate(fitted))
+
+
+def make_world(recipe: Recipe, fit: Fit, others: Sequence[Kind] = ()) -> World:
+    """The simulated machine of a recipe; `others` are a fleet's further kinds of workers."""
+    kinds = [Kind(recipe=recipe, fit=fit, workers=recipe.workers), *others]
+    return world_of(kinds, max_new_tokens=recipe.serve.max_new_tokens, seed=recipe.tune.seed)
+
+
+def capacity_rps(recipe: Recipe, world: World, fitted: Trace) -> float:
+    """Requests per second that the recipe's policy serves of a backlog with the trace's lengths."""
+    sample = np.linspace(0, len(fitted) - 1, min(len(fitted), CAPACITY_SAMPLE)).astype(int)
+    backlog = Trace(
+        np.zeros(len(sample)),
+        fitted.prompt_tokens[sample],
+        fitted.output_tokens[sample],
+        fitted.max_tokens[sample],
+    )
+    policy = make_any(recipe.policy.name, recipe.policy.parameters)
+    return simulate(backlog, policy, world).metrics({})["throughput_rps"]
 
 
 @dataclass(slots=True, frozen=True)
 class CandidateLimits:
-    """What a candidate must keep besides the latency targets; None asks for nothing."""
+    """Limits of a candidate besides the latency targets; None: no such limit."""
 
     max_oom_percent: float
     max_evicted_percent: float | None = None
@@ -132,38 +145,34 @@ class Evaluation:
         return self.goodput_rps * (1.0 - TIE_BREAK * latency_s / (1.0 + latency_s))
 
     def usage(self, limits: CandidateLimits) -> dict[str, float]:
-        """Each limit's share that is used up: above 1 it is broken.
+        """The used share of each limit: above 1 it is broken.
 
-        Of the attainment it is the share of requests that may be late, judged by its confidence
-        bound.
+        For the attainment, it is the share of late requests (100 % minus the confidence bound) over
+        the allowed share.
         """
+
+        def share(value: float, limit: float) -> float:
+            return value / limit if limit else (1.0 + value if value else 0.0)
+
         metrics = self.outcome.metrics
-        found = dict(self.ratios) | {
-            "oom_percent": _share(metrics.get("oom_percent", 0.0), limits.max_oom_percent)
-        }
+        used = dict(self.ratios)
+        used["oom_percent"] = share(metrics.get("oom_percent", 0.0), limits.max_oom_percent)
         if limits.max_evicted_percent is not None:
-            found["evicted_percent"] = _share(
-                metrics.get("evicted_percent", 0.0), limits.max_evicted_percent
-            )
+            evicted = metrics.get("evicted_percent", 0.0)
+            used["evicted_percent"] = share(evicted, limits.max_evicted_percent)
         if limits.min_attainment_percent is not None:
             late = 100.0 - metrics.get(ATTAINMENT_LOWER, 0.0)
-            found[ATTAINMENT] = _share(late, 100.0 - limits.min_attainment_percent)
-        return found
+            used[ATTAINMENT] = share(late, 100.0 - limits.min_attainment_percent)
+        return used
 
     def feasible(self, limits: CandidateLimits) -> bool:
         """Whether every limit is kept."""
         return all(share <= 1.0 for share in self.usage(limits).values())
 
 
-def _share(value: float, limit: float) -> float:
-    return value / limit if limit else (1.0 + value if value else 0.0)
-
-
 @dataclass(slots=True, frozen=True)
 class EvaluationSetup:
-    """Where candidates are tried: the world, the windows, the targets. `label` tells one bench from
-    another.
-    """
+    """Where candidates are tried: machine, windows and targets. `label` is unique in a tuning."""
 
     world: World
     windows: Sequence[Trace]
@@ -172,8 +181,8 @@ class EvaluationSetup:
 
 
 @dataclass(slots=True, frozen=True)
-class Seen:
-    """What one window showed."""
+class SimulatedWindow:
+    """The result of one window."""
 
     served: Served
     metrics: dict[str, float]
@@ -181,133 +190,98 @@ class Seen:
 
 @dataclass(slots=True, frozen=True)
 class Task:
-    """A candidate to be tried on a bench: window by window, in whatever order, and then summed up."""
+    """A candidate on a setup. Windows are simulated one by one, in any order, then summed up."""
 
-    bench: EvaluationSetup
+    setup: EvaluationSetup
     policy: str
     parameters: Mapping[str, ParameterValue] = field(default_factory=dict)
 
     def on(self, window: int) -> Task:
-        """The same candidate on one window of the bench."""
-        return replace(self, bench=replace(self.bench, windows=[self.bench.windows[window]]))
+        """The same candidate on one window of the setup."""
+        return replace(self, setup=replace(self.setup, windows=[self.setup.windows[window]]))
 
-    def simulate(self, window: int) -> Seen:
-        """One window of the bench."""
-        result = simulate(self.bench.windows[window], self._candidate(), self.bench.world)
-        return Seen(result.served, result.metrics(self.bench.sla))
+    def simulate(self, window: int) -> SimulatedWindow:
+        """Simulate one window of the setup."""
+        result = simulate(self.setup.windows[window], self._candidate(), self.setup.world)
+        return SimulatedWindow(result.served, result.metrics(self.setup.sla))
 
-    def sum_up(self, seen: Sequence[Seen]) -> Evaluation:
-        """The evaluation: metrics are means over windows; targets are judged on all their requests
-        together.
+    def sum_up(self, results: Sequence[SimulatedWindow]) -> Evaluation:
+        """The evaluation of all windows.
+
+        Metrics are means over windows; targets are judged on the requests of all windows together.
         """
-        sla, first = self.bench.sla, seen[0].metrics
+        sla = self.setup.sla
         metrics = {
-            key: fmean(one.metrics[key] for one in seen)
-            for key in first
-            if all(key in o.metrics for o in seen)
+            key: fmean(result.metrics[key] for result in results)
+            for key in results[0].metrics
+            if all(key in result.metrics for result in results)
         }
-        metrics[ATTAINMENT_LOWER] = lower_bound_percent(
-            [meets_sla(one.served, sla) for one in seen]
+        good = [meets_sla(result.served, sla) for result in results]
+        metrics[ATTAINMENT_LOWER] = lower_bound_percent(good)
+        served = Served(
+            **{
+                column: np.concatenate([getattr(result.served, column) for result in results])
+                for column in Served.__dataclass_fields__
+            }
         )
         whole = parameters(self._candidate())
         outcome = Outcome(policy=self.policy, parameters=whole, metrics=metrics)
-        return Evaluation(outcome, sla_ratios(_joined([one.served for one in seen]), sla))
+        return Evaluation(outcome, sla_ratios(served, sla))
+
+    def run(self) -> Evaluation:
+        """Simulate all windows in this process."""
+        return self.sum_up([self.simulate(window) for window in range(len(self.setup.windows))])
 
     def _candidate(self) -> AnyPolicy:
-        """The policy. Parameters are drawn each by itself; where one bounds another, the nearest
-        that may be.
+        """The policy. Parameters are drawn independently; where one bounds another, it is moved to
+        the nearest allowed value.
         """
         within = VllmPolicy.within if self.policy == VllmPolicy.name else dict
         return make_any(self.policy, within(self.parameters))
 
-    def run(self) -> Evaluation:
-        """All windows, here and now."""
-        return self.sum_up([self.simulate(window) for window in range(len(self.bench.windows))])
 
+def lower_bound_percent(windows: Sequence[NDArray[np.bool_]]) -> float:
+    """The share of good requests that is exceeded with 95 % confidence, in percent.
 
-def _joined(served: Sequence[Served]) -> Served:
-    columns = Served.__dataclass_fields__
-    return Served(
-        **{name: np.concatenate([getattr(one, name) for one in served]) for name in columns}
-    )
-
-
-# What candidates are tried on: the trace made ready for a recipe, its windows, and the machine as
-# the fit has it.
-
-CAPACITY_SAMPLE = 1000  # requests of the backlog from which the untuned policy's capacity is read
-
-
-@dataclass(slots=True, frozen=True)
-class Workload:
-    """The trace, made ready, and cut into windows."""
-
-    windows: Windows
-    rate_rps: float
-
-    @property
-    def trace(self) -> Trace:
-        """The whole of it."""
-        return self.windows.trace
-
-    @property
-    def search(self) -> list[TraceWindow]:
-        """The windows to search on."""
-        return self.windows.search
-
-    @property
-    def held_out(self) -> list[TraceWindow]:
-        """The windows for the verdict, which the search does not see."""
-        return self.windows.held_out
-
-
-def capacity_rps(recipe: Recipe, world: World, fitted: Trace) -> float:
-    """What the recipe's own policy serves at most: requests per second with a backlog of the
-    trace's requests.
+    Args:
+        windows: for each window, whether each request was good, in the order of arrival.
     """
-    sample = np.linspace(0, len(fitted) - 1, min(len(fitted), CAPACITY_SAMPLE)).astype(int)
-    backlog = Trace(
-        np.zeros(len(sample)),
-        fitted.prompt_tokens[sample],
-        fitted.output_tokens[sample],
-        fitted.max_tokens[sample],
-    )
-    policy = make_any(recipe.policy.name, recipe.policy.parameters)
-    return simulate(backlog, policy, world).metrics({})["throughput_rps"]
+    blocks = [
+        block
+        for window in windows
+        for block in np.array_split(window, min(BLOCKS, max(len(window), 1)))
+    ]
+    good = np.array([block.sum() for block in blocks], dtype=np.float64)
+    size = np.array([len(block) for block in blocks], dtype=np.float64)
+    count = float(size.sum())
+    if not count:
+        return 0.0
+    share = float(good.sum() / count)
+    if 0.0 < share < 1.0:
+        count = _effective_count(good, size)
+    return 100.0 * wilson_lower(share, count)
 
 
-def make_workload(recipe: Recipe, fit: Fit, trace: Trace, others: Sequence[Kind] = ()) -> Workload:
-    """The trace with the recipe's lengths and rate, cut into windows to search on and windows held
-    out.
-
-    `InputError` for a trace without requests, one whose requests all come at once, and windows
-    without requests.
+def wilson_lower(share: float, count: float) -> float:
+    """The lower end of Wilson's score interval (one-sided, 95 %) of a share of `count` independent
+    requests.
     """
-    spec = recipe.tune
-    if not len(trace):
-        raise InputError(
-            f"{trace.source}: there are no requests in it", "give another trace with --trace"
-        )
-    fitted = prepare(trace, recipe)
-    rate_rps = spec.request_rate_rps
-    if rate_rps is None and spec.load is not None:
-        rate_rps = round(
-            spec.load * capacity_rps(recipe, make_world(recipe, fit, others), fitted), 3
-        )
-        if rate_rps == 0:
-            raise InputError(
-                f"policy '{recipe.policy.name}' serves none of {fitted.source}'s requests, so tune.load has no rate",
-                "give a rate with --rate, or change the recipe's policy",
-            )
-    if rate_rps is not None:
-        fitted = scale_rate(fitted, rate_rps)
-    windows = fit_windows(fitted, spec.window_s, spec.windows, spec.held_out_windows, spec.seed)
-    return Workload(windows, rate_rps or mean_rate(fitted))
+    square = Z * Z / count
+    spread = np.sqrt(share * (1.0 - share) / count * Z * Z + square * square / 4.0)
+    return float(max((share + square / 2.0 - spread) / (1.0 + square), 0.0))
 
 
-def make_world(recipe: Recipe, fit: Fit, others: Sequence[Kind] = ()) -> World:
-    """The simulated machine of a recipe; of a fleet with its `others`, its further kinds of
-    workers.
+def _effective_count(good: NDArray[np.float64], size: NDArray[np.float64]) -> float:
+    """The number of independent requests with the variance that is between the blocks.
+
+    At most the number of requests. `good` and `size` count requests in each block.
     """
-    kinds = [Kind(recipe=recipe, fit=fit, workers=recipe.workers), *others]
-    return world_of(kinds, max_new_tokens=recipe.serve.max_new_tokens, seed=recipe.tune.seed)
+    total, blocks = float(size.sum()), len(size)
+    share = good.sum() / total
+    between = blocks / (blocks - 1) * np.square(good - share * size).sum() / total**2
+    design_effect = max(between / (share * (1.0 - share) / total), 1.0)
+    # Student's t in place of Z (Cornish and Fisher's expansion: within 1 % from 4 degrees on).
+    freedom = blocks - 1
+    student = Z + (Z**3 + Z) / (4 * freedom)
+    student += (5 * Z**5 + 16 * Z**3 + 3 * Z) / (96 * freedom**2)
+    return float(total / design_effect * (Z / student) ** 2)

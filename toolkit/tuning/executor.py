@@ -1,10 +1,16 @@
-"""Who runs the tasks of a search: this process, several that it starts, or the machines of a
-cluster.
+"""Running tasks in this process, in child processes or on a cluster, and keeping their results.
 
-A process gets one window of a task over its own pipe and sends back what it saw; it ends when the
-pipe does, so none is left behind when this one is killed. The keyboard's interrupt is for the
-parent alone, which then ends its processes. Results are the same whoever computes them; only the
-order in which they come is not.
+A child process gets one window of a task at a time over its own pipe and sends back the result. It
+ends when the pipe closes, so no child survives a killed parent. Only the parent handles the
+keyboard's interrupt; it then ends its children. All runners give the same results, in different
+orders.
+
+The second half keeps evaluations so that an interrupted search can go on: the search is
+deterministic, so it asks for the same evaluations again. They are kept in a journal file beside the
+result, or in a database as trials of Optuna studies, one study for each setup (search, held out,
+...), so that Optuna's dashboard shows them during and after the search. The search does not read
+its trials from there: Optuna's samplers keep their random state in memory, and the same seed must
+give the same bytes. No message shows the password of a database's URL.
 """
 
 from __future__ import annotations
@@ -32,26 +38,38 @@ from sqlalchemy.pool import NullPool
 
 from toolkit.errors import InputError, LlmctlError
 from toolkit.files.tuning import Outcome
-from toolkit.tuning.evaluate import Evaluation, Seen, Task
+from toolkit.tuning.evaluate import Evaluation, SimulatedWindow, Task
+
+DRIVERS = {"sqlite": "sqlite", "postgresql": "postgresql+psycopg", "postgres": "postgresql+psycopg"}
+USAGE = (
+    "sqlite:///tuning.db, or postgresql://USER@HOST/DATABASE with the password in PGPASSWORD or "
+    "~/.pgpass"
+)
+KEY, OUTCOME, RATIOS = "llmctl_key", "llmctl_outcome", "llmctl_ratios"
+
+_FINGERPRINT = TypeAdapter(str)
+_LINE = TypeAdapter(tuple[str, object, object])
+_OUTCOME = TypeAdapter(Outcome)
+_RATIOS = TypeAdapter(dict[str, float])
 
 
 class Runner(Protocol):
-    """Runs tasks, in whatever order."""
+    """Runs tasks in any order."""
 
     def run(self, tasks: Sequence[Task]) -> Iterator[tuple[int, Evaluation]]:
-        """Each task's index and evaluation, as they are done."""
+        """Yield the index and the evaluation of each task when it is done."""
         ...
 
 
 def cores() -> int:
-    """The cores that this process may use."""
+    """The number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def collect(
     runner: Runner, tasks: Sequence[Task], tick: Callable[[], None] = lambda: None
 ) -> list[Evaluation]:
-    """All evaluations in the tasks' order; `tick` is called after each."""
+    """All evaluations in the order of the tasks; `tick` is called after each."""
     found: dict[int, Evaluation] = {}
     for index, evaluation in runner.run(tasks):
         found[index] = evaluation
@@ -60,7 +78,7 @@ def collect(
 
 
 class InProcessRunner:
-    """Runs tasks in this process, one after the other."""
+    """Runs tasks in this process, one after another."""
 
     def run(self, tasks: Sequence[Task]) -> Iterator[tuple[int, Evaluation]]:
         return ((index, task.run()) for index, task in enumerate(tasks))
@@ -68,50 +86,47 @@ class InProcessRunner:
 
 @dataclass(slots=True, frozen=True)
 class Piece:
-    """One window of a task: tasks differ in length, and smaller pieces keep all processes busy to
-    the end.
-    """
+    """One window of a task. Tasks differ in length; small pieces keep all processes busy."""
 
     index: int
     window: int
-    task: Task  # on this window alone
+    task: Task  # on this window only
 
 
 class Pieces:
-    """Tasks cut into pieces, and put together again from what was seen of them, in whatever order."""
+    """Tasks cut into pieces, and assembled from the results of the pieces in any order."""
 
     def __init__(self, tasks: Sequence[Task]) -> None:
         self._tasks = tasks
-        self._seen: list[dict[int, Seen]] = [{} for _ in tasks]
+        self._results: list[dict[int, SimulatedWindow]] = [{} for _ in tasks]
 
     def __iter__(self) -> Iterator[Piece]:
         for index, task in enumerate(self._tasks):
-            for window in range(len(task.bench.windows)):
+            for window in range(len(task.setup.windows)):
                 yield Piece(index, window, task.on(window))
 
     def __len__(self) -> int:
-        return sum(len(task.bench.windows) for task in self._tasks)
+        return sum(len(task.setup.windows) for task in self._tasks)
 
-    def add(self, piece: Piece, seen: Seen) -> Iterator[tuple[int, Evaluation]]:
-        """The task's index and evaluation, where this was its last piece."""
-        task, windows = self._tasks[piece.index], self._seen[piece.index]
-        windows[piece.window] = seen
-        if len(windows) == len(task.bench.windows):
+    def add(self, piece: Piece, result: SimulatedWindow) -> Iterator[tuple[int, Evaluation]]:
+        """Yield the task's index and evaluation if this was its last piece."""
+        task, windows = self._tasks[piece.index], self._results[piece.index]
+        windows[piece.window] = result
+        if len(windows) == len(task.setup.windows):
             yield piece.index, task.sum_up([windows[window] for window in range(len(windows))])
             windows.clear()
 
 
 class ProcessPool:
-    """Runs tasks in `jobs` processes, started with the first tasks. Leave its `with` block to end
-    them.
+    """Runs tasks in `jobs` processes, started with the first tasks. Its `with` block ends them.
 
-    A task that a user can mend raises its error here. A process that dies otherwise has shown its
-    traceback.
+    A user's error in a task is raised here. A process that dies otherwise prints its traceback, and
+    `RuntimeError` is raised here.
     """
 
     def __init__(self, jobs: int) -> None:
         self.jobs = jobs
-        self._members: list[tuple[multiprocessing.process.BaseProcess, Connection]] = []
+        self._children: list[tuple[multiprocessing.process.BaseProcess, Connection]] = []
 
     def __enter__(self) -> ProcessPool:
         return self
@@ -122,46 +137,57 @@ class ProcessPool:
         self._end()
 
     def _end(self) -> None:
-        for process, pipe in self._members:
+        for process, pipe in self._children:
             pipe.close()
             process.terminate()
-        for process, _pipe in self._members:
+        for process, _pipe in self._children:
             process.join()
-        self._members = []
+        self._children = []
 
     def run(self, tasks: Sequence[Task]) -> Iterator[tuple[int, Evaluation]]:
         pieces = Pieces(tasks)
         waiting = iter(pieces)
         running: dict[Connection, Piece] = {}
+
+        def send_next(pipe: Connection) -> None:
+            for piece in waiting:
+                pipe.send(piece)
+                running[pipe] = piece
+                return
+
         try:
-            for _, pipe in self._start(len(pieces)):
-                _hand_out(pipe, waiting, running)
+            self._start(len(pieces))
+            for _, pipe in self._children[: len(pieces)]:
+                send_next(pipe)
             while running:
-                for pipe in _ready(running):
+                ready = set(wait(list(running)))
+                for pipe in [pipe for pipe in running if pipe in ready]:
                     piece = running.pop(pipe)
-                    seen = _receive(pipe)
-                    _hand_out(pipe, waiting, running)
+                    try:
+                        result = pipe.recv()
+                    except (EOFError, OSError):
+                        raise RuntimeError("a process of the search died") from None
+                    seen = _unwrap(result)
+                    send_next(pipe)
                     yield from pieces.add(piece, seen)
         finally:
-            if running:  # left in the middle: their answers must not be taken for the next tasks'
+            if running:  # stopped early: these results must not be taken for those of later tasks
                 self._end()
 
-    def _start(self, wanted: int) -> list[tuple[multiprocessing.process.BaseProcess, Connection]]:
-        context = multiprocessing.get_context(
-            "spawn"
-        )  # a fork would copy locks that other threads hold
-        while len(self._members) < min(self.jobs, wanted):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_work, args=(theirs,), daemon=True)
+    def _start(self, wanted: int) -> None:
+        context = multiprocessing.get_context("spawn")  # a fork would copy locks of other threads
+        while len(self._children) < min(self.jobs, wanted):
+            pipe, childs_end = context.Pipe()
+            process = context.Process(target=_child, args=(childs_end,), daemon=True)
             process.start()
-            theirs.close()
-            self._members.append((process, ours))
-        return self._members[:wanted]
+            childs_end.close()
+            self._children.append((process, pipe))
 
 
 class ClusterRunner:
-    """Runs tasks on the cluster that this process has joined, at most `jobs` pieces at once. Errors
-    are as a crew's.
+    """Runs tasks on the cluster that this process has joined, at most `jobs` pieces at once.
+
+    Errors are those of `ProcessPool`.
     """
 
     def __init__(self, jobs: int) -> None:
@@ -172,53 +198,34 @@ class ClusterRunner:
 
         pieces = Pieces(tasks)
         for piece, result in spread(_simulate, pieces, self.jobs):
-            yield from pieces.add(piece, _seen(result))
+            yield from pieces.add(piece, _unwrap(result))
 
 
 class _Failure:
-    """A user's error on its way to the parent: exceptions lose their hint between processes."""
+    """A user's error, sent to the parent. Exceptions would lose their hint between processes."""
 
     def __init__(self, error: LlmctlError) -> None:
         self.kind, self.message, self.hint = type(error), error.message, error.hint
 
 
-def _simulate(piece: Piece) -> Seen | _Failure:
-    """What a process or a machine does with a piece."""
+def _simulate(piece: Piece) -> SimulatedWindow | _Failure:
+    """Simulate a piece, in a child process or on a machine of a cluster."""
     try:
         return piece.task.simulate(0)
     except LlmctlError as error:
         return _Failure(error)
 
 
-def _seen(result: object) -> Seen:
+def _unwrap(result: object) -> SimulatedWindow:
+    """The result of a piece. Raises the user's error where it failed."""
     if isinstance(result, _Failure):
         raise result.kind(result.message, result.hint)
-    assert isinstance(result, Seen)
+    assert isinstance(result, SimulatedWindow)
     return result
 
 
-def _ready(running: Mapping[Connection, Piece]) -> list[Connection]:
-    ready = set(wait(list(running)))
-    return [pipe for pipe in running if pipe in ready]
-
-
-def _hand_out(pipe: Connection, waiting: Iterator[Piece], running: dict[Connection, Piece]) -> None:
-    for piece in waiting:
-        pipe.send(piece)
-        running[pipe] = piece
-        return
-
-
-def _receive(pipe: Connection) -> Seen:
-    try:
-        result = pipe.recv()
-    except (EOFError, OSError):
-        raise RuntimeError("a process of the search died") from None
-    return _seen(result)
-
-
-def _work(pipe: Connection) -> None:
-    """What a process does until its pipe ends."""
+def _child(pipe: Connection) -> None:
+    """The main loop of a child process: simulate pieces until the pipe closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     while True:
         try:
@@ -231,43 +238,34 @@ def _work(pipe: Connection) -> None:
             return
 
 
-# Evaluations that outlive an interrupted search: since the search is deterministic, it finds them
-# again in order.
-
-_FIRST = TypeAdapter(str)
-_LINE = TypeAdapter(tuple[str, object, object])
-_OUTCOME = TypeAdapter(Outcome)
-_RATIOS = TypeAdapter(dict[str, float])
-
-
 class EvaluationStore(Protocol):
-    """Where evaluations are kept, by what was evaluated."""
+    """Keeps evaluations by the key of their task."""
 
     @property
     def known(self) -> Mapping[str, Evaluation]:
-        """What an earlier run of the same search left."""
+        """The evaluations that an earlier run of the same search left."""
         ...
 
     def keep(self, key: str, task: Task, evaluation: Evaluation) -> None:
-        """Keep one, and only return when a kill would not lose it."""
+        """Keep an evaluation; return only when a kill would not lose it."""
         ...
 
     def forget(self) -> None:
-        """The result is written."""
+        """Called when the result is written, so evaluations need not be kept."""
         ...
 
 
 class Remembering:
-    """A runner that keeps every evaluation, and runs none that was kept."""
+    """A runner that keeps every evaluation and runs only tasks without a kept one."""
 
-    def __init__(self, runner: Runner, memory: EvaluationStore) -> None:
+    def __init__(self, runner: Runner, store: EvaluationStore) -> None:
         self._runner = runner
-        self._memory = memory
-        self._known = dict(memory.known)
+        self._store = store
+        self._known = dict(store.known)
         self.remembered = len(self._known)
 
     def run(self, tasks: Sequence[Task]) -> Iterator[tuple[int, Evaluation]]:
-        """As `Runner.run`; equal tasks are run once."""
+        """As `Runner.run`; equal tasks run once."""
         wanted: dict[str, list[int]] = {}
         for index, task in enumerate(tasks):
             wanted.setdefault(_key(task), []).append(index)
@@ -277,20 +275,19 @@ class Remembering:
                 yield from ((index, self._known[key]) for index in indexes)
         fresh = [tasks[wanted[key][0]] for key in new]
         for number, evaluation in self._runner.run(fresh):
-            self._memory.keep(new[number], fresh[number], evaluation)
+            self._store.keep(new[number], fresh[number], evaluation)
             self._known[new[number]] = evaluation
             yield from ((index, evaluation) for index in wanted[new[number]])
 
 
 class JournalFile:
-    """A file of JSON lines beside the result, which goes when the result is written.
+    """A file of JSON lines beside the result; removed when the result is written.
 
     Args:
-        path: the file; its first line is the fingerprint. Lines stand in the order in which tasks were done.
-        fingerprint: digests and settings that decide the results. A file with another one is replaced.
+        path: the file. Its first line is the fingerprint; others are in the order of completion.
+        fingerprint: digests and settings that decide the results. Another one replaces the file.
 
-    Raises `InputError` for a file with a damaged line, but for a last one without its end, which a
-    kill tears.
+    Raises `InputError` for a file with a damaged line, except a last line that a kill tore.
     """
 
     def __init__(self, path: Path, fingerprint: str) -> None:
@@ -304,10 +301,8 @@ class JournalFile:
     def keep(self, key: str, task: Task, evaluation: Evaluation) -> None:
         """See `EvaluationStore.keep`."""
         with self._path.open("a") as lines:
-            lines.write(
-                json.dumps([key, evaluation.outcome.model_dump(mode="json"), evaluation.ratios])
-                + "\n"
-            )
+            outcome = evaluation.outcome.model_dump(mode="json")
+            lines.write(json.dumps([key, outcome, evaluation.ratios]) + "\n")
             lines.flush()
             os.fsync(lines.fileno())
 
@@ -317,21 +312,22 @@ class JournalFile:
 
 
 def _key(task: Task) -> str:
-    return json.dumps([task.bench.label, task.policy, dict(task.parameters)], sort_keys=True)
+    return json.dumps([task.setup.label, task.policy, dict(task.parameters)], sort_keys=True)
 
 
 def _read(path: Path, fingerprint: str) -> dict[str, Evaluation]:
     if not path.exists():
         return {}
-    whole = path.read_bytes().split(b"\n")[:-1]  # a kill tears the last line
-    known, number = {}, 1
+    lines = path.read_bytes().split(b"\n")[:-1]  # a kill may have torn the last line
+    known: dict[str, Evaluation] = {}
+    number = 1
     try:
-        if not whole or _FIRST.validate_python(json.loads(whole[0])) != fingerprint:
+        if not lines or _FINGERPRINT.validate_python(json.loads(lines[0])) != fingerprint:
             return {}
-        for line in whole[1:]:
+        for line in lines[1:]:
             number += 1
             key, outcome, ratios = _LINE.validate_python(json.loads(line))
-            known[key] = evaluation_of(outcome, ratios)
+            known[key] = _evaluation_of(outcome, ratios)
     except (ValueError, RecursionError):
         raise InputError(
             f"{path.name}: line {number} is damaged, or the file is no journal of tune",
@@ -340,8 +336,8 @@ def _read(path: Path, fingerprint: str) -> dict[str, Evaluation]:
     return known
 
 
-def evaluation_of(outcome: object, ratios: object) -> Evaluation:
-    """An evaluation that was kept. `ValueError` for what is none."""
+def _evaluation_of(outcome: object, ratios: object) -> Evaluation:
+    """A kept evaluation. Raises `ValueError` for damaged data."""
     found = Evaluation(_OUTCOME.validate_python(outcome), _RATIOS.validate_python(ratios))
     if "goodput_rps" not in found.outcome.metrics:
         raise ValueError("an evaluation without goodput_rps")
@@ -355,27 +351,14 @@ def _drop_torn_line(path: Path) -> None:
         os.truncate(path, end)
 
 
-# Evaluations kept in a database, as trials of Optuna studies: `sqlite:///FILE` or
-# `postgresql://USER@HOST/DATABASE`.
-#
-# A search has one study for each bench (search, held out, ...), so that Optuna's dashboard shows
-# its trials while it runs and afterwards. The search itself does not read trials from it:
-# Optuna's samplers keep their random state in memory, and the same seed shall give the same
-# bytes. An interrupted search finds its evaluations again, as from a file. No password of a URL
-# is shown, whatever happens.
-
-DRIVERS = {"sqlite": "sqlite", "postgresql": "postgresql+psycopg", "postgres": "postgresql+psycopg"}
-USAGE = "sqlite:///tuning.db, or postgresql://USER@HOST/DATABASE with the password in PGPASSWORD or ~/.pgpass"
-KEY, OUTCOME, RATIOS = "llmctl_key", "llmctl_outcome", "llmctl_ratios"
-
-
 class Studies:
-    """`toolkit.tuning.executor.EvaluationStore` in a database.
+    """An `EvaluationStore` in a database.
 
     Args:
-        url: the database's. `InputError` for one that cannot be used.
-        name: of what is tuned.
-        fingerprint: digests and settings that decide the results; another one has studies of its own.
+        url: `sqlite:///FILE` or `postgresql://USER@HOST/DATABASE`; `InputError` if unusable.
+        name: of the recipe or fleet that is tuned.
+        fingerprint: digests and settings that decide the results. Each fingerprint has its own
+            studies.
     """
 
     def __init__(self, url: str, name: str, fingerprint: str) -> None:
@@ -383,19 +366,25 @@ class Studies:
         self._prefix = f"llmctl {name} {hashlib.sha256(fingerprint.encode()).hexdigest()[:12]} "
         self._studies: dict[str, optuna.Study] = {}
         optuna.logging.set_verbosity(optuna.logging.WARNING)
-        with self._plainly():
+        with self._plain_errors():
             self._storage = optuna.storages.RDBStorage(
                 self._url.render_as_string(hide_password=False),
-                engine_kwargs={
-                    "poolclass": NullPool
-                },  # a search has no end at which a pool would be closed
+                # Nothing tells when a search ends, so nothing could close a pool.
+                engine_kwargs={"poolclass": NullPool},
             )
+            labels = [
+                name.removeprefix(self._prefix)
+                for name in optuna.get_all_study_names(self._storage)
+                if name.startswith(self._prefix)
+            ]
             self.known = {
-                key: evaluation for study in self._left() for key, evaluation in _evaluations(study)
+                key: evaluation
+                for label in labels
+                for key, evaluation in _evaluations(self._study(label))
             }
 
     def keep(self, key: str, task: Task, evaluation: Evaluation) -> None:
-        """See `EvaluationStore.keep`. `InputError` where the database is gone."""
+        """See `EvaluationStore.keep`. Raises `InputError` where the database is gone."""
         numbers, distributions = _numbers(evaluation.outcome)
         attributes = {
             KEY: key,
@@ -408,11 +397,11 @@ class Studies:
             distributions=distributions,
             user_attrs=attributes,
         )
-        with self._plainly():
-            self._study(task.bench.label).add_trial(trial)
+        with self._plain_errors():
+            self._study(task.setup.label).add_trial(trial)
 
     def forget(self) -> None:
-        """Nothing: the studies are there to be looked at."""
+        """Do nothing: the studies stay, for the dashboard."""
 
     def _study(self, label: str) -> optuna.Study:
         if label not in self._studies:
@@ -424,15 +413,9 @@ class Studies:
             )
         return self._studies[label]
 
-    def _left(self) -> Iterator[optuna.Study]:
-        """The studies of an earlier run."""
-        for name in optuna.get_all_study_names(self._storage):
-            if name.startswith(self._prefix):
-                yield self._study(name.removeprefix(self._prefix))
-
     @contextmanager
-    def _plainly(self) -> Iterator[None]:
-        """What a database's libraries raise, in one line and without the password."""
+    def _plain_errors(self) -> Iterator[None]:
+        """Turn errors of the database's libraries into one line without the password."""
         shown = self._url.set(query={}).render_as_string(hide_password=True)
         try:
             yield
@@ -441,14 +424,12 @@ class Studies:
                 f"storage {shown}: its driver is not installed", "pip install 'llmctl[postgres]'"
             ) from None
         except (SQLAlchemyError, optuna.exceptions.OptunaError, RuntimeError) as error:
-            said = str(error.__cause__ or error).strip().splitlines() or [type(error).__name__]
-            raise InputError(f"storage {shown}: {_masked(said[0], self._url)}", USAGE) from None
+            lines = str(error.__cause__ or error).strip().splitlines() or [type(error).__name__]
+            raise InputError(f"storage {shown}: {_masked(lines[0], self._url)}", USAGE) from None
 
 
 def _parse(url: str) -> URL:
-    """`InputError` for what is no URL of a database that we know; it is not repeated, as it may
-    hold a password.
-    """
+    """Parse the URL of a database. `InputError` omits a wrong URL: it may hold a password."""
     scheme = url.partition(":")[0]
     if scheme not in DRIVERS:
         raise InputError(
@@ -462,6 +443,7 @@ def _parse(url: str) -> URL:
 
 
 def _masked(text: str, url: URL) -> str:
+    """The text with asterisks for every spelling of the URL's password."""
     secrets = [
         str(url.password or ""),
         *(str(value) for key, value in url.query.items() if "pass" in key),
@@ -473,7 +455,7 @@ def _masked(text: str, url: URL) -> str:
 
 
 def _numbers(outcome: Outcome) -> tuple[dict[str, float], dict[str, BaseDistribution]]:
-    """The policy's numbers, as Optuna's dashboard plots them; each lies in a range of its own."""
+    """The policy's numbers for Optuna's dashboard, each with a distribution of that one value."""
     numbers = {
         f"{outcome.policy}.{name}": value
         for name, value in outcome.parameters.items()
@@ -493,12 +475,10 @@ def _evaluations(study: optuna.Study) -> Iterator[tuple[str, Evaluation]]:
         attributes = trial.user_attrs
         if KEY in attributes:
             try:
-                yield (
-                    attributes[KEY],
-                    evaluation_of(attributes.get(OUTCOME), attributes.get(RATIOS)),
-                )
+                found = _evaluation_of(attributes.get(OUTCOME), attributes.get(RATIOS))
             except ValueError:
                 raise InputError(
                     f"--storage: trial {trial.number} of study '{study.study_name}' is damaged",
                     "delete the study, or name another database",
                 ) from None
+            yield attributes[KEY], found

@@ -1,10 +1,13 @@
-"""The search: Optuna's TPE over the simulator, the recipe's policy as trial 0.
+"""The search: Optuna's TPE over the simulator, with the recipe's policy as trial 0.
 
-Policies are a categorical choice, and each policy's parameters hang on it. Left to itself TPE soon
-asks for one policy alone, perhaps one that the recipe's engine cannot run. So half of the trials go
-to the best policy that it can, and half to each policy in turn. Trials are asked for in batches of
-a fixed size, which several processes may run side by side, and told in order: the result depends on
-the inputs and the seed alone, to the byte.
+The policy is a categorical choice, and each policy's parameters depend on it. On its own, TPE soon
+tries only one policy, perhaps one that the recipe's engine cannot run. So half of the trials go to
+the best policy that the engine can run, and half to each policy in turn. Trials are asked for in
+batches of a fixed size, which several processes may run in parallel, and told in order: the result
+depends only on the inputs and the seed, to the byte.
+
+The parts, in order: the search space of each policy, the search, and what its trials show besides
+the best (sensitivity, importance, the front of goodput and latency).
 """
 
 from __future__ import annotations
@@ -26,8 +29,14 @@ from toolkit.sched.policies.parameters import Knob, Value, defaults, knobs, para
 from toolkit.tuning.evaluate import CandidateLimits, Evaluation, EvaluationSetup, Task
 from toolkit.tuning.executor import Runner, collect
 
-# What there is to search: policies, and of each the parameters and ranges, as the recipe narrows
-# or widens them.
+BATCH = 8  # trials that are asked for before the first of them is told: so many can run in parallel
+SWEEP_POINTS = 7
+IMPORTANCE_TRIALS = 10  # the least number of trials from which importance is computed
+POLICY = "policy"
+LATENCY = "e2e_p95_s"  # what goodput is weighed against, where no target binds
+ALL = "all"  # every policy that can be simulated, except the oracles
+OWN = "own"  # the recipe's policy
+ORDINARY = tuple(name for name in POLICIES if name not in ORACLES)
 
 Distribution: TypeAlias = (
     optuna.distributions.IntDistribution
@@ -35,33 +44,33 @@ Distribution: TypeAlias = (
     | optuna.distributions.CategoricalDistribution
 )
 Distributions = dict[str, Distribution]
-Narrowed = Mapping[str, Sequence[Value]]
-ALL = "all"  # every policy that can be simulated, but the oracles
-OWN = "own"  # the recipe's
-ORDINARY = tuple(name for name in POLICIES if name not in ORACLES)
+Narrowed = Mapping[str, Sequence[Value]]  # `tune.space` of a recipe
+Progress = Callable[[float], None]  # called with the best goodput so far
 
 
 @dataclass(slots=True, frozen=True)
 class PolicySpace:
-    """A policy, the parameters to begin with, and the distributions of those that are searched."""
+    """A policy, its parameters at the start, and the distributions of the searched ones.
+
+    A logarithmic range cannot hold 0, which means no bound. Where a parameter starts at 0, the
+    upper end of its range stands for 0.
+    """
 
     policy: str
     start: Mapping[str, Value]
     distributions: Distributions
 
     def first(self) -> dict[str, Value]:
-        """The searched parameters at the start."""
+        """The searched parameters at the start, as they would be drawn."""
         whole = parameters(make_any(self.policy, self.start))
-        return {name: self._upper_end(name) or whole[name] for name in self.distributions}
+        return {name: self._unbounded(name) or whole[name] for name in self.distributions}
 
-    def meant(self, name: str, drawn: Value) -> Value:
+    def value_of(self, name: str, drawn: Value) -> Value:
         """The value of a searched parameter that was drawn as `drawn`."""
-        return 0 if drawn == self._upper_end(name) else drawn
+        return 0 if drawn == self._unbounded(name) else drawn
 
-    def _upper_end(self, name: str) -> int:
-        """What stands for 0, no bound, in the logarithmic range of a parameter that starts there;
-        0: it does not.
-        """
+    def _unbounded(self, name: str) -> int:
+        """The drawn value that stands for 0 (no bound); 0 where no value does."""
         distribution = self.distributions[name]
         if (
             not isinstance(distribution, optuna.distributions.IntDistribution)
@@ -79,14 +88,21 @@ def make_spaces(
     workers: int,
     known: Sequence[str] = ORDINARY,
 ) -> list[PolicySpace]:
-    """The recipe's own policy first, then the others of `policies` as named.
+    """The spaces of the recipe's own policy, then of the other `policies` in their order.
 
-    "all" stands for the `known` ones, "own" for the recipe's. Keys of `narrowed` are `parameter`,
-    of the recipe's own policy, or `policy.parameter`; those of policies that are not searched are
-    checked and not used. `InputError` for an unknown policy or parameter, an oracle, or a range
-    that cannot be searched.
+    In `policies`, "all" stands for the `known` ones, "own" for the recipe's. Keys of `narrowed` are
+    `parameter` (of the recipe's own policy) or `policy.parameter`; keys of policies that are not
+    searched are only checked. Raises `InputError` for an unknown policy or parameter, an oracle,
+    or a range that cannot be searched.
     """
-    names = list(dict.fromkeys([own.name, *_named(policies, own.name, known)]))
+    groups = {ALL: known, OWN: [own.name]}
+    for name in policies:
+        if name not in groups and name not in KNOWN:
+            raise InputError(
+                f"tune.policies: there is no policy '{name}'", nearest(name, [*KNOWN, *groups])
+            )
+    wanted = [name for given in policies for name in groups.get(given, [given])]
+    names = list(dict.fromkeys([own.name, *wanted]))
     for name in names:
         refuse_oracle(name)
     by_policy: dict[str, dict[str, Sequence[Value]]] = {name: {} for name in KNOWN}
@@ -109,27 +125,16 @@ def make_spaces(
     ]
 
 
-def _named(policies: Sequence[str], own: str, known: Sequence[str]) -> list[str]:
-    meant = {ALL: known, OWN: [own]}
-    for name in policies:
-        if name not in meant and name not in KNOWN:
-            raise InputError(
-                f"tune.policies: there is no policy '{name}'", nearest(name, [*KNOWN, *meant])
-            )
-    return [name for given in policies for name in meant.get(given, [given])]
-
-
 def search_space(
     policy: str, start: Mapping[str, Value], narrowed: Narrowed, workers: int = 2
 ) -> Distributions:
-    """The distributions of the searched parameters of `policy`: those with a search range, and
-    those in `narrowed`.
+    """The distributions of the searched parameters of `policy`.
 
-    A number's range is [low, high], a word's or a boolean's its choices. Ranges are widened where
-    needed so that `start`, the parameters that the search starts from, lies within; but the 0 of
-    one whose range is logarithmic, which means no bound, is searched as the upper end. With one
-    worker, routers are all the same and are not searched. `InputError` for a name that is no
-    parameter, or a range outside the parameter's limits.
+    Searched are those with a search range and those in `narrowed`. The range of a number is
+    [low, high]; a word or a boolean has choices. Ranges are widened to hold `start`, the parameters
+    that the search starts from, except for a 0 in a logarithmic range (see `PolicySpace`). With one
+    worker all routers are the same, so they are not searched. Raises `InputError` for an unknown
+    parameter, and for a range outside the parameter's limits.
     """
     known = knobs(KNOWN[policy])
     for name in narrowed:
@@ -158,7 +163,8 @@ def _categories(
         if value not in known or isinstance(value, bool) != (not knob.choices):
             listed = ", ".join(map(_word, known))
             raise InputError(
-                f"tune.space: {name}: {_word(value)} is none of its choices", f"choices: {listed}"
+                f"tune.space: {name}: {_word(value)} is not one of its choices",
+                f"choices: {listed}",
             )
     choices = list(dict.fromkeys([first, *values]))
     return optuna.distributions.CategoricalDistribution(choices) if len(choices) > 1 else None
@@ -189,19 +195,14 @@ def _range(
 
 
 def _word(value: Value) -> str:
-    return (
-        str(value).lower()
-        if isinstance(value, bool)
-        else value
-        if isinstance(value, str)
-        else f"{value:g}"
-    )
+    """A value as YAML spells it."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return value if isinstance(value, str) else f"{value:g}"
 
 
 def sweep(distribution: Distribution, points: int) -> list[Value]:
-    """`points` values from end to end of a range, spaced as it is searched; all choices where there
-    is no range.
-    """
+    """`points` values from end to end of a range, spaced as in the search; or all choices."""
     if isinstance(distribution, optuna.distributions.CategoricalDistribution):
         return list(distribution.choices)
     space = np.geomspace if distribution.log else np.linspace
@@ -211,16 +212,11 @@ def sweep(distribution: Distribution, points: int) -> list[Value]:
     return [float(value) for value in values]
 
 
-BATCH = 8  # trials that are asked for before the first of them is told: as many cores can help
-POLICY = "policy"
-Progress = Callable[[float], None]  # the best goodput so far
-
-
 @dataclass(slots=True, frozen=True)
 class SearchSettings:
-    """How to search, and what. `spaces` begins with that of the recipe's own policy.
+    """What to search and how. The first of `spaces` belongs to the recipe's own policy.
 
-    `served` are those policies that the recipe's engine can run.
+    `served` are the policies that the recipe's engine can run.
     """
 
     spaces: Sequence[PolicySpace]
@@ -232,22 +228,21 @@ class SearchSettings:
 
 @dataclass(slots=True, frozen=True)
 class Found:
-    """The evaluations in the trials' order, and Optuna's record of them."""
+    """The evaluations in the order of the trials, and Optuna's record of them."""
 
     evaluations: list[Evaluation]
     study: optuna.Study
     limits: CandidateLimits
 
     def best(self, policies: Collection[str] | None = None) -> int | None:
-        """The number of the best trial (of these policies): of the feasible the highest score; of
-        all, where none is.
+        """The number of the best trial, of all or of these policies; None where they have none.
 
-        None where no trial is of them.
+        Feasible trials come first, then the highest score, then the lowest number.
         """
         numbers = [
-            k
-            for k, one in enumerate(self.evaluations)
-            if policies is None or one.outcome.policy in policies
+            number
+            for number, evaluation in enumerate(self.evaluations)
+            if policies is None or evaluation.outcome.policy in policies
         ]
         return max(
             numbers, key=lambda k: (self.fits(k), self.evaluations[k].score, -k), default=None
@@ -258,7 +253,7 @@ class Found:
         return self.evaluations[number].feasible(self.limits)
 
     def trials(self) -> list[Trial]:
-        """The trials, as they are written."""
+        """The trials as tuning.json has them."""
         return [
             Trial(number=number, outcome=evaluation.outcome, feasible=self.fits(number))
             for number, evaluation in enumerate(self.evaluations)
@@ -266,94 +261,77 @@ class Found:
 
 
 def search(
-    bench: EvaluationSetup, runner: Runner, settings: SearchSettings, progress: Progress
+    setup: EvaluationSetup, runner: Runner, settings: SearchSettings, progress: Progress
 ) -> Found:
-    """Trial 0 is the recipe's policy, then come the other policies' defaults, then what TPE
-    suggests.
+    """Run the search on `setup`.
+
+    Trial 0 is the recipe's policy, then come the defaults of the other policies, then the
+    suggestions of TPE.
     """
-    study = _study(settings)
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    sampler = optuna.samplers.TPESampler(seed=settings.seed, constant_liar=True)
+    study = optuna.create_study(direction="maximize", sampler=sampler)
+    several = len(settings.spaces) > 1
+    for space in settings.spaces:
+        start = {f"{space.policy}.{name}": value for name, value in space.first().items()}
+        study.enqueue_trial(({POLICY: space.policy} if several else {}) | start)
     evaluations: list[Evaluation] = []
     found = Found(evaluations, study, settings.limits)
-    turns = _turns(settings, found)
-    top = 0.0
-    size = len(settings.spaces)  # the first batch: all starts
+    next_policies = _next_policies(settings, found)
+    best_rps = 0.0
+    size = len(settings.spaces)  # the first batch holds all starts
     while len(evaluations) < settings.trials:
-        asked = []
+        batch = []
         for number in range(len(evaluations), min(len(evaluations) + size, settings.trials)):
-            policy = next(turns) if number >= len(settings.spaces) > 1 else None
-            if policy:
-                study.enqueue_trial({POLICY: policy})  # TPE suggests the rest
-            asked.append(study.ask())
-        candidates = [_suggest(trial, settings.spaces) for trial in asked]
-        tasks = [Task(bench, policy, parameters) for policy, parameters in candidates]
-        done = collect(runner, tasks, partial(progress, top))
-        for trial, evaluation in zip(asked, done, strict=True):
+            if several and number >= len(settings.spaces):
+                study.enqueue_trial({POLICY: next(next_policies)})  # TPE suggests the parameters
+            batch.append(study.ask())
+        candidates = [_suggest(trial, settings.spaces) for trial in batch]
+        tasks = [Task(setup, policy, parameters) for policy, parameters in candidates]
+        done = collect(runner, tasks, partial(progress, best_rps))
+        for trial, evaluation in zip(batch, done, strict=True):
             for key, share in evaluation.usage(settings.limits).items():
                 trial.set_constraint(key, share - 1.0)
             study.tell(trial, evaluation.score)
         evaluations += done
-        top = max(one.goodput_rps for one in evaluations)
+        best_rps = max(evaluation.goodput_rps for evaluation in evaluations)
         size = BATCH
     return found
 
 
-def _turns(settings: SearchSettings, found: Found) -> Iterator[str]:
-    """The policy of each trial after the starts."""
+def _next_policies(settings: SearchSettings, found: Found) -> Iterator[str]:
+    """The policy of each trial after the starts: the best served one and each policy in turn."""
     for policy in cycle(space.policy for space in settings.spaces):
         best = found.best(settings.served)
         yield policy if best is None else found.evaluations[best].outcome.policy
         yield policy
 
 
-def _study(settings: SearchSettings) -> optuna.Study:
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
-    sampler = optuna.samplers.TPESampler(seed=settings.seed, constant_liar=True)
-    study = optuna.create_study(direction="maximize", sampler=sampler)
-    for space in settings.spaces:
-        start = {f"{space.policy}.{name}": value for name, value in space.first().items()}
-        study.enqueue_trial(({POLICY: space.policy} if len(settings.spaces) > 1 else {}) | start)
-    return study
-
-
 def _suggest(
     trial: optuna.Trial, spaces: Sequence[PolicySpace]
 ) -> tuple[str, dict[str, ParameterValue]]:
-    """The policy and all its parameters that are not its defaults, as the trial wants them."""
+    """The trial's policy, and its parameters except those at their defaults."""
     by_name = {space.policy: space for space in spaces}
     name = trial.suggest_categorical(POLICY, list(by_name)) if len(spaces) > 1 else spaces[0].policy
     space = by_name[name]
-    drawn = {
-        key: _value(trial, f"{name}.{key}", distribution)
-        for key, distribution in space.distributions.items()
-    }
-    return name, {**space.start, **{key: space.meant(key, value) for key, value in drawn.items()}}
-
-
-def _value(trial: optuna.Trial, name: str, distribution: Distribution) -> ParameterValue:
-    value: ParameterValue
-    if isinstance(distribution, optuna.distributions.CategoricalDistribution):
-        value = trial.suggest_categorical(name, distribution.choices)
-    elif isinstance(distribution, optuna.distributions.IntDistribution):
-        value = trial.suggest_int(name, distribution.low, distribution.high, log=distribution.log)
-    else:
-        value = trial.suggest_float(name, distribution.low, distribution.high, log=distribution.log)
-    return value
-
-
-# What a search found out besides its best: which parameters matter, and what goodput costs in
-# latency.
-
-SWEEP_POINTS = 7
-IMPORTANCE_TRIALS = 10  # fewer say nothing
-LATENCY = "e2e_p95_s"  # what goodput is weighed against, where no target binds
+    found: dict[str, ParameterValue] = dict(space.start)
+    for key, among in space.distributions.items():
+        value: ParameterValue
+        drawn_as = f"{name}.{key}"
+        if isinstance(among, optuna.distributions.CategoricalDistribution):
+            value = trial.suggest_categorical(drawn_as, among.choices)
+        elif isinstance(among, optuna.distributions.IntDistribution):
+            value = trial.suggest_int(drawn_as, among.low, among.high, log=among.log)
+        else:
+            value = trial.suggest_float(drawn_as, among.low, among.high, log=among.log)
+        found[key] = space.value_of(key, value)
+    return name, found
 
 
 def sweeps(
     space: PolicySpace, chosen: Mapping[str, ParameterValue]
 ) -> list[dict[str, ParameterValue]]:
-    """The candidates of `sensitivity`: each searched parameter over its range, the others as
-    `chosen`.
-    """
+    """The candidates of `sensitivity`: each parameter over its range, the rest `chosen`."""
     return [
         {**chosen, name: value}
         for name, distribution in space.distributions.items()
@@ -362,14 +340,12 @@ def sweeps(
 
 
 def sensitivity(
-    bench: EvaluationSetup, runner: Runner, space: PolicySpace, best: Evaluation, progress: Progress
+    setup: EvaluationSetup, runner: Runner, space: PolicySpace, best: Evaluation, progress: Progress
 ) -> list[Sensitivity]:
-    """Each searched parameter swept over its range with the others as in `best`, most sensitive
-    first.
-    """
-    chosen, top = best.outcome.parameters, best.goodput_rps
-    tasks = [Task(bench, space.policy, candidate) for candidate in sweeps(space, chosen)]
-    evaluations = iter(collect(runner, tasks, lambda: progress(top)))
+    """Sweep each parameter over its range, the others as in `best`; greatest swing first."""
+    chosen, best_rps = best.outcome.parameters, best.goodput_rps
+    tasks = [Task(setup, space.policy, candidate) for candidate in sweeps(space, chosen)]
+    evaluations = iter(collect(runner, tasks, lambda: progress(best_rps)))
     found = []
     for name, distribution in space.distributions.items():
         values = sweep(distribution, SWEEP_POINTS)
@@ -379,29 +355,25 @@ def sensitivity(
         found.append(
             Sensitivity(parameter=name, values=values, goodput_rps=goodput, swing_percent=swing)
         )
-    return sorted(found, key=lambda one: -one.swing_percent)
+    return sorted(found, key=lambda swept: -swept.swing_percent)
 
 
 def importance(found: Found, policy: str) -> dict[str, float]:
-    """Each searched parameter's share of what tells a policy's best tenth of trials from the
-    others, most first.
+    """How much each searched parameter separates a policy's best tenth of trials from the others.
 
-    PED-ANOVA (Watanabe et al. 2023) on the policy's own trials; empty for fewer than 10, or where
-    nothing was searched, or where so many are equally good that the best tenth is all of them.
+    Shares by PED-ANOVA (Watanabe et al. 2023) on the policy's own trials, greatest first. Empty for
+    fewer than 10 trials, where nothing was searched, and where so many trials are equally good that
+    the best tenth is all of them.
     """
-    tried = found.study.trials[
-        : len(found.evaluations)
-    ]  # with few trials, some starts were never asked for
+    # With few trials, some starts are in the study but were never asked for.
+    tried = found.study.trials[: len(found.evaluations)]
+    prefix = f"{policy}."
     trials = [
         optuna.trial.create_trial(
             state=optuna.trial.TrialState.COMPLETE,
             value=trial.value,
-            params={
-                name: value for name, value in trial.params.items() if name.startswith(f"{policy}.")
-            },
-            distributions={
-                name: d for name, d in trial.distributions.items() if name.startswith(f"{policy}.")
-            },
+            params={k: value for k, value in trial.params.items() if k.startswith(prefix)},
+            distributions={k: d for k, d in trial.distributions.items() if k.startswith(prefix)},
         )
         for trial, evaluation in zip(tried, found.evaluations, strict=True)
         if evaluation.outcome.policy == policy
@@ -416,13 +388,11 @@ def importance(found: Found, policy: str) -> dict[str, float]:
     study = optuna.create_study(direction="maximize")
     study.add_trials(trials)
     shares = optuna.importance.get_param_importances(study)
-    return {name.removeprefix(f"{policy}."): float(share) for name, share in shares.items()}
+    return {name.removeprefix(prefix): float(share) for name, share in shares.items()}
 
 
 def front(trials: Sequence[Trial], latency: str) -> list[int]:
-    """The numbers of the trials that no other beats in both goodput and `latency`, by rising
-    latency.
-    """
+    """The trials that no other beats in both goodput and `latency`: numbers by rising latency."""
     known = [trial for trial in trials if latency in trial.outcome.metrics]
     order = sorted(
         known,

@@ -1,3 +1,1 @@
-"""The kinds of objects that targets emit, as far as they emit them: strict models, dumped and never
-pasted.
-"""
+"""Strict models of the objects that targets render, with only the fields that they use."""

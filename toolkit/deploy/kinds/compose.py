@@ -1,4 +1,4 @@
-"""A Compose file with one service, after the compose specification (whose keys are snake_case)."""
+"""A Compose file with one service, after the Compose specification, whose keys are snake_case."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from toolkit.deploy.kinds.kubernetes import Count, Image, StrictObject
 
 
 class ComposeKind(StrictObject):
-    """Keys as they are named here."""
+    """A model whose keys in the file are its fields' names."""
 
     model_config = ConfigDict(alias_generator=None)
 
@@ -43,7 +43,7 @@ class Deploy(ComposeKind):
 
 
 class Mount(ComposeKind):
-    """A bind mount or a named volume, in the long form: nothing in it is split at a colon."""
+    """A bind mount or a named volume in the long form, where a colon has no meaning."""
 
     type: Literal["bind", "volume"]
     source: str

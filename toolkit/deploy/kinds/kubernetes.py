@@ -1,4 +1,8 @@
-"""Kubernetes' own kinds, and kustomize's two: what `kubectl apply -k` reads."""
+"""Kubernetes' own kinds and kustomize's two, which `kubectl apply -k` reads.
+
+First what all kinds share, then the pod (one container without privileges, three probes, a plan
+from a ConfigMap, a key from a Secret), then the other objects.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +11,9 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic.alias_generators import to_camel
 
-# What all kinds share: strictness, camelCase, names that a cluster takes, metadata.
-
 
 class StrictObject(BaseModel):
-    """A model that refuses unknown keys, on the way out as on the way back in; keys are camelCase
-    in the file.
-    """
+    """A model that refuses unknown keys. Its keys are camelCase in the file."""
 
     model_config = ConfigDict(
         extra="forbid",
@@ -25,16 +25,15 @@ class StrictObject(BaseModel):
     )
 
 
-DnsName = Annotated[
-    str, Field(pattern=r"^[a-z]([a-z0-9-]{0,61}[a-z0-9])?$")
-]  # RFC 1035: what Services ask for
+# A label of RFC 1035, as the names of Services must be.
+DnsName = Annotated[str, Field(pattern=r"^[a-z]([a-z0-9-]{0,61}[a-z0-9])?$")]
 Port = Annotated[int, Field(ge=1, le=65535)]
 Count = Annotated[int, Field(ge=0)]
 Image = Annotated[str, Field(pattern=r"^[a-z0-9][a-zA-Z0-9._/:@-]{0,254}$")]
 
 
 class Metadata(StrictObject):
-    """metadata of an object."""
+    """The metadata of an object."""
 
     name: DnsName
     namespace: DnsName | None = None
@@ -43,20 +42,20 @@ class Metadata(StrictObject):
 
 
 class PodMetadata(StrictObject):
-    """metadata of a pod template."""
+    """The metadata of a pod template."""
 
     labels: dict[str, str]
     annotations: dict[str, str] | None = None
 
 
 class Selector(StrictObject):
-    """metav1.LabelSelector by labels alone."""
+    """metav1.LabelSelector with labels only."""
 
     match_labels: dict[str, str]
 
 
 class SecretKey(StrictObject):
-    """A key of a Secret, named and never held."""
+    """A reference to a key of a Secret."""
 
     name: DnsName
     key: str
@@ -64,14 +63,10 @@ class SecretKey(StrictObject):
 
 
 class TypedSecretKey(StrictObject):
-    """Prometheus operator's SafeAuthorization: a bearer token that lies in a Secret."""
+    """SafeAuthorization of Prometheus' operator: a bearer token in a Secret."""
 
     type: Literal["Bearer"] = "Bearer"
     credentials: SecretKey
-
-
-# A pod as we deploy it: one container, no privilege, three probes, a plan from a ConfigMap, a key
-# from a Secret.
 
 
 class ValueFrom(StrictObject):
@@ -114,7 +109,7 @@ class Handler(StrictObject):
 
 
 class Lifecycle(StrictObject):
-    """What runs, within the grace period, before a container gets SIGTERM."""
+    """The hook that runs, within the grace period, before a container gets SIGTERM."""
 
     pre_stop: Handler
 
@@ -139,7 +134,7 @@ class SeccompProfile(StrictObject):
 
 
 class PodSecurity(StrictObject):
-    """`fs_group` lets the one user write to volumes."""
+    """`fs_group` lets the pod's user write to volumes."""
 
     run_as_non_root: Literal[True] = True
     run_as_user: Count = 10001
@@ -304,9 +299,7 @@ class Service(StrictObject):
 
 
 class DisruptionSpec(StrictObject):
-    """`max_unavailable`, or, of pods that no controller of Kubernetes' own made, `min_available` as
-    a number.
-    """
+    """`max_unavailable`; or `min_available`, for pods of other controllers than Kubernetes'."""
 
     max_unavailable: Count | None = None
     min_available: Count | None = None
@@ -322,13 +315,13 @@ class PodDisruptionBudget(StrictObject):
 
 
 class AnyPods(StrictObject):
-    """metav1.LabelSelector that may be empty: everything."""
+    """metav1.LabelSelector that may be empty, which selects everything."""
 
     match_labels: dict[str, str] | None = None
 
 
 class Peer(StrictObject):
-    """Pods, and where; without `namespace_selector`, in the policy's own namespace."""
+    """Pods in selected namespaces; without `namespace_selector`, in the policy's namespace."""
 
     namespace_selector: AnyPods | None = None
     pod_selector: AnyPods | None = None
@@ -340,14 +333,14 @@ class PolicyPort(StrictObject):
 
 
 class Ingress(StrictObject):
-    """Without `ports`: all."""
+    """Allowed incoming traffic; without `ports`: on all."""
 
     sender: list[Peer] = Field(alias="from")
     ports: list[PolicyPort] | None = None
 
 
 class Egress(StrictObject):
-    """Without `to`: anywhere; without `ports`: all."""
+    """Allowed outgoing traffic; without `to`: anywhere; without `ports`: on all."""
 
     to: list[Peer] | None = None
     ports: list[PolicyPort] | None = None
@@ -372,7 +365,7 @@ class ClaimResources(StrictObject):
 
 
 class ClaimSpec(StrictObject):
-    """Of the cluster's default storage class."""
+    """A claim for the cluster's default storage class."""
 
     access_modes: list[Literal["ReadWriteOnce", "ReadWriteMany"]]
     resources: ClaimResources
@@ -391,8 +384,8 @@ class GeneratorOptions(StrictObject):
 
 
 class ConfigMapGenerator(StrictObject):
-    """A ConfigMap from files; its name gets their hash, so that new content rolls the pods, unless
-    `options` forbid.
+    """A ConfigMap from files. Unless `options` forbid it, its name gets a hash of the content, so
+    that new content rolls the pods.
     """
 
     name: DnsName

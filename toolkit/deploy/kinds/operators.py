@@ -1,8 +1,10 @@
-"""Kinds of operators that a cluster may have: Prometheus' monitors and rules, KEDA's autoscaling.
+"""Kinds of operators: Prometheus' monitors and rules, KEDA's autoscaling, KubeRay's RayCluster.
 
-No schema of these ships with Kubernetes: the models here are the schema, after the operators' own
-documentation (prometheus-operator API reference, monitoring.coreos.com/v1; KEDA 2.x, `ScaledObject`
-and the prometheus scaler).
+Kubernetes ships no schema of these. The models follow the operators' own documentation:
+prometheus-operator's API reference, monitoring.coreos.com/v1; KEDA 2.x, `ScaledObject` and the
+prometheus scaler; ray.io/v1 of KubeRay 1.7 (helm-chart/kuberay-operator/crds/
+ray.io_rayclusters.yaml), against whose schema tests check the rendered objects. KubeRay 1.6 is the
+first version with `authOptions.secretName` and `upgradeStrategy`.
 """
 
 from __future__ import annotations
@@ -50,9 +52,8 @@ class AlertRule(StrictObject):
     labels: dict[str, str]
     annotations: dict[str, str]
 
-    model_config = ConfigDict(
-        alias_generator=lambda name: name.rstrip("_")
-    )  # `for` is a keyword here
+    # `for` is a keyword of Python.
+    model_config = ConfigDict(alias_generator=lambda name: name.rstrip("_"))
 
 
 class RuleGroup(StrictObject):
@@ -61,7 +62,7 @@ class RuleGroup(StrictObject):
 
 
 class RulesFile(StrictObject):
-    """What Prometheus itself reads, and the spec of a PrometheusRule."""
+    """A rules file of Prometheus, and the spec of a PrometheusRule."""
 
     groups: list[RuleGroup]
 
@@ -78,7 +79,7 @@ class ScaleTarget(StrictObject):
 
 
 class PrometheusQuery(StrictObject):
-    """The prometheus scaler's metadata; KEDA wants all of it as text."""
+    """The metadata of the prometheus scaler; KEDA takes all values as text."""
 
     server_address: str
     query: str
@@ -107,24 +108,18 @@ class ScaledObject(StrictObject):
     spec: ScaledObjectSpec
 
 
-# KubeRay's RayCluster, as far as we emit it: the models here are strict, and the CRD's own schema
-# is held in tests.
-#
-# After ray.io/v1 of KubeRay 1.7 (helm-chart/kuberay-operator/crds/ray.io_rayclusters.yaml); 1.6
-# is the first with `authOptions.secretName` and `upgradeStrategy`.
-
 StartParams = dict[str, str]  # options of `ray start` without their dashes
 
 
 class AuthOptions(StrictObject):
-    """Every connection to Ray shows the token that lies in the Secret under `auth_token`."""
+    """Every connection to Ray needs the token in the Secret's key `auth_token`."""
 
     mode: Literal["token"] = "token"
     secret_name: DnsName
 
 
 class UpgradeStrategy(StrictObject):
-    """Without this, a changed pod template reaches only pods that are replaced for other reasons."""
+    """Recreates all pods for a changed template. By default, only newly made pods get it."""
 
     type: Literal["Recreate"] = "Recreate"
 
@@ -139,9 +134,8 @@ class WorkerGroup(StrictObject):
     replicas: Count
     min_replicas: Count
     max_replicas: Count
-    labels: dict[str, str] | None = (
-        None  # of Ray's nodes; KubeRay refuses them among the parameters
-    )
+    # labels of Ray's nodes; KubeRay refuses them among the parameters
+    labels: dict[str, str] | None = None
     ray_start_params: StartParams
     template: PodTemplate
 

@@ -1,3 +1,1 @@
-"""Places to deploy to, a file each: a function from an order to its files, what explains them, and
-how to start.
-"""
+"""Places to deploy to, a file each: from an order to files, their explanation, and how to start."""

@@ -1,6 +1,4 @@
-"""One machine with Docker Compose: one service, no privilege, its key as a secret file, its port on
-loopback.
-"""
+"""Target `compose`: one unprivileged service, its key as a secret file, its port on loopback."""
 
 from __future__ import annotations
 
@@ -16,20 +14,18 @@ from toolkit.deploy.kinds.compose import (
     Reservations,
     SecretFile,
 )
-from toolkit.deploy.order import ExplainedValue, Order, Rendered, llmctl_image, told
+from toolkit.deploy.order import ExplainedValue, Order, Rendered, explain_value, llmctl_image
 from toolkit.deploy.reckon import drain_s, from_hub, gpus, grace_s, startup_s
 from toolkit.files.strict import dump_yaml
 
 READY = "import urllib.request as r; r.urlopen('http://127.0.0.1:8000/ready', timeout=3)"
 SECRET = "llmctl_api_key"
 KEY_FOLDER = "/etc/llmctl"
-HUB_TOKEN = (
-    "optional, of the shell that runs docker compose: the hub asks for it where a model is gated"
-)
+HUB_TOKEN = "optional, from the shell that runs docker compose: gated models of the hub need it"
 
 
 def render(order: Order) -> Rendered:
-    """compose.yaml."""
+    """Render compose.yaml."""
     file = ComposeFile(
         name=order.name,
         services={"llmctl": _service(order)},
@@ -37,7 +33,7 @@ def render(order: Order) -> Rendered:
         volumes={"models": NamedVolume()},
     )
     return Rendered(
-        {"compose.yaml": dump_yaml([file], order.comment())}, _told(order), _start(order)
+        {"compose.yaml": dump_yaml([file], order.comment())}, _explained(order), _start(order)
     )
 
 
@@ -47,22 +43,15 @@ def _service(order: Order) -> ComposeService:
         resources=DeployResources(reservations=Reservations(devices=[Device(count=devices)]))
     )
     model = order.plan.recipe.model.source
-    token = (
-        {"HF_TOKEN": "${HF_TOKEN-}"} if from_hub(order.plan.recipe) else {}
-    )  # Compose's own environment has it
+    # Compose replaces this by the variable of its own environment.
+    token = {"HF_TOKEN": "${HF_TOKEN-}"} if from_hub(order.plan.recipe) else {}
     mounts = [
         Mount(type="bind", source="./plan.json", target="/etc/llmctl/plan.json", read_only=True),
         Mount(type="volume", source="models", target="/models"),
     ]
     if model.startswith("/"):
-        mounts.append(
-            Mount(
-                type="bind",
-                source=uninterpolated(model),
-                target=uninterpolated(model),
-                read_only=True,
-            )
-        )
+        folder = uninterpolated(model)
+        mounts.append(Mount(type="bind", source=folder, target=folder, read_only=True))
     return ComposeService(
         image=llmctl_image(order).value,
         command=[
@@ -90,24 +79,24 @@ def _service(order: Order) -> ComposeService:
 
 
 def key_file(order: Order) -> str:
-    """Where the key lies on the host."""
+    """The path of the key on the host."""
     return f"{KEY_FOLDER}/{order.name}.key"
 
 
 def uninterpolated(text: str) -> str:
-    """Text in which Compose finds no variables."""
+    """Quote text so that Compose finds no variables in it."""
     return text.replace("$", "$$")
 
 
-def _told(order: Order) -> list[ExplainedValue]:
+def _explained(order: Order) -> list[ExplainedValue]:
     drain = drain_s(order)
     grace, startup, recipe = grace_s(drain), startup_s(order), order.plan.recipe
     return [
-        told("image", llmctl_image(order)),
-        told("command --shutdown-timeout", drain, f"{drain.value} s"),
-        told("stop_grace_period", grace, f"{grace.value} s"),
-        told("healthcheck.start_period", startup, f"{startup.value} s"),
-        told("deploy.resources.reservations.devices.count", gpus(recipe)),
+        explain_value("image", llmctl_image(order)),
+        explain_value("command --shutdown-timeout", drain, f"{drain.value} s"),
+        explain_value("stop_grace_period", grace, f"{grace.value} s"),
+        explain_value("healthcheck.start_period", startup, f"{startup.value} s"),
+        explain_value("deploy.resources.reservations.devices.count", gpus(recipe)),
         ExplainedValue(
             "ports",
             f"127.0.0.1:{recipe.serve.port or 8000}",
@@ -116,12 +105,12 @@ def _told(order: Order) -> list[ExplainedValue]:
         ExplainedValue(
             "secrets",
             key_file(order),
-            "a file that you make; it is in no image and in no rendered file",
+            "a file that you create; the key is in no image and in no rendered file",
         ),
         ExplainedValue(
             "healthcheck on /ready",
             "3 x 10 s",
-            "what --wait waits for; Docker restarts nothing for it",
+            "--wait waits for it; Docker restarts nothing when it fails",
         ),
         *([ExplainedValue("HF_TOKEN", "${HF_TOKEN-}", HUB_TOKEN)] if from_hub(recipe) else []),
     ]
@@ -132,7 +121,8 @@ def _start(order: Order) -> str:
     return f"""\
 ```sh
 sudo install -d {KEY_FOLDER}
-openssl rand -hex 32 | sudo install -o 10001 -m 0400 /dev/stdin {key_file(order)}    # the container's user reads it
+# The container's user, 10001, reads the key.
+openssl rand -hex 32 | sudo install -o 10001 -m 0400 /dev/stdin {key_file(order)}
 docker compose up --detach --wait      # or: {serve}
 docker compose ps
 docker compose stop                    # drains

@@ -1,8 +1,8 @@
-"""A Kubernetes cluster: a Deployment and what belongs to it (core/), and what needs operators
-(beside it).
+"""Target `kubernetes`: a Deployment with its objects (core/), and objects that need operators.
 
-`kubectl apply -k DIR` takes all of it; `kubectl apply -k DIR/core` does without Prometheus'
-operator and KEDA.
+`kubectl apply -k DIR` applies all; `kubectl apply -k DIR/core` needs neither Prometheus' operator
+nor KEDA. Network policies (deny by default, a few named ways in and out) and the PodMonitor are for
+the target `kuberay` too.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ from toolkit.deploy.monitoring import drift_percent, rules, series
 from toolkit.deploy.order import (
     ExplainedValue,
     Order,
-    Reckoned,
     Rendered,
+    Sourced,
+    explain_value,
     llmctl_image,
     products,
-    told,
 )
 from toolkit.deploy.reckon import (
     PROPAGATION_S,
@@ -74,21 +74,19 @@ from toolkit.deploy.targets.objects import (
     SECRET_KEY,
     claim_files,
     dashboard_map,
+    explain_models,
+    explain_probes,
     metadata,
-    models_told,
     plan_map,
     pod,
     pod_metadata,
     preparation,
-    probes_told,
     selector,
     service,
 )
 from toolkit.files.strict import dump_yaml
 
-# Who may call a deployment, and whom it may call: deny by default, a few named ways in and out.
-
-CLUSTER_DNS = Peer(  # CoreDNS and kube-dns both wear this label
+CLUSTER_DNS = Peer(  # CoreDNS and kube-dns both have this label
     namespace_selector=AnyPods(match_labels={"kubernetes.io/metadata.name": "kube-system"}),
     pod_selector=AnyPods(match_labels={"k8s-app": "kube-dns"}),
 )
@@ -96,8 +94,8 @@ CLIENT = {"llmctl.io/client": "true"}
 
 
 def network_policy(order: Order) -> NetworkPolicy:
-    """In: pods of its namespace, of clients' namespaces, and Prometheus'. Out: the cluster's DNS,
-    the hub if needed.
+    """Allow traffic from its namespace, namespaces labelled as clients, and that of Prometheus; to
+    the cluster's DNS, and to the hub if needed.
     """
     callers = Ingress(sender=_callers(order), ports=[PolicyPort(port="http")])
     return _policy(
@@ -106,7 +104,7 @@ def network_policy(order: Order) -> NetworkPolicy:
 
 
 def front_policy(order: Order, members: dict[str, str]) -> NetworkPolicy:
-    """As `network_policy`, and Ray's ports, which are any, for the `members` of the deployment."""
+    """As `network_policy`, plus all ports from and to the deployment's `members`, for Ray."""
     ours = [Peer(pod_selector=AnyPods(match_labels=members))]
     callers = Ingress(sender=_callers(order), ports=[PolicyPort(port="http")])
     ways_out = [*_egress(order), Egress(to=ours)]
@@ -120,8 +118,8 @@ def front_policy(order: Order, members: dict[str, str]) -> NetworkPolicy:
 
 
 def cluster_policy(order: Order, cluster: dict[str, str], members: dict[str, str]) -> NetworkPolicy:
-    """For the pods of a Ray cluster: nobody but the `members` of the deployment comes in. Who does
-    runs code there.
+    """For the pods of a Ray cluster: only the deployment's `members` may connect, since every
+    connection to Ray can run code.
     """
     ours = [Peer(pod_selector=AnyPods(match_labels=members))]
     return _policy(
@@ -151,9 +149,7 @@ def _callers(order: Order) -> list[Peer]:
 
 
 def _prometheus(order: Order) -> list[Peer]:
-    """Prometheus' namespace, read off its address as the cluster's DNS has it; none for other
-    addresses.
-    """
+    """Prometheus' namespace, from its address in the cluster's DNS; none for other addresses."""
     found = re.match(r"https?://[a-z0-9-]+\.([a-z0-9-]+)\.svc", order.options.prometheus)
     name = {"kubernetes.io/metadata.name": found[1]} if found else None
     return [Peer(namespace_selector=AnyPods(match_labels=name))] if name else []
@@ -168,12 +164,8 @@ def _egress(order: Order) -> list[Egress]:
     return [cluster_dns, *hub]
 
 
-# What Prometheus' operator and KEDA are told: where the metrics are, and from how many waiting on
-# to add a replica.
-
-
 def pod_monitor(order: Order) -> PodMonitor:
-    """/metrics of every pod, with the key: it is closed like all else."""
+    """Has Prometheus scrape /metrics of every pod with the API key, which /metrics needs too."""
     endpoint = MetricsEndpoint(
         port="http",
         path="/metrics",
@@ -187,7 +179,7 @@ def pod_monitor(order: Order) -> PodMonitor:
 
 
 def scaled_object(order: Order, threshold: int) -> ScaledObject:
-    """As many replicas as keep the mean of those who wait at each below `threshold`."""
+    """Has KEDA keep the mean number of waiting requests per replica below `threshold`."""
     return ScaledObject(
         metadata=metadata(order),
         spec=ScaledObjectSpec(
@@ -209,17 +201,15 @@ def scaled_object(order: Order, threshold: int) -> ScaledObject:
     )
 
 
-def max_replicas(order: Order) -> Reckoned[int]:
-    """The most replicas that the autoscaler may ask for."""
+def max_replicas(order: Order) -> Sourced[int]:
+    """The greatest number of replicas for the autoscaler."""
     if order.options.max_replicas:
-        return Reckoned(max(order.options.max_replicas, replicas(order).value), "--max-replicas")
-    return Reckoned(
-        2 * replicas(order).value, "twice the replicas; say otherwise with --max-replicas"
-    )
+        return Sourced(max(order.options.max_replicas, replicas(order).value), "--max-replicas")
+    return Sourced(2 * replicas(order).value, "twice the replicas; change it with --max-replicas")
 
 
 def render(order: Order) -> Rendered:
-    """core/ and, beside it, what needs operators; a kustomization.yaml for each."""
+    """Render core/ and the objects that need operators, each with a kustomization.yaml."""
     check_podable(order)
     threshold = waiting_threshold(order.plan, order.trace)
     core: dict[str, BaseModel] = {
@@ -228,20 +218,26 @@ def render(order: Order) -> Rendered:
         "poddisruptionbudget.yaml": _budget(order),
         "networkpolicy.yaml": network_policy(order),
     }
-    watched: dict[str, BaseModel] = {
+    operated: dict[str, BaseModel] = {
         "podmonitor.yaml": pod_monitor(order),
         "prometheusrule.yaml": PrometheusRule(
             metadata=metadata(order), spec=rules(order, series(order, monitored=True), threshold)
         ),
     }
     if threshold.value is not None:
-        watched["scaledobject.yaml"] = scaled_object(order, threshold.value)
-    objects = {f"core/{name}": one for name, one in core.items()} | watched
-    objects["core/kustomization.yaml"] = _core(order, sorted(core))
-    objects["kustomization.yaml"] = _all(order, sorted(watched), scaled=threshold.value is not None)
-    files = {name: dump_yaml([one], order.comment()) for name, one in objects.items()}
+        operated["scaledobject.yaml"] = scaled_object(order, threshold.value)
+    objects = {f"core/{name}": content for name, content in core.items()} | operated
+    objects["core/kustomization.yaml"] = Kustomization(
+        namespace=order.options.namespace,
+        resources=sorted(core),
+        config_map_generator=[plan_map(order)],
+    )
+    objects["kustomization.yaml"] = _all(
+        order, sorted(operated), scaled=threshold.value is not None
+    )
+    files = {name: dump_yaml([content], order.comment()) for name, content in objects.items()}
     files |= claim_files(order, _mounting(order, threshold)) | {"core/plan.json": order.text}
-    return Rendered(files, _told(order, threshold), _start(order), FORWARDED)
+    return Rendered(files, _explained(order, threshold), _start(order), FORWARDED)
 
 
 def _deployment(order: Order) -> Deployment:
@@ -258,25 +254,19 @@ def _deployment(order: Order) -> Deployment:
 
 
 def _rolling(order: Order) -> RollingUpdate:
-    """A spare GPU for a second pod is rare; a spare CPU is not."""
-    on_gpus = gpus(order.plan.recipe).value > 0
-    return (
-        RollingUpdate(max_surge=0, max_unavailable=1)
-        if on_gpus
-        else RollingUpdate(max_surge=1, max_unavailable=0)
-    )
+    """Replace pods first on GPUs, where a spare one is rare; add pods first on CPUs."""
+    if gpus(order.plan.recipe).value > 0:
+        return RollingUpdate(max_surge=0, max_unavailable=1)
+    return RollingUpdate(max_surge=1, max_unavailable=0)
 
 
-def _mounting(order: Order, threshold: Reckoned[int | None]) -> Reckoned[int]:
-    """Pods that may have the models' volume at once."""
-    most = replicas(order) if threshold.value is None else max_replicas(order)
-    count = most.value + _rolling(order).max_surge
-    return Reckoned(
-        count,
-        f"up to {count} pods at once, replicas and a rollout's"
-        if count > 1
-        else "one pod at a time",
-    )
+def _mounting(order: Order, threshold: Sourced[int | None]) -> Sourced[int]:
+    """The number of pods that may mount the volume of models at once."""
+    highest = replicas(order) if threshold.value is None else max_replicas(order)
+    count = highest.value + _rolling(order).max_surge
+    if count == 1:
+        return Sourced(1, "one pod at a time")
+    return Sourced(count, f"up to {count} pods at once: replicas and those of a rollout")
 
 
 def _budget(order: Order) -> PodDisruptionBudget:
@@ -285,15 +275,9 @@ def _budget(order: Order) -> PodDisruptionBudget:
     )
 
 
-def _core(order: Order, names: list[str]) -> Kustomization:
-    return Kustomization(
-        namespace=order.options.namespace, resources=names, config_map_generator=[plan_map(order)]
-    )
-
-
 def _all(order: Order, names: list[str], *, scaled: bool) -> Kustomization:
-    """Under an autoscaler the Deployment says no number: applying it again must not undo the
-    autoscaler's.
+    """The outer kustomization. Under an autoscaler it removes the Deployment's number of replicas,
+    so that applying it again does not undo the autoscaler's.
     """
     removal = Patch(
         target=PatchTarget(kind="Deployment", name=order.name),
@@ -307,37 +291,41 @@ def _all(order: Order, names: list[str], *, scaled: bool) -> Kustomization:
     )
 
 
-def _told(order: Order, threshold: Reckoned[int | None]) -> list[ExplainedValue]:
+def _explained(order: Order, threshold: Sourced[int | None]) -> list[ExplainedValue]:
     drain, recipe = drain_s(order), order.plan.recipe
     where = products(order, order.plan.kinds[0])
     grace = grace_s(drain, PROPAGATION_S)
-    memory, most = memory_mib(order), memory_limit_mib(order)
+    memory, limit = memory_mib(order), memory_limit_mib(order)
     lines = [
-        told("image", llmctl_image(order)),
-        told("replicas", replicas(order)),
+        explain_value("image", llmctl_image(order)),
+        explain_value("replicas", replicas(order)),
         ExplainedValue(
             "args --shutdown-notice",
             f"{PROPAGATION_S} s",
             "until the cluster's proxies know that the pod is leaving",
         ),
-        told("args --shutdown-timeout", drain, f"{drain.value} s"),
-        told("terminationGracePeriodSeconds", grace, f"{grace.value} s"),
-        *probes_told(order),
-        told("nvidia.com/gpu", gpus(recipe)),
-        *([told("node affinity", where, ", ".join(where.value))] if gpus(recipe).value else []),
-        *models_told(order, _mounting(order, threshold)),
-        told("cpu", cpus(recipe)),
-        told("memory", memory, f"{memory.value:,} MiB"),
-        told("memory limit", most, f"{most.value:,} MiB"),
-        told("drift alert", drift_percent(order), f"{drift_percent(order).value:g} %"),
+        explain_value("args --shutdown-timeout", drain, f"{drain.value} s"),
+        explain_value("terminationGracePeriodSeconds", grace, f"{grace.value} s"),
+        *explain_probes(order),
+        explain_value("nvidia.com/gpu", gpus(recipe)),
+        *(
+            [explain_value("node affinity", where, ", ".join(where.value))]
+            if gpus(recipe).value
+            else []
+        ),
+        *explain_models(order, _mounting(order, threshold)),
+        explain_value("cpu", cpus(recipe)),
+        explain_value("memory", memory, f"{memory.value:,} MiB"),
+        explain_value("memory limit", limit, f"{limit.value:,} MiB"),
+        explain_value("drift alert", drift_percent(order), f"{drift_percent(order).value:g} %"),
     ]
     if threshold.value is None:
-        return [*lines, told("ScaledObject", threshold, "none")]
-    at_most = max_replicas(order)
+        return [*lines, explain_value("ScaledObject", threshold, "none")]
+    most = max_replicas(order)
     return [
         *lines,
-        told("ScaledObject threshold", threshold),
-        told("ScaledObject maxReplicaCount", at_most),
+        explain_value("ScaledObject threshold", threshold),
+        explain_value("ScaledObject maxReplicaCount", most),
     ]
 
 
@@ -346,10 +334,10 @@ def _start(order: Order) -> str:
     return f"""\
 ```bash
 {preparation(order)}
-kubectl apply -k .          # needs the CRDs of Prometheus' operator and KEDA; without them: kubectl apply -k core
+kubectl apply -k .    # needs the CRDs of Prometheus' operator and KEDA; without them: -k core
 kubectl -n {namespace} rollout status deployment/{name}
 kubectl -n {namespace} port-forward service/{name} 8000
 kubectl delete -k .         # drains
 ```
 
-Pods of other namespaces may call it where their namespace is labelled `llmctl.io/client: "true"`."""
+Pods of other namespaces may call it if their namespace has the label `llmctl.io/client: "true"`."""

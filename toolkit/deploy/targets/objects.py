@@ -1,5 +1,7 @@
-"""Objects that every deployment in a cluster has, whatever runs its workers: metadata, Service,
-kustomizations.
+"""Objects that targets for Kubernetes share: the pod that serves a plan, and what belongs to it.
+
+First the pod: container, probes, volumes, environment, resources, nodes. Then metadata, Service,
+the claim for models, kustomizations, and the commands that create Secret and claim.
 """
 
 from __future__ import annotations
@@ -42,10 +44,10 @@ from toolkit.deploy.order import (
     LABEL,
     ExplainedValue,
     Order,
-    Reckoned,
+    Sourced,
+    explain_value,
     llmctl_image,
     products,
-    told,
 )
 from toolkit.deploy.reckon import (
     SHARED_GIB,
@@ -64,21 +66,25 @@ from toolkit.files.plan import Kind
 from toolkit.files.recipe import Recipe
 from toolkit.files.strict import dump_yaml
 
-# The pod that serves a plan: for a Deployment, and for whoever else runs pods.
-
 PORT = 8000
-FORWARDED = f"http://127.0.0.1:{PORT}"  # with kubectl port-forward
+FORWARDED = f"http://127.0.0.1:{PORT}"  # the address under kubectl port-forward
 PROBE_S = 10
 GPU = "nvidia.com/gpu"
 SECRET_KEY = "api-key"
 HUB_KEY = "hf-token"
 PLAN_FOLDER = "/etc/llmctl"
-# compiled kernels: numba's take 20 MB, DeepSpeed's some hundreds
+# For compiled kernels: numba's take 20 MB, DeepSpeed's some hundreds.
 TMP = Volume(name="tmp", empty_dir=EmptyDir(size_limit="4Gi"))
 SHARED = Volume(name="shm", empty_dir=EmptyDir(medium="Memory", size_limit=f"{SHARED_GIB}Gi"))
 SHARED_MOUNT = VolumeMount(name="shm", mount_path="/dev/shm")
 HTTP = ContainerPort(name="http", container_port=PORT)
 FOLDERS = {"HOME": "/tmp", "HF_HOME": "/models", "NUMBA_CACHE_DIR": "/tmp/numba"}
+PLAN_MOUNT = VolumeMount(name="plan", mount_path=PLAN_FOLDER, read_only=True)
+MODELS_MOUNT = VolumeMount(name="models", mount_path=FOLDERS["HF_HOME"])
+TMP_MOUNT = VolumeMount(name="tmp", mount_path=FOLDERS["HOME"])
+DASHBOARD = "dashboard.json"
+CLAIM_FILE = "models-claim.yaml"
+DASHBOARD_LABEL = {"grafana_dashboard": "1"}  # the default of the sidecar in Grafana's Helm chart
 
 
 def _probe(path: str, period_s: int, failures: int) -> Probe:
@@ -89,31 +95,35 @@ def _probe(path: str, period_s: int, failures: int) -> Probe:
 
 
 READY = _probe("/ready", 5, 3)
-# A front that does not answer hears no SIGTERM either: waiting for its drain would only cost time.
+# A front that does not answer does not handle SIGTERM either: waiting for its drain is useless.
 ALIVE = _probe("/health", PROBE_S, 3).model_copy(
     update={"termination_grace_period_seconds": PROBE_S}
 )
 
 
 def started(order: Order) -> Probe:
-    """Until the first /ready the other probes rest; a load that never ends is ended here."""
+    """The startup probe: others begin after the first /ready, and an endless load is ended."""
     return _probe("/ready", 5, startup_s(order).value // 5)
 
 
-def probes_told(order: Order, whose: str = "") -> list[ExplainedValue]:
-    """The lines of EXPLAIN.md about the probes; `whose` stands before each key."""
+def explain_probes(order: Order, prefix: str = "") -> list[ExplainedValue]:
+    """The lines of EXPLAIN.md about the probes; each key begins with `prefix`."""
     startup = startup_s(order)
-    away = "503 while no worker is loaded and alive, and once the end is announced: then new requests go elsewhere"
-    alive = "the front answers seconds after its start, so 30 s of silence are a hang; workers are not its affair: the "
-    alive += (
-        "server loads lost ones again, keeps their requests, and ends by itself where it cannot"
+    ready = (
+        "503 while no worker is loaded and alive, and after the end was announced, so that new "
+        "requests go elsewhere"
+    )
+    alive = (
+        "the front answers seconds after its start, so 30 s without an answer are a hang; it does "
+        "not check workers: the server restarts lost ones, keeps their requests, and ends by "
+        "itself where it cannot"
     )
     return [
-        told(f"{whose}startupProbe on /ready", startup, f"{startup.value} s"),
-        ExplainedValue(f"{whose}readinessProbe on /ready", "3 x 5 s", away),
-        ExplainedValue(f"{whose}livenessProbe on /health", f"3 x {PROBE_S} s", alive),
+        explain_value(f"{prefix}startupProbe on /ready", startup, f"{startup.value} s"),
+        ExplainedValue(f"{prefix}readinessProbe on /ready", "3 x 5 s", ready),
+        ExplainedValue(f"{prefix}livenessProbe on /health", f"3 x {PROBE_S} s", alive),
         ExplainedValue(
-            f"{whose}livenessProbe grace",
+            f"{prefix}livenessProbe grace",
             f"{PROBE_S} s",
             "a front that does not answer does not drain either",
         ),
@@ -121,33 +131,18 @@ def probes_told(order: Order, whose: str = "") -> list[ExplainedValue]:
 
 
 def labels(order: Order) -> dict[str, str]:
-    """What all objects of a deployment wear."""
+    """The labels of all objects of a deployment."""
     return {"app.kubernetes.io/name": order.name, "app.kubernetes.io/managed-by": "llmctl"}
 
 
 def pod(order: Order, notice_s: int) -> PodSpec:
-    """The pod; `notice_s` is how long it takes requests still after SIGTERM."""
-    return PodSpec(
-        termination_grace_period_seconds=grace_s(drain_s(order), notice_s).value,
-        affinity=on_products(order, order.plan.kinds[0]) if gpus(order.plan.recipe).value else None,
-        tolerations=tolerations(order.plan.recipe),
-        containers=[_container(order, notice_s)],
-        volumes=[*volumes(order), *([SHARED] if _shares(order) else [])],
-    )
-
-
-def _shares(order: Order) -> bool:
-    """Whether processes of one worker exchange tensors: NCCL asks for more than the 64 MB of a
-    pod's /dev/shm.
-    """
-    return order.plan.recipe.engine.tensor_parallel_size > 1
-
-
-def _container(order: Order, notice_s: int) -> Container:
+    """The pod. It accepts requests for `notice_s` seconds after SIGTERM."""
     args = ["serve", f"{PLAN_FOLDER}/plan.json", "--host", "0.0.0.0", "--port", str(PORT)]
     args += ["--shutdown-notice", str(notice_s), "--shutdown-timeout", str(drain_s(order).value)]
     args += order.allowances
-    return Container(
+    # Processes of one worker exchange tensors: NCCL needs more than the 64 MB of /dev/shm.
+    shared = order.plan.recipe.engine.tensor_parallel_size > 1
+    container = Container(
         name="llmctl",
         image=llmctl_image(order).value,
         command=["llmctl"],
@@ -158,80 +153,75 @@ def _container(order: Order, notice_s: int) -> Container:
         startup_probe=started(order),
         readiness_probe=READY,
         liveness_probe=ALIVE,
-        volume_mounts=[*mounts(), *([SHARED_MOUNT] if _shares(order) else [])],
+        volume_mounts=[*mounts(), *([SHARED_MOUNT] if shared else [])],
+    )
+    return PodSpec(
+        termination_grace_period_seconds=grace_s(drain_s(order), notice_s).value,
+        affinity=on_products(order, order.plan.kinds[0]) if gpus(order.plan.recipe).value else None,
+        tolerations=tolerations(order.plan.recipe),
+        containers=[container],
+        volumes=[*volumes(order), *([SHARED] if shared else [])],
     )
 
 
 def environment(order: Order) -> list[EnvVar]:
-    """The key by reference, and what those who load models need."""
+    """The API key by reference, and the variables that loading a model needs."""
     return [by_reference(order, "LLMCTL_API_KEY", SECRET_KEY), *loading_environment(order)]
 
 
 def loading_environment(order: Order) -> list[EnvVar]:
-    """The hub's token where the Secret has one, and folders that can be written."""
-    token = (
-        [by_reference(order, "HF_TOKEN", HUB_KEY, optional=True)]
-        if from_hub(order.plan.recipe)
-        else []
-    )
-    return token + [EnvVar(name=name, value=value) for name, value in FOLDERS.items()]
+    """Writable folders and, where the Secret has one, the token for the hub."""
+    folders = [EnvVar(name=name, value=value) for name, value in FOLDERS.items()]
+    if not from_hub(order.plan.recipe):
+        return folders
+    return [by_reference(order, "HF_TOKEN", HUB_KEY, optional=True), *folders]
 
 
 def by_reference(order: Order, variable: str, key: str, *, optional: bool | None = None) -> EnvVar:
-    """A variable whose value lies in the deployment's Secret."""
+    """A variable whose value is in the deployment's Secret."""
     wanted = SecretKey(name=order.name, key=key, optional=optional)
     return EnvVar(name=variable, value_from=ValueFrom(secret_key_ref=wanted))
 
 
 def resources(order: Order) -> Resources:
-    """CPU and memory are asked for. CPU is not limited, since throttled workers would take other
-    times.
-    """
+    """CPU, memory and GPUs. CPU has no limit, since a throttled worker would take longer."""
     recipe = order.plan.recipe
-    most = {"memory": f"{memory_limit_mib(order).value}Mi"}
     asked = {"cpu": str(cpus(recipe).value), "memory": f"{memory_mib(order).value}Mi"}
     devices = {GPU: str(gpus(recipe).value)} if gpus(recipe).value else {}
-    return Resources(requests=asked | devices, limits=most | devices)
-
-
-PLAN_MOUNT = VolumeMount(name="plan", mount_path=PLAN_FOLDER, read_only=True)
-MODELS_MOUNT = VolumeMount(name="models", mount_path=FOLDERS["HF_HOME"])
-TMP_MOUNT = VolumeMount(name="tmp", mount_path=FOLDERS["HOME"])
+    limit = {"memory": f"{memory_limit_mib(order).value}Mi"}
+    return Resources(requests=asked | devices, limits=limit | devices)
 
 
 def mounts() -> list[VolumeMount]:
-    """Everything that is written lies in a volume: the root is read-only."""
+    """The mounts. All written files are in volumes, since the root is read-only."""
     return [PLAN_MOUNT, MODELS_MOUNT, TMP_MOUNT]
 
 
 def volumes(order: Order) -> list[Volume]:
-    """The plan, the models' cache (a claim where one was named), and room for temporary files."""
+    """The volumes of the plan, of models and of temporary files."""
     plan = Volume(name="plan", config_map=ConfigMapVolume(name=f"{order.name}-plan"))
     return [plan, models_volume(order, order.plan.kinds[0]), TMP]
 
 
 def models_volume(order: Order, kind: Kind) -> Volume:
-    """The models' cache: a claim where one was named, else empty in each new pod, with room for the
-    kind's model.
-    """
+    """The volume of models: the named claim, else empty in each new pod, with room for `kind`."""
     claim = order.options.model_claim
     if claim:
         return Volume(name="models", persistent_volume_claim=Claim(claim_name=claim))
     size = models_gib([kind])
-    return Volume(
-        name="models",
-        empty_dir=EmptyDir(size_limit=f"{size.value if size else UNKNOWN_MODELS_GIB}Gi"),
-    )
+    limit = f"{size.value if size else UNKNOWN_MODELS_GIB}Gi"
+    return Volume(name="models", empty_dir=EmptyDir(size_limit=limit))
 
 
 def tolerations(recipe: Recipe) -> list[Toleration] | None:
-    """GPU nodes are often tainted, so that nothing else lands there."""
+    """Tolerate the taint that GPU nodes often have to keep other pods away."""
     return [Toleration(key=GPU)] if gpus(recipe).value else None
 
 
 def on_products(order: Order, kind: Kind, *, required: bool = False) -> Affinity:
-    """Nodes with a GPU of the kind's products: preferred, or needed where it is `required` or the
-    option names them.
+    """Prefer nodes with a GPU of the kind's products, or require them.
+
+    They are required where `required`, or where the command line names the products.
     """
     requirement = NodeRequirement(key=LABEL, values=products(order, kind).value)
     if required or order.options.gpu_products:
@@ -242,38 +232,31 @@ def on_products(order: Order, kind: Kind, *, required: bool = False) -> Affinity
     )
 
 
-DASHBOARD = "dashboard.json"
-CLAIM_FILE = "models-claim.yaml"
-DASHBOARD_LABEL = {
-    "grafana_dashboard": "1"
-}  # what the sidecar of Grafana's Helm chart looks for by default
-
-
 def metadata(order: Order, name: str = "") -> Metadata:
-    """Of an object; called as the deployment is, unless it has another `name`."""
+    """The metadata of an object; by default it has the deployment's name."""
     return Metadata(
         name=name or order.name, namespace=order.options.namespace, labels=labels(order)
     )
 
 
 def digests(order: Order) -> dict[str, str]:
-    """Annotations that say what an object was made from."""
+    """Annotations with the digests of the files that an object was made from."""
     found = {f"llmctl.io/{role}-sha256": digest for role, digest in order.stamp().items()}
     return found | {"llmctl.io/model": order.plan.recipe.model.source}
 
 
 def selector(order: Order) -> Selector:
-    """The pods that callers talk to."""
+    """Selects the pods that serve clients."""
     return Selector(match_labels={"app.kubernetes.io/name": order.name})
 
 
 def pod_metadata(order: Order, **more: str) -> PodMetadata:
-    """Of those pods, with `more` annotations."""
+    """The metadata of pods that serve clients, with `more` annotations."""
     return PodMetadata(labels=labels(order), annotations=digests(order) | more)
 
 
 def service(order: Order) -> Service:
-    """One address for those pods."""
+    """The Service: one address for the pods that serve clients."""
     return Service(
         metadata=metadata(order),
         spec=ServiceSpec(
@@ -283,11 +266,11 @@ def service(order: Order) -> Service:
     )
 
 
-def claim_files(order: Order, pods: Reckoned[int]) -> dict[str, str]:
-    """models-claim.yaml where a claim was named and its size is known.
+def claim_files(order: Order, pods: Sourced[int]) -> dict[str, str]:
+    """models-claim.yaml, where a claim was named and its size is known.
 
-    It is in no kustomization, so that deleting the deployment leaves the models. `pods` may mount
-    it at once.
+    It is in no kustomization, so that deleting the deployment keeps the models. `pods` is the
+    number of pods that may mount it at once.
     """
     size = models_gib(order.plan.kinds)
     if not order.options.model_claim or size is None:
@@ -302,8 +285,8 @@ def claim_files(order: Order, pods: Reckoned[int]) -> dict[str, str]:
     return {CLAIM_FILE: dump_yaml([claim], order.comment())}
 
 
-def models_told(order: Order, pods: Reckoned[int]) -> list[ExplainedValue]:
-    """The lines of EXPLAIN.md about the models' volume, and about the hub's token."""
+def explain_models(order: Order, pods: Sourced[int]) -> list[ExplainedValue]:
+    """The lines of EXPLAIN.md about the volume of models and the token for the hub."""
     claim, size = order.options.model_claim, models_gib(order.plan.kinds)
     if not claim:
         held = f"emptyDir, at most {size.value if size else UNKNOWN_MODELS_GIB} GiB"
@@ -320,11 +303,11 @@ def models_told(order: Order, pods: Reckoned[int]) -> list[ExplainedValue]:
             ExplainedValue(
                 "volume models",
                 claim,
-                "--model-claim; no size is known (model.weight_bytes): make it yourself",
+                "--model-claim; no size is known (model.weight_bytes): create it yourself",
             )
         ]
     elif pods.value > 1:
-        many = f"{pods.source}: needs a storage class that several nodes mount at once"
+        many = f"{pods.source}: needs a storage class that several nodes can mount at once"
         lines = [ExplainedValue(f"{CLAIM_FILE}: accessModes", "ReadWriteMany", many)]
     else:
         lines = [
@@ -333,25 +316,24 @@ def models_told(order: Order, pods: Reckoned[int]) -> list[ExplainedValue]:
             )
         ]
     if claim and size:
-        lines.append(told(f"{CLAIM_FILE}: storage", size, f"{size.value} GiB"))
+        lines.append(explain_value(f"{CLAIM_FILE}: storage", size, f"{size.value} GiB"))
     if from_hub(order.plan.recipe):
         where = f"Secret {order.name}, key {HUB_KEY}"
         lines.append(
             ExplainedValue(
                 "HF_TOKEN",
                 where,
-                "optional: the hub asks for it where a model is gated; in no file here",
+                "optional: gated models of the hub need it; it is in no file here",
             )
         )
     return lines
 
 
 def preparation(order: Order, *keys: str) -> str:
-    """The commands that make what the deployment needs and no file holds: its Secret, with random
-    `keys`; the claim.
+    """Bash commands that create what no file may hold: the Secret with random `keys`; the claim.
 
-    For bash. No secret stands in a command: they are read from files, the hub's token from where
-    `hf auth login` left it.
+    No command contains a secret: they are read from files, and the token for the hub from the file
+    that `hf auth login` wrote.
     """
     namespace = order.options.namespace
     random = "<(openssl rand -hex 32 | tr -d '\\n')"
@@ -361,26 +343,26 @@ def preparation(order: Order, *keys: str) -> str:
     if from_hub(order.plan.recipe):
         words.append(f"--from-file={HUB_KEY}=$HOME/.cache/huggingface/token")
         lines.append(
-            f"# {HUB_KEY} is for gated models, as meta-llama's are: accept the licence, then hf auth login."
+            f"# {HUB_KEY} is for gated models such as meta-llama's: accept the licence, then run "
+            "hf auth login."
         )
-        lines.append("# Without it, end the command one line earlier.")
+        lines.append("# Without a gated model, leave the last line of the command out.")
     lines.append(" \\\n  ".join(words))
     if order.options.model_claim and models_gib(order.plan.kinds):
         lines.append(
-            f"kubectl apply -f {CLAIM_FILE}    # once, if there is no such claim; deleting the rest leaves it"
+            f"kubectl apply -f {CLAIM_FILE}    # once, if there is no such claim; deleting the "
+            "rest keeps it"
         )
     return "\n".join(lines)
 
 
 def plan_map(order: Order, *files: str) -> ConfigMapGenerator:
-    """The plan, and what lies beside it in the pod; named after the content, so that another one
-    rolls the pods.
-    """
+    """The ConfigMap of the plan and further files; a hash in its name rolls pods for a new plan."""
     return ConfigMapGenerator(name=f"{order.name}-plan", files=["plan.json", *files])
 
 
 def dashboard_map(order: Order) -> ConfigMapGenerator:
-    """The Grafana dashboard where Grafana's sidecar finds it."""
+    """The ConfigMap of the dashboard, with the label that Grafana's sidecar looks for."""
     options = GeneratorOptions(
         labels=DASHBOARD_LABEL | labels(order), disable_name_suffix_hash=True
     )

@@ -1,12 +1,12 @@
-"""SGLang with the plan's values as its flags. Its scheduler is its own.
+"""Target `sglang`: SGLang with the plan's values as its flags, under its own scheduler.
 
-Flags after SGLang's "Server Arguments" (docs/advanced_features/server_arguments.md); not held
-against its parser, which was not at hand.
+Flags follow SGLang's "Server Arguments" (docs/advanced_features/server_arguments.md). They were not
+checked with its parser, which was not available.
 """
 
 from __future__ import annotations
 
-from toolkit.deploy.order import ExplainedValue, Order, Reckoned, Rendered, fill, told
+from toolkit.deploy.order import ExplainedValue, Order, Rendered, Sourced, explain_value, fill
 from toolkit.deploy.reckon import waiting_threshold
 from toolkit.deploy.targets.vllm import (
     Flags,
@@ -18,17 +18,23 @@ from toolkit.deploy.targets.vllm import (
     static_share,
 )
 
-CAREFUL, OFTEN_EVICTED_PERCENT = 1.3, 1.0
-KEY = "The key, if there is to be one, is in SGLANG_API_KEY; SGLang takes it as an option, which `ps` shows."
+# SGLang's tuning guide advises this conservativeness where requests are often evicted.
+CONSERVATIVE, OFTEN_EVICTED_PERCENT = 1.3, 1.0
+KEY = (
+    "Set SGLANG_API_KEY for a server with a key; SGLang takes the key as an option, which `ps` "
+    "shows."
+)
 
 
 def render(order: Order) -> Rendered:
-    """serve.sh, which starts SGLang. `InputError` where SGLang could not load the model."""
+    """Render serve.sh, which starts SGLang. `InputError` where SGLang cannot load the model."""
     recipe = order.plan.recipe
     check_servable_elsewhere(recipe, "SGLang")
     lines = [*model_lines(recipe), *_fitted(order)]
     flags: Flags = [
-        (one.key, one.value if one.value else None) for one in lines if one.key.startswith("--")
+        (line.key, line.value if line.value else None)
+        for line in lines
+        if line.key.startswith("--")
     ]
     script = fill(
         "engine.sh",
@@ -44,7 +50,7 @@ def render(order: Order) -> Rendered:
     return Rendered(
         {"serve.sh": script},
         lines,
-        "`./serve.sh` starts it; `llmctl status --url URL` looks at it.",
+        "`./serve.sh` starts it; `llmctl status --url URL` shows it.",
     )
 
 
@@ -55,25 +61,25 @@ def _fitted(order: Order) -> list[ExplainedValue]:
         ExplainedValue(
             "--context-length", str(plan.fit.engine.max_model_len), "fit: engine.max_model_len"
         ),
-        told("--max-running-requests", running),
+        explain_value("--max-running-requests", running),
     ]
     if plan.recipe.hardware.device == "cuda":
-        lines.append(told("--mem-fraction-static", static_share(order)))
+        lines.append(explain_value("--mem-fraction-static", static_share(order)))
     if prompt is not None:
-        lines.append(told("--chunked-prefill-size", prompt))
+        lines.append(explain_value("--chunked-prefill-size", prompt))
     else:
         lines.append(
             ExplainedValue(
                 "chunked-prefill-size",
                 "SGLang's own",
-                "no target on gaps between tokens bounds a pass",
+                "no target on the time between tokens bounds a pass",
             )
         )
     if waiting.value is None:
-        lines.append(told("max-queued-requests", waiting, "SGLang's own: no limit"))
+        lines.append(explain_value("max-queued-requests", waiting, "SGLang's own: no limit"))
     else:
-        lines.append(told("--max-queued-requests", waiting))
-    lines.append(told("--schedule-conservativeness", conservativeness(order)))
+        lines.append(explain_value("--max-queued-requests", waiting))
+    lines.append(explain_value("--schedule-conservativeness", conservativeness(order)))
     if plan.recipe.engine.tensor_parallel_size > 1:
         lines.append(
             ExplainedValue(
@@ -87,16 +93,14 @@ def _fitted(order: Order) -> list[ExplainedValue]:
     return [*lines, ExplainedValue("--enable-metrics", "", "for Prometheus, and for llmctl status")]
 
 
-def conservativeness(order: Order) -> Reckoned[float]:
-    """SGLang's own default, or 1.3 where the plan is predicted to evict often, as its tuning guide
-    advises.
-    """
+def conservativeness(order: Order) -> Sourced[float]:
+    """SGLang's default, or 1.3 where the plan is predicted to evict often."""
     evicted = order.plan.predicted.get("evicted_percent")
     if evicted is None:
-        return Reckoned(1.0, "SGLang's default: the plan predicts no evictions, or nobody tuned it")
+        return Sourced(1.0, "SGLang's default: the plan predicts no evictions, or is not tuned")
     if evicted > OFTEN_EVICTED_PERCENT:
-        return Reckoned(
-            CAREFUL,
-            f"plan: {evicted:.2g} evictions predicted per 100 requests; SGLang advises 1.3 there",
+        return Sourced(
+            CONSERVATIVE,
+            f"plan: {evicted:.2g} evictions predicted per 100 requests; SGLang advises 1.3 then",
         )
-    return Reckoned(1.0, f"SGLang's default: {evicted:.2g} evictions predicted per 100 requests")
+    return Sourced(1.0, f"SGLang's default: {evicted:.2g} evictions predicted per 100 requests")

@@ -1,20 +1,16 @@
-"""A machine with systemd: one system unit, hardened, that drains on stop and gets its key as a
-credential.
-"""
+"""Target `systemd`: a hardened system unit that drains on stop and gets its key as credential."""
 
 from __future__ import annotations
 
-from toolkit.deploy.order import ExplainedValue, Order, Reckoned, Rendered, fill, told
+from toolkit.deploy.order import ExplainedValue, Order, Rendered, Sourced, explain_value, fill
 from toolkit.deploy.reckon import check_plan_size, drain_s, gpus, grace_s, startup_s
 
 KEY_FOLDER = "/etc/llmctl"
-WATCHDOG_S = 60  # a batch is planned in well under a second
+WATCHDOG_S = 60  # the server's loop never blocks this long: it plans a batch in under a second
 
 
 def render(order: Order) -> Rendered:
-    """NAME.service. Paths in it are absolute: it starts the plan in the folder that it was rendered
-    to.
-    """
+    """Render NAME.service. Its paths are absolute: it starts the plan in the rendered folder."""
     check_plan_size(order.text, "systemd's credentials hold")
     drain, startup, recipe = drain_s(order), startup_s(order), order.plan.recipe
     grace, key_file = grace_s(drain), f"{KEY_FOLDER}/{order.name}.key"
@@ -38,32 +34,31 @@ def render(order: Order) -> Rendered:
     )
     return Rendered(
         {f"{order.name}.service": unit},
-        _told(order, drain, grace, startup),
+        _explained(order, drain, grace, startup),
         _start(order, key_file),
     )
 
 
-def _told(
-    order: Order, drain: Reckoned[int], grace: Reckoned[int], startup: Reckoned[int]
+def _explained(
+    order: Order, drain: Sourced[int], grace: Sourced[int], startup: Sourced[int]
 ) -> list[ExplainedValue]:
-    program = Reckoned(
-        order.options.program, "--program: where llmctl is installed on that machine"
-    )
+    program = Sourced(order.options.program, "--program: where llmctl is installed on that machine")
     killing = (
-        "SIGTERM to the server alone; what is left after TimeoutStopSec is killed, its workers too"
+        "SIGTERM goes only to the server; after TimeoutStopSec all its processes are killed, also "
+        "its workers"
     )
-    waiting = "`systemctl start` waits until all workers are loaded; the server says so"
+    waiting = "`systemctl start` waits until the server reports that all workers are loaded"
     return [
-        told("ExecStart", program),
+        explain_value("ExecStart", program),
         ExplainedValue("ExecStart --host", order.plan.recipe.serve.host, "recipe: serve.host"),
-        told("ExecStart --shutdown-timeout", drain, f"{drain.value} s"),
-        told("TimeoutStopSec", grace, f"{grace.value} s"),
-        told("TimeoutStartSec", startup, f"{startup.value} s"),
+        explain_value("ExecStart --shutdown-timeout", drain, f"{drain.value} s"),
+        explain_value("TimeoutStopSec", grace, f"{grace.value} s"),
+        explain_value("TimeoutStartSec", startup, f"{startup.value} s"),
         ExplainedValue("Type", "notify", waiting),
         ExplainedValue(
             "WatchdogSec",
             str(WATCHDOG_S),
-            "seconds that the server's loop may stand still; workers are its own to watch",
+            "seconds that the server's loop may block; the server itself watches its workers",
         ),
         ExplainedValue("KillMode", "mixed", killing),
         ExplainedValue(

@@ -1,14 +1,18 @@
-"""vLLM with the plan's values as its flags and, where the policy can run inside it, our scheduler.
+"""Target `vllm`: vLLM with the plan's values as its flags.
 
-Flags as `vllm serve --help` of 0.32 has them; a test holds them against vLLM's own parser where
-there is one.
+Where the plan's policy can run inside vLLM, llmctl's scheduler is used. Flags are those of
+`vllm serve --help` of 0.32; a test checks them with vLLM's own parser where vLLM is installed.
+
+The first half derives values from a fit's laws and a plan's policy, also for SGLang's flags. The
+laws hold for the engine that was measured; for another engine the values are a starting point, and
+`foreign` says so.
 """
 
 from __future__ import annotations
 
 from toolkit.backends.vllm.command import TRIED, flags_of
 from toolkit.backends.vllm.setup import refuse_inside
-from toolkit.deploy.order import ExplainedValue, Order, Reckoned, Rendered, fill, told
+from toolkit.deploy.order import ExplainedValue, Order, Rendered, Sourced, explain_value, fill
 from toolkit.deploy.reckon import GIB, drain_s, gap_target, ttft_targets
 from toolkit.errors import InputError
 from toolkit.estimators.load import laws_from_fit
@@ -16,71 +20,62 @@ from toolkit.files.fit import Fit
 from toolkit.files.recipe import Recipe
 from toolkit.sched.policies import make_policy
 from toolkit.sched.policies.vllm import VllmPolicy
-from toolkit.sched.protocols import LatencyLaw
 
-# Values that other engines' flags take, out of a fit's laws and a plan's policy.
-#
-# The laws hold for the engine that was measured. Where that is another than the one whose flags
-# these become, they are a place to start from, and `foreign` says so.
+SERVERS = ("openai", "vllm", "sglang")  # engines with schedulers of their own
+MIN_CHUNK, MAX_CHUNK = 256, 65536  # prompt tokens of one pass
+SCHEDULER = "toolkit.backends.vllm.scheduler.LlmctlScheduler"
 
-SERVERS = (
-    "openai",
-    "vllm",
-    "sglang",
-)  # engines that schedule by themselves, as those do whose flags these are
-LEAST_CHUNK, MOST_CHUNK = 256, 65536
+Flags = list[tuple[str, object]]  # None: a switch
 
 
 def check_servable_elsewhere(recipe: Recipe, engine: str) -> None:
-    """`InputError` where `engine` could not load the recipe's model."""
+    """Raise `InputError` where `engine` cannot load the recipe's model."""
     if recipe.model.source == "random":
         raise InputError(
-            f"{engine} cannot load the model of '{recipe.name}': its random weights are built by llmctl",
-            "choose a recipe whose model.source is a folder or a hub id",
+            f"{engine} cannot load the model of '{recipe.name}': llmctl builds its random weights",
+            "choose a recipe with a folder or a hub id as model.source",
         )
     if recipe.model.source.startswith("-"):
         raise InputError(
-            f"model.source {recipe.model.source!r} would be an option of {engine}",
+            f"model.source {recipe.model.source!r} would be read as an option of {engine}",
             "give its folder as ./-...",
         )
 
 
 def foreign(order: Order, engine: str) -> str:
-    """What to know where the laws are not of such an engine; ''."""
+    """A remark where the laws were measured on another kind of engine; '' otherwise."""
     measured = order.plan.fit.engine.engine
     if measured in SERVERS:
         return ""
     return (
-        f"the laws are of engine '{measured}', not of {engine}: these values are a place to start from. "
-        f"Measure {engine} itself (engine 'openai' in a recipe) to have its own"
+        f"the laws are of engine '{measured}', not of {engine}: these values are a starting point. "
+        f"Measure {engine} itself (engine 'openai' in a recipe) for its own values"
     )
 
 
-def rows(order: Order) -> Reckoned[int]:
-    """Requests that run at once."""
+def rows(order: Order) -> Sourced[int]:
+    """The greatest number of requests that run at once."""
     plan = order.plan
     for name in ("max_batch_size", "max_num_seqs"):
         named = plan.policy.parameters.get(name)
         if isinstance(named, int) and named > 0:
-            return Reckoned(named, f"plan: {name} of policy '{plan.policy.name}'")
+            return Sourced(named, f"plan: {name} of policy '{plan.policy.name}'")
     if plan.fit.engine.max_rows:
-        return Reckoned(plan.fit.engine.max_rows, "fit: what the measured engine runs at most")
+        return Sourced(plan.fit.engine.max_rows, "fit: the greatest number the engine runs")
     largest = plan.fit.decode.valid.batch_size_max
-    return Reckoned(largest, "fit: the largest batch that was measured; beyond it the laws guess")
+    return Sourced(largest, "fit: the largest measured batch; the laws extrapolate beyond it")
 
 
-def chunk(order: Order, running: int) -> Reckoned[int] | None:
-    """Prompt tokens of one pass beside `running` rows that decode; None where nothing bounds the
-    pass.
-    """
+def chunk(order: Order, running: int) -> Sourced[int] | None:
+    """Prompt tokens of a pass in which `running` rows decode; None where it has no bound."""
     tokens = order.plan.policy.parameters.get("max_num_batched_tokens")
     if isinstance(tokens, int):  # decodes included
         policy = f"policy '{order.plan.policy.name}'"
         source = f"plan: max_num_batched_tokens {tokens} of {policy}, less a token for each row"
-        return Reckoned(tokens - running, source)
+        return Sourced(tokens - running, source)
     named = order.plan.policy.parameters.get("chunk_tokens")
     if isinstance(named, int) and named > 0:
-        return Reckoned(named, f"plan: chunk_tokens of policy '{order.plan.policy.name}'")
+        return Sourced(named, f"plan: chunk_tokens of policy '{order.plan.policy.name}'")
     gap = gap_target(order.plan.recipe)
     if gap is None:
         return None
@@ -88,94 +83,90 @@ def chunk(order: Order, running: int) -> Reckoned[int] | None:
     law, valid = laws_from_fit(order.plan.fit).rounds, order.plan.fit.decode.valid
     running = min(running, valid.batch_size_max)
     middle = valid.length_max // 2
-    size = LEAST_CHUNK
-    while 2 * size <= MOST_CHUNK and _pass_s(law, 2 * size, running, middle) <= limit:
+
+    def pass_s(prompt: int) -> float:
+        return law.prefill_s(1, prompt) + law.decode_s(running, middle, 1)
+
+    size = MIN_CHUNK
+    while 2 * size <= MAX_CHUNK and pass_s(2 * size) <= limit:
         size *= 2
-    seconds = _pass_s(law, size, running, middle)
-    about = (
-        f"{size} prompt tokens beside {running} rows of {middle} cached tokens take {seconds:.3g} s"
-    )
-    return Reckoned(size, f"fit: the largest power of two that keeps {key} {limit:g} s: {about}")
+    decodes = f"{running} decodes of {middle} cached tokens"
+    about = f"{size} prompt tokens and {decodes} take {pass_s(size):.3g} s"
+    return Sourced(size, f"fit: the largest power of two that keeps {key} {limit:g} s: {about}")
 
 
-def _pass_s(law: LatencyLaw, prompt: int, running: int, cached: int) -> float:
-    return law.prefill_s(1, prompt) + law.decode_s(running, cached, 1)
-
-
-def queued_tokens(order: Order) -> Reckoned[int] | None:
-    """Prompt tokens that may be on their way to a first token: target TTFT x prefill rate, as vLLM
-    documents it.
+def queued_tokens(order: Order) -> Sourced[int] | None:
+    """Prompt tokens that may wait for their first token: target TTFT x prefill rate, as vLLM
+    documents it. None without such a target.
     """
     targets = ttft_targets(order.plan.recipe)
     if not targets:
         return None
-    key, limit = min(targets.items(), key=lambda one: one[1])
+    key, limit = min(targets.items(), key=lambda target: target[1])
     rate = prefill_rate(order.plan.fit)
-    return Reckoned(
+    return Sourced(
         max(int(limit * rate.value), 1),
         f"{key} {limit:g} s x {rate.value:,.0f} tokens/s: {rate.source}",
     )
 
 
-def prefill_rate(fit: Fit) -> Reckoned[float]:
-    """Prompt tokens per second of a prefill as long as was measured."""
+def prefill_rate(fit: Fit) -> Sourced[float]:
+    """Prompt tokens per second of a prefill of the greatest measured length."""
     length = fit.prefill.valid.length_max
     rate = length / laws_from_fit(fit).latency.prefill_s(1, length)
     error = fit.prefill.error.median_percent
-    return Reckoned(rate, f"fit, a prompt of {length:,} tokens alone; median error {error:.1f} %")
+    return Sourced(rate, f"fit, a prompt of {length:,} tokens alone; median error {error:.1f} %")
 
 
-def static_share(order: Order) -> Reckoned[float]:
+def static_share(order: Order) -> Sourced[float]:
     """The share of a device's memory that weights and KV cache take."""
     plan = order.plan
     memory, weights = plan.recipe.hardware.memory_gib, plan.recipe.model.weight_bytes
     if memory and weights and plan.fit.engine.engine not in SERVERS:
         share = (weights + plan.fit.engine.kv_budget_bytes) / (memory * GIB)
         if 0 < share < 1:
-            sizes = f"({weights / GIB:.1f} + {plan.fit.engine.kv_budget_bytes / GIB:.1f}) of {memory:g} GiB"
-            return Reckoned(round(share, 3), f"recipe and fit: weights and KV cache take {sizes}")
-    return Reckoned(
+            cache = plan.fit.engine.kv_budget_bytes
+            sizes = f"({weights / GIB:.1f} + {cache / GIB:.1f}) of {memory:g} GiB"
+            return Sourced(round(share, 3), f"recipe and fit: weights and KV cache take {sizes}")
+    return Sourced(
         plan.recipe.engine.gpu_memory_utilization, "recipe: engine.gpu_memory_utilization"
     )
 
 
-SCHEDULER = "toolkit.backends.vllm.scheduler.LlmctlScheduler"
-Flags = list[tuple[str, object]]  # None: a switch
-
-
 def render(order: Order) -> Rendered:
-    """serve.sh, which starts vLLM. `InputError` where vLLM could not load the model."""
+    """Render serve.sh, which starts vLLM. `InputError` where vLLM cannot load the model."""
     recipe = order.plan.recipe
     check_servable_elsewhere(recipe, "vLLM")
     scheduler = _scheduler(order)
     lines = [*model_lines(recipe), *_fitted(order), *scheduler]
-    given = [one for one in lines if one.key.startswith("--")]
-    flags: Flags = [(one.key, one.value if one.value else None) for one in given]
-    ours = any(one.key == "--scheduler-cls" for one in scheduler)
-    remarks = [line for line in (foreign(order, "vLLM"), _install(ours)) if line]
+    flags: Flags = [
+        (line.key, line.value if line.value else None)
+        for line in lines
+        if line.key.startswith("--")
+    ]
+    ours = any(line.key == "--scheduler-cls" for line in scheduler)
+    install = "Needs vLLM with --max-num-queued-tokens (0.32 has it)."
+    if ours:
+        install = f"Needs vLLM {TRIED} and llmctl in one environment (pip install --no-deps): "
+        install += "docs/vllm.md."
+    remarks = [line for line in (foreign(order, "vLLM"), install) if line]
     script = fill(
         "engine.sh",
         comment=order.comment(),
         engine="vLLM",
-        key="The key, if there is to be one, is in the environment: VLLM_API_KEY.",
+        key="Set VLLM_API_KEY for a server with a key.",
         key_flag="",
         remarks=remarks,
         environment={"LLMCTL_VLLM_PLAN": "plan.json"} if ours else {},
         command=["vllm", "serve", recipe.model.source],
         flags=flags,
     )
-    start = f"{_install(ours)}\n\n`./serve.sh` starts it, SIGTERM drains; `llmctl status --url URL` looks at it."
-    return Rendered({"serve.sh": script}, lines, start)
-
-
-def _install(ours: bool) -> str:
-    if not ours:
-        return "Needs vLLM with --max-num-queued-tokens (0.32 has it)."
-    return f"Needs vLLM {TRIED} with llmctl beside it (pip install --no-deps): docs/vllm.md."
+    start = "`./serve.sh` starts it, SIGTERM drains; `llmctl status --url URL` shows it."
+    return Rendered({"serve.sh": script}, lines, f"{install}\n\n{start}")
 
 
 def model_lines(recipe: Recipe) -> list[ExplainedValue]:
-    """Flags about the model, which the recipe says; vLLM and SGLang share the names of most."""
+    """The flags about the model, from the recipe; vLLM and SGLang share most of their names."""
     model = recipe.model
     lines = [
         ExplainedValue("--host", recipe.serve.host, "recipe: serve.host"),
@@ -207,7 +198,7 @@ def _fitted(order: Order) -> list[ExplainedValue]:
         ExplainedValue(
             "--max-model-len", str(plan.fit.engine.max_model_len), "fit: engine.max_model_len"
         ),
-        told("--max-num-seqs", running),
+        explain_value("--max-num-seqs", running),
     ]
     if plan.recipe.hardware.device == "cuda":
         share = plan.recipe.engine.gpu_memory_utilization
@@ -217,25 +208,24 @@ def _fitted(order: Order) -> list[ExplainedValue]:
             )
         )
     if prompt is not None:
-        beside = f"{prompt.source}; and a token for each of {running.value} rows"
-        lines.append(
-            ExplainedValue("--max-num-batched-tokens", str(prompt.value + running.value), beside)
-        )
+        tokens = str(prompt.value + running.value)
+        source = f"{prompt.source}; and a token for each of {running.value} rows"
+        lines.append(ExplainedValue("--max-num-batched-tokens", tokens, source))
     else:
         lines.append(
             ExplainedValue(
                 "max-num-batched-tokens",
                 "vLLM's own",
-                "no target on gaps between tokens bounds a pass",
+                "no target on the time between tokens bounds a pass",
             )
         )
     if queued is not None:
-        lines.append(told("--max-num-queued-tokens", queued))
+        lines.append(explain_value("--max-num-queued-tokens", queued))
     else:
         lines.append(
             ExplainedValue("max-num-queued-tokens", "no limit", "the recipe has no TTFT target")
         )
-    return [*lines, *_parallel(plan.recipe), told("--shutdown-timeout", drain)]
+    return [*lines, *_parallel(plan.recipe), explain_value("--shutdown-timeout", drain)]
 
 
 def _parallel(recipe: Recipe) -> list[ExplainedValue]:
@@ -249,7 +239,7 @@ def _parallel(recipe: Recipe) -> list[ExplainedValue]:
 
 
 def _scheduler(order: Order) -> list[ExplainedValue]:
-    """Our scheduler, or why it is vLLM's own."""
+    """The flags of llmctl's scheduler or, for policy 'vllm', of vLLM's own; or why it is vLLM's."""
     plan = order.plan
     if plan.policy.name == VllmPolicy.name:
         rest = flags_of(VllmPolicy.name, plan.policy.parameters)
@@ -265,7 +255,7 @@ def _scheduler(order: Order) -> list[ExplainedValue]:
         ]
     try:
         if plan.recipe.workers > 1:
-            raise InputError("our scheduler was not tried with data parallelism")
+            raise InputError("llmctl's scheduler was not tried with data parallelism")
         refuse_inside(make_policy(plan.policy.name, plan.policy.parameters), timed=True)
     except InputError as error:
         return [ExplainedValue("scheduler", "vLLM's own", error.message)]
@@ -273,7 +263,7 @@ def _scheduler(order: Order) -> list[ExplainedValue]:
         ExplainedValue(
             "--scheduler-cls",
             SCHEDULER,
-            f"plan: policy '{plan.policy.name}', out of LLMCTL_VLLM_PLAN",
+            f"plan: policy '{plan.policy.name}', read from LLMCTL_VLLM_PLAN",
         )
     ]
     if plan.policy.name == "mlfq":

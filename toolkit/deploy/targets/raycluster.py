@@ -1,0 +1,346 @@
+"""The RayCluster of a plan: a worker group per kind with a pod per worker, and a head.
+
+A plan of one kind has one group, whose pods prefer the GPU that was measured. In a fleet, each
+group requires machines of its own kind: those with the fleet's labels, or with the GPU that was
+measured. Where neither is known, its pods may run on any machine; the front then waits for a node
+that Ray gives the right label, and says so. Ray sets its label of the GPU; other labels are set
+here.
+
+No work runs on the head. Commands, probes and the wait for the head are KubeRay's own. The
+objects here do not depend on the plan's settings; otherwise a new plan would rebuild the cluster.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from toolkit.cluster.workers import MachineShare, node_labels
+from toolkit.deploy.kinds.kubernetes import (
+    Affinity,
+    Container,
+    ContainerPort,
+    EnvVar,
+    Exec,
+    Handler,
+    Lifecycle,
+    PodMetadata,
+    PodSpec,
+    PodTemplate,
+    Resources,
+)
+from toolkit.deploy.kinds.operators import (
+    AuthOptions,
+    HeadGroup,
+    RayCluster,
+    RayClusterSpec,
+    UpgradeStrategy,
+    WorkerGroup,
+)
+from toolkit.deploy.order import (
+    ExplainedValue,
+    Order,
+    Sourced,
+    explain_value,
+    llmctl_image,
+    object_name,
+    products,
+)
+from toolkit.deploy.reckon import (
+    LIMIT_FACTOR,
+    MIB,
+    PROPAGATION_S,
+    drain_s,
+    grace_s,
+    worker_extra_memory_mib,
+    worker_memory_mib,
+)
+from toolkit.deploy.targets.objects import (
+    FOLDERS,
+    GPU,
+    MODELS_MOUNT,
+    TMP,
+    TMP_MOUNT,
+    digests,
+    loading_environment,
+    metadata,
+    models_volume,
+    on_products,
+    tolerations,
+)
+from toolkit.files.plan import Kind
+
+EXTRA = "kuberay"  # of the package: Ray with the agents that KubeRay's probes query
+OBJECT_STORE_MIB = 256  # it holds only prompts and tokens
+NODE_MIB = 512  # raylet and agents of a machine; idle, those of Ray 2.60 used 250 MiB
+NODE_CPU_MILLI = 250
+RAY_ENVIRONMENT = [EnvVar(name="RAY_USAGE_STATS_ENABLED", value="0")]  # of all containers with Ray
+RAY_LABELS = "ray.io/"  # prefix of the labels that Ray sets
+RAY = "2.60.0"  # the version that constraints.txt installs; KubeRay chooses its probes by it
+GCS_PORT = 6379
+HEAD_MIB = 4096  # 610 MiB when idle; its records of calls and lost actors grow
+HEAD_CPU = "1"
+AFTER_FRONT_S = 15  # for the end of an actor, and of a raylet
+STAYS = {"cluster-autoscaler.kubernetes.io/safe-to-evict": "false"}
+
+
+@dataclass(frozen=True, slots=True)
+class RayWorkerGroup:
+    """A kind's group: its name, its number of pods, and the labels by which the front finds its
+    nodes. `alone`: there is no other kind.
+    """
+
+    kind: Kind
+    name: str
+    count: Sourced[int]
+    labels: Mapping[str, str]
+    alone: bool
+
+    @property
+    def share(self) -> MachineShare:
+        """The part of its pod that a worker's actor takes."""
+        return MachineShare.of(self.kind.recipe.engine, self.kind.recipe.hardware)
+
+    @property
+    def memory(self) -> Sourced[int]:
+        """MiB that a worker's pod requests."""
+        engine = worker_memory_mib(self.kind)
+        ours = f"{NODE_MIB} MiB for Ray's processes and {OBJECT_STORE_MIB} MiB for its object store"
+        return Sourced(engine.value + NODE_MIB + OBJECT_STORE_MIB, f"{engine.source} + {ours}")
+
+    @property
+    def memory_limit(self) -> Sourced[int]:
+        """MiB at which a worker's pod is killed."""
+        extra = worker_extra_memory_mib(self.kind)
+        source = f"{LIMIT_FACTOR} times what it requests"
+        source += f" + {extra.source}" if extra.value else ""
+        return Sourced(LIMIT_FACTOR * self.memory.value + extra.value, source)
+
+    @property
+    def set_here(self) -> dict[str, str]:
+        """The labels that Ray does not set itself."""
+        return {key: value for key, value in self.labels.items() if not key.startswith(RAY_LABELS)}
+
+    @property
+    def machines(self) -> dict[str, str]:
+        """The labels of its machines (Kubernetes' nodes) that the fleet names."""
+        nodes = self.kind.nodes
+        return {key: value for key, value in nodes.items() if not key.startswith(RAY_LABELS)}
+
+
+def groups(order: Order) -> list[RayWorkerGroup]:
+    """The groups, one per kind, in the plan's order."""
+    kinds = order.plan.kinds
+    labels = node_labels(kinds)
+    if len(kinds) == 1:
+        return [RayWorkerGroup(kinds[0], "workers", worker_count(order), labels[0], alone=True)]
+    return [
+        RayWorkerGroup(
+            kind,
+            object_name(kind.recipe.name),
+            Sourced(kind.workers, "fleet: workers"),
+            own,
+            alone=False,
+        )
+        for kind, own in zip(kinds, labels, strict=True)
+    ]
+
+
+def worker_count(order: Order) -> Sourced[int]:
+    """The number of workers under the one scheduler: as the tuning found, or the plan's."""
+    workload = order.plan.workload
+    if workload is None or workload.workers_needed is None:
+        return Sourced(order.plan.workers, "plan: workers")
+    source = "tuned: this number of workers under one scheduler keeps all limits"
+    return Sourced(workload.workers_needed, source)
+
+
+def worker_group(
+    order: Order, group: RayWorkerGroup, member: dict[str, str], grace_s: int, lifecycle: Lifecycle
+) -> WorkerGroup:
+    """The worker group of the RayCluster. Its pods have the labels of a `member`."""
+    count = group.count.value
+    return WorkerGroup(
+        group_name=group.name,
+        replicas=count,
+        min_replicas=count,
+        max_replicas=count,
+        labels=group.set_here or None,
+        ray_start_params={
+            "num-cpus": str(group.share.cpus),
+            "num-gpus": str(group.share.gpus),
+            "object-store-memory": str(OBJECT_STORE_MIB * MIB),
+        },
+        template=PodTemplate(
+            metadata=PodMetadata(labels=member),
+            spec=PodSpec(
+                termination_grace_period_seconds=grace_s,
+                affinity=_affinity(order, group),
+                node_selector=group.machines or None,
+                tolerations=tolerations(group.kind.recipe),
+                containers=[_container(order, group, lifecycle)],
+                volumes=[models_volume(order, group.kind), TMP],
+            ),
+        ),
+    )
+
+
+def explain_group(order: Order, group: RayWorkerGroup) -> list[ExplainedValue]:
+    """The lines of EXPLAIN.md about a group of workers."""
+    share, engine = group.share, group.kind.recipe.engine
+    threads = f"recipe: {engine.threads or 1} threads x {engine.tensor_parallel_size} processes"
+    lines = [
+        explain_value(
+            f"{group.name}: replicas" + ", and serve --workers" * group.alone, group.count
+        ),
+        ExplainedValue(
+            f"{group.name}: nvidia.com/gpu",
+            str(share.gpus),
+            "recipe: engine.tensor_parallel_size, or none on CPUs",
+        ),
+        ExplainedValue(f"{group.name}: num-cpus", str(share.cpus), threads),
+        explain_value(f"{group.name}: memory", group.memory, f"{group.memory.value:,} MiB"),
+        explain_value(
+            f"{group.name}: memory limit", group.memory_limit, f"{group.memory_limit.value:,} MiB"
+        ),
+    ]
+    if group.labels:
+        shown = ", ".join(f"{key}={value}" for key, value in group.labels.items())
+        lines.append(
+            ExplainedValue(
+                f"{group.name}: nodes of Ray",
+                shown,
+                "the front finds its kind's pods by these labels",
+            )
+        )
+    if not group.alone or group.machines:
+        lines.append(ExplainedValue(f"{group.name}: machines", *_machines(group)))
+    elif share.gpus:
+        where = products(order, group.kind)
+        lines.append(explain_value(f"{group.name}: node affinity", where, ", ".join(where.value)))
+    return lines
+
+
+def _machines(group: RayWorkerGroup) -> tuple[str, str]:
+    """The machines on which its pods are scheduled, and why."""
+    if group.machines:
+        return ", ".join(f"{key}={value}" for key, value in group.machines.items()), "fleet: nodes"
+    if not group.share.gpus:
+        return "any", "the fleet names no labels of its machines: nodes"
+    if group.kind.fit.engine.analytic:
+        return (
+            "any with a GPU",
+            "the fit is not measured, so the GPU's product is not known; name nodes in the fleet",
+        )
+    return group.kind.fit.engine.device.replace(" ", "-"), "only the GPU that was measured"
+
+
+def _affinity(order: Order, group: RayWorkerGroup) -> Affinity | None:
+    if not group.share.gpus or group.machines:
+        return None
+    known = not group.kind.fit.engine.analytic
+    return on_products(order, group.kind, required=known and not group.alone)
+
+
+def _container(order: Order, group: RayWorkerGroup, lifecycle: Lifecycle) -> Container:
+    share = group.share
+    devices = {GPU: str(share.gpus)} if share.gpus else {}
+    asked = {"cpu": f"{1000 * share.cpus + NODE_CPU_MILLI}m", "memory": f"{group.memory.value}Mi"}
+    limit = {"memory": f"{group.memory_limit.value}Mi"}
+    return Container(
+        name="ray-worker",
+        image=llmctl_image(order, EXTRA).value,
+        env=[*loading_environment(order), *RAY_ENVIRONMENT],
+        resources=Resources(requests=asked | devices, limits=limit | devices),
+        lifecycle=lifecycle,
+        volume_mounts=[MODELS_MOUNT, TMP_MOUNT],
+    )
+
+
+def ray_cluster(order: Order) -> RayCluster:
+    """The RayCluster, which has the deployment's name."""
+    about = metadata(order)
+    return RayCluster(
+        metadata=about.model_copy(update={"annotations": digests(order)}),
+        spec=RayClusterSpec(
+            ray_version=RAY,
+            auth_options=AuthOptions(secret_name=order.name),
+            upgrade_strategy=UpgradeStrategy(),
+            head_group_spec=_head(order),
+            worker_group_specs=[
+                worker_group(
+                    order, group, member(order), worker_grace_s(order).value, _lingering("worker")
+                )
+                for group in groups(order)
+            ],
+        ),
+    )
+
+
+def member(order: Order) -> dict[str, str]:
+    """The label of all pods of the deployment. Only the front has the label of the name."""
+    return {"app.kubernetes.io/part-of": order.name}
+
+
+def ray_member(order: Order) -> dict[str, str]:
+    """The label that KubeRay puts on the pods of this cluster."""
+    return {"ray.io/cluster": order.name}
+
+
+def worker_grace_s(order: Order) -> Sourced[int]:
+    """Seconds that a worker's pod may wait for the front's drain."""
+    front = grace_s(drain_s(order), PROPAGATION_S).value
+    source = f"the front's {front} + {AFTER_FRONT_S} for the end of the actor"
+    return Sourced(front + AFTER_FRONT_S, source)
+
+
+def head_grace_s(order: Order) -> Sourced[int]:
+    """Seconds that the head's pod may wait for the workers' pods."""
+    workers = worker_grace_s(order).value
+    source = f"the workers' {workers} + {AFTER_FRONT_S} for the end of their raylets"
+    return Sourced(workers + AFTER_FRONT_S, source)
+
+
+def fingerprint(order: Order) -> str:
+    """The cluster's spec as text: for another spec, the front must start again."""
+    spec = ray_cluster(order).spec.model_dump(by_alias=True, exclude_none=True)
+    return json.dumps(spec, sort_keys=True)
+
+
+def _head(order: Order) -> HeadGroup:
+    folders = [EnvVar(name="HOME", value=FOLDERS["HOME"]), *RAY_ENVIRONMENT]
+    size = {"memory": f"{HEAD_MIB}Mi"}
+    container = Container(
+        name="ray-head",
+        image=llmctl_image(order, EXTRA).value,
+        ports=[
+            ContainerPort(name="gcs-server", container_port=GCS_PORT),
+            ContainerPort(name="metrics", container_port=8080),
+        ],
+        env=folders,
+        resources=Resources(requests={"cpu": HEAD_CPU} | size, limits=size),
+        lifecycle=_lingering("head", str(GCS_PORT)),
+        volume_mounts=[TMP_MOUNT],
+    )
+    return HeadGroup(
+        ray_start_params={
+            "num-cpus": "0",  # no work runs on the head
+            "dashboard-host": "127.0.0.1",  # for `kubectl port-forward`
+            "object-store-memory": str(OBJECT_STORE_MIB * MIB),
+        },
+        template=PodTemplate(
+            metadata=PodMetadata(labels=member(order), annotations=STAYS),
+            spec=PodSpec(
+                termination_grace_period_seconds=head_grace_s(order).value,
+                containers=[container],
+                volumes=[TMP],
+            ),
+        ),
+    )
+
+
+def _lingering(*words: str) -> Lifecycle:
+    """The hook by which a pod ends only after the pods that need it."""
+    command = ["python", "-m", "toolkit.cluster.linger", *words]
+    return Lifecycle(pre_stop=Handler(exec=Exec(command=command)))
