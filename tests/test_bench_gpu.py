@@ -1,4 +1,4 @@
-"""bench/gpu.py where there is no GPU: its stages, what they skip, and the live replay on the fake
+"""benchmarks/gpu/run.py where there is no GPU: its stages, what they skip, and the live replay on the fake
 engine.
 """
 
@@ -6,14 +6,14 @@ import json
 import subprocess
 import sys
 
-import gpu
-import gpu_live
 import psutil
 import pytest
 import samples
-from gpu_stages import ROUNDS, SLICES, derive, write_recipes
-from gpu_table import tables
 
+from benchmarks.gpu import live as gpu_live
+from benchmarks.gpu import run as gpu
+from benchmarks.gpu.stages import ROUNDS, SLICES, derive, write_recipes
+from benchmarks.gpu.table import tables
 from toolkit.errors import InputError
 from toolkit.files.io import write_file
 from toolkit.files.shipped import load_recipe
@@ -96,12 +96,10 @@ def test_it_needs_no_more_than_a_bare_gpu_machine_has():
     code = (
         "import sys\n"
         f"for name in {NOT_ON_BARE_MACHINES!r}: sys.modules[name] = None\n"
-        "import gpu, gpu_live, gpu_stages, gpu_table\n"
+        "import benchmarks.gpu.run, benchmarks.gpu.live, benchmarks.gpu.stages, benchmarks.gpu.table\n"
         "import toolkit.estimators.fitting, toolkit.profiling.run, toolkit.profiling.child, toolkit.workers.child\n"
     )
-    subprocess.run(
-        [sys.executable, "-c", code], check=True, env=gpu._environment(), cwd=gpu.ROOT / "bench"
-    )
+    subprocess.run([sys.executable, "-c", code], check=True, env=gpu._environment(), cwd=gpu.ROOT)
 
 
 @pytest.fixture

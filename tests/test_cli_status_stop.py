@@ -17,8 +17,8 @@ import orders
 import psutil
 import pytest
 from commands import llmctl
-from serving import Server, fake_plan
 
+from benchmarks.common.serving import Server, fake_plan
 from toolkit.deploy import running as managers
 from toolkit.deploy.running import (
     Running,

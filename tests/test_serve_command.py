@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 from commands import llmctl
-from serving import fake_plan
 
 import toolkit
+from benchmarks.common.serving import fake_plan
 from toolkit.files.io import write_file
 
 

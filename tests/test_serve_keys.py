@@ -15,8 +15,8 @@ from commands import llmctl
 from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
-from serving import HandWorkers, Server, client, fake_plan, turns
 
+from benchmarks.common.serving import HandWorkers, Server, client, fake_plan, turns
 from toolkit.errors import InputError
 from toolkit.files.keys import MAX_KEYS, ApiKey, read_keys
 from toolkit.serve.access import Bucket

@@ -1,0 +1,1 @@
+"""Measurements of this project: run one from the repository root, `python -m benchmarks.GROUP.NAME --help`."""
