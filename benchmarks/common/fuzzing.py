@@ -10,7 +10,6 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -19,6 +18,7 @@ import schemathesis
 from hypothesis import strategies as st
 from schemathesis import GenerationMode
 
+from benchmarks.common import ROOT
 from benchmarks.common.serving import SETTINGS
 from toolkit.serve.api import document
 from toolkit.serve.settings import FrontSettings
@@ -27,7 +27,7 @@ LEAKS = re.compile(
     "|".join(
         map(
             re.escape,
-            ("Traceback", 'File "', "site-packages", sys.prefix, str(Path(__file__).parents[1])),
+            ("Traceback", 'File "', "site-packages", sys.prefix, str(ROOT)),
         )
     )
 )
