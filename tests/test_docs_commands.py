@@ -182,6 +182,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
     [wheel] = folder.glob("*.whl")
     install = [*pip, "install", "--no-deps", "--no-index", "--target", folder / "site", wheel]
     subprocess.run(install, check=True, capture_output=True)
+    assert not (folder / "site" / "benchmarks").exists()  # they are for a checkout
     ports = {"8000": free_port(), "8100": free_port()}
     for recipe in (folder / "site" / "toolkit" / "_data" / "recipes").glob("*.yaml"):
         recipe.write_text(recipe.read_text().replace("port: 8000", f"port: {ports['8000']}"))

@@ -1,5 +1,7 @@
-"""What any answer of the server must be, and requests that try to get another: by its schema, at
-random, by bytes.
+"""Requests that try to get an undocumented answer, and the check of every answer.
+
+Requests come from the server's own schema (`cases`), near good bodies (`bodies`), by name (`RAW`)
+and as torn bytes (`torn`).
 """
 
 import asyncio

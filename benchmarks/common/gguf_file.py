@@ -1,7 +1,6 @@
-"""A Llama of transformers as a GGUF file (version 3) in float32, for llama.cpp; with a vocabulary
-of made-up words.
+"""A Llama of transformers as a GGUF file (version 3) in float32, for llama.cpp.
 
-llama.cpp's own converter needs a tokenizer, which a random model lacks.
+The vocabulary is made up: llama.cpp's own converter needs a tokenizer, which a random model lacks.
 """
 
 from __future__ import annotations

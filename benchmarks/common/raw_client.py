@@ -1,6 +1,4 @@
-"""A client that costs next to nothing: a request's bytes made beforehand, one socket for it, the
-answer as it comes.
-"""
+"""A client that costs almost nothing: bytes made beforehand, a socket per request."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Sections of docs/results.md that a bench writes: between two markers, the rest of the file as it
-is.
-"""
+"""Sections of docs/results.md that a benchmark writes, between two markers."""
 
 from __future__ import annotations
 

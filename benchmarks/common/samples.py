@@ -1,6 +1,4 @@
-"""Small, fixed inputs that several tests share. Numbers here are made up for tests and measured
-nowhere.
-"""
+"""A small recipe and a fit, fixed, for tests and benchmarks. The numbers are made up."""
 
 import toolkit
 from toolkit.files.fit import (

@@ -1,7 +1,7 @@
-"""What the server's tests share: a toy model, workers that run on the test's loop, a whole server.
+"""Servers for tests and benchmarks: a toy model, workers on the test's loop, and a whole server.
 
-The toy model's next token is a function of all tokens before it, so a request that was moved or run
-again gives the same text, and a token that was lost or doubled gives another.
+The toy model's next token is a function of all tokens before it. A request that was moved or run
+again therefore gives the same text, and a token that was lost or doubled gives another text.
 """
 
 import asyncio

@@ -1,18 +1,19 @@
-"""How well the law of whole prefills says what a pass of a chunked one takes, on the tiny Llama's
-engine `rebatch`.
+"""The error of the law of whole prefills for the passes of a chunked prefill.
 
     python -m benchmarks.engines.chunk_passes [--repeats 7] [--json]
 
-In one process, in its CPU time on one thread (the machine may be shared): whole prefills of N rows
-and L tokens, to which the law T(N, L) is fitted as `llmctl fit` does; and prefills of N rows and
-448 tokens in passes of 16 to 224 columns, each pass held against T(N, end) - T(N, start) + T(N, 0),
-and against T(N, end - start), which knows nothing of the cache. Medians over interleaved repeats;
-the table has the mean absolute error over the passes, and that of their sum.
+Takes @@. Needs nothing but the package: the tiny Llama on the engine `rebatch`.
+
+Everything runs in one process, in its CPU time on one thread (the machine may be shared). Measured
+are whole prefills of N rows and L tokens, to which the law T(N, L) is fitted as `llmctl fit` does;
+and prefills of N rows and 448 tokens in passes of 16 to 224 columns. Each pass is compared with
+T(N, end) - T(N, start) + T(N, 0), and with T(N, end - start), which ignores the cache. Values are
+medians over interleaved repeats; the table has the mean absolute error over the passes, and that of
+their sum.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import time
@@ -22,6 +23,7 @@ import numpy as np
 import torch
 
 from benchmarks.common import ROOT
+from benchmarks.common.command import make_parser
 from toolkit.engines.rebatch_engine import RebatchEngine
 from toolkit.estimators.fitting import fit_latency
 from toolkit.estimators.forms import Points
@@ -107,9 +109,7 @@ def errors(law: SegmentedLaw, cut: dict[Passes, list[float]]) -> list[dict[str, 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()

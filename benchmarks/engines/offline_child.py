@@ -1,9 +1,8 @@
-"""The protocol of benchmarks/engines/offline_throughput.py's systems: each is a process that serves the work
-when it is told to.
+"""The protocol of the systems of `offline_throughput`: each is a process that serves on request.
 
-It writes a line of JSON when it has loaded, {"ready": facts}. For each line that it reads, a
-number, it serves so many requests, the first ones, and writes {"seconds": ..., "cpu_s": ...,
-"outputs": {request: tokens}}. It ends when its input does. Only the standard library is needed.
+A system writes a line of JSON when it has loaded, {"ready": facts}. For each line that it reads, a
+number n, it serves the first n requests and writes {"seconds": ..., "cpu_s": ..., "outputs":
+{request: tokens}}. It ends at the end of its input. Only the standard library is needed.
 """
 
 from __future__ import annotations

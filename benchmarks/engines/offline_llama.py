@@ -1,10 +1,9 @@
-"""llama.cpp's server as a system of benchmarks/engines/offline_throughput.py: float32 weights and cache, over
-HTTP on this machine.
+"""llama.cpp's server as a system of `offline_throughput`: float32 weights and cache, over HTTP.
 
     python -m benchmarks.engines.offline_llama FOLDER LLAMA-SERVER SLOTS
 
-All requests are sent at once, each on a connection of its own, and answered whole, so HTTP costs
-little.
+Started by `offline_throughput`. All requests are sent at once, each on a connection of its own, and
+answered whole, so that HTTP costs little.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ import atexit
 import json
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -23,6 +21,7 @@ from typing import Any
 
 from psutil import Process
 
+from benchmarks.common.command import read_words
 from benchmarks.common.gguf_file import write_llama
 from benchmarks.engines.offline_child import Outputs, Serve, answer
 
@@ -38,7 +37,8 @@ def cpu_s() -> float:
 def load() -> tuple[Mapping[str, Any], Serve]:
     from safetensors.numpy import load_file
 
-    folder, server, slots = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+    where, server, slot_count = read_words(__doc__, "FOLDER", "LLAMA-SERVER", "SLOTS")
+    folder, slots = Path(where), int(slot_count)
     work = json.loads((folder / "work.json").read_text(encoding="utf-8"))
     path = folder / "model.gguf"
     if not path.exists():

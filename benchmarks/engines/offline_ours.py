@@ -1,16 +1,15 @@
-"""A system of benchmarks/engines/offline_throughput.py that runs here: the toolkit's engines under its
-scheduler, or transformers.
+"""Systems of `offline_throughput` that run here: our engines under our scheduler, and transformers.
 
-    python -m benchmarks.engines.offline_ours FOLDER static-16 | slices | rebatch | rebatch-slab | generate | generate_batch-16
+    python -m benchmarks.engines.offline_ours FOLDER SYSTEM
 
-All requests wait from the start, and the scheduler decides in the loop, in this process. It knows
-each request's limit, 128 tokens, and not its length, which the engine is told as `end_after`. SCLS
-needs laws to cut its batches: they are fitted to a dozen timings made before its first run.
+Started by `offline_throughput`, which lists the systems. All requests wait from the start, and the
+scheduler decides in the loop, in this process. It knows each request's limit, 128 tokens, and not
+its length, which only the engine gets, as `end_after`. SCLS needs laws to cut its batches: they are
+fitted to a dozen timings that precede its first run.
 """
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,6 +20,7 @@ import torch
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 from transformers.utils import logging
 
+from benchmarks.common.command import read_words
 from benchmarks.engines.offline_child import Outputs, Serve, answer
 from benchmarks.engines.offline_work import LONGEST_OUTPUT, LONGEST_PROMPT, STATIC_ROWS, Work
 from toolkit.engines.protocol import SamplingParams, StepOutput
@@ -219,7 +219,8 @@ def _transformers_model(folder: Path, threads: int) -> Any:
 
 
 def load() -> tuple[Mapping[str, Any], Serve]:
-    folder, system = Path(sys.argv[1]), sys.argv[2]
+    where, system = read_words(__doc__, "FOLDER", "SYSTEM")
+    folder = Path(where)
     if system == "generate":
         one: Any = Generate(folder)
     elif system.startswith("generate_batch"):

@@ -1,27 +1,30 @@
-"""Offline throughput: requests that all wait from the start, served by re-batching and by its
-peers, side by side.
+"""Offline throughput of re-batching and its peers on requests that all wait from the start.
 
-    python -m benchmarks.engines.offline_throughput [--trace azure-2023-conv.csv] [--sizes 15M 58M] [--systems rebatch static-16 ...]
-                                       [--rounds 3] [--llama-server PATH] [--vllm-python PATH] [--samples FILE]
-                                       [--markdown docs/results.md]
+    python -m benchmarks.engines.offline_throughput [--sizes 15M 58M] [--systems rebatch vllm ...]
 
-Every system is a process of its own with the same weights, requests, threads and bytes for its KV
-cache; each round runs all of them one after the other, in an order that turns, so that a ratio is
-one of runs side by side. Tokens are those that were generated: each request gets exactly the length
-that the trace gives it, on every system. Tokens are compared with those of transformers'
-`generate()`, one request at a time, on every tenth request.
+Takes from minutes to an hour, by --requests, --rounds, --sizes and --systems. Needs nothing but the
+package for the systems here; `--llama-server PATH` and `--vllm-python PATH` add theirs.
 
-    rebatch             engine rebatch, kv_layout rows, policy past-future (rebatch-slab: kv_layout slab)
-    static-N            engine rebatch's slices, policy sequence: batches of N until all have ended (SLS)
+Every system is a process of its own with the same weights, requests, threads and bytes of KV cache.
+Each round runs all of them one after the other, in an order that rotates, so that a ratio compares
+neighbouring runs. Throughput counts generated tokens: each request gets exactly the length that the
+trace gives it, on every system. On every tenth request tokens are compared with those of
+transformers' `generate()`, one request at a time.
+
+    rebatch             engine rebatch, kv_layout rows, policy past-future
+    rebatch-slab        the same with kv_layout slab
+    static-N            engine rebatch's slices, policy sequence: batches of N until all ended (SLS)
     slices              policy slice: 32 tokens at a time, batches cut by DP (SCLS)
     generate            transformers, one request at a time, over every tenth request
-    generate_batch-N    transformers' continuous batching, its pool bounded, at most N requests at a time; 0: no cap
-    llama.cpp-N         its server with N slots, over HTTP; where there is --llama-server
+    generate_batch-N    transformers' continuous batching in a bounded pool, at most N requests at a
+                        time; 0: no limit
+    llama.cpp-N         its server with N slots, over HTTP
     vllm                in its own process, in the environment of --vllm-python
 
-On a machine that is shared times lie, and more so with two threads: --clock cpu_s --threads 1
-counts the processor time of what serves. With --samples runs are added to a file, and the tables
-are of all that is in it: rounds may be measured in turns, and --rounds 0 only writes the tables.
+On a shared machine wall times mislead, with two threads more than with one: --clock cpu_s --threads
+1 counts the processor time of the serving processes. With --samples runs are added to a file, and
+the tables cover all of it: rounds may be measured at different times, and --rounds 0 only writes
+the tables.
 """
 
 from __future__ import annotations
@@ -37,6 +40,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.common.command import add_markdown, make_parser
 from benchmarks.common.results_file import put_section
 from benchmarks.engines.offline_work import SIZES, Work, prepare
 from toolkit.workers.process import engine_environment
@@ -258,9 +262,7 @@ def aims(runs: Sequence[Run], clock: str = "seconds") -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument(
         "--trace", default="chat-small", help="a file of any known format, or a shipped trace"
     )
@@ -284,7 +286,7 @@ def main() -> int:
         type=Path,
         help="a JSON file to which runs are added, and which the tables are of",
     )
-    parser.add_argument("--markdown", type=Path, help="the file whose section is written")
+    add_markdown(parser)
     parser.add_argument("--verbose", action="store_true", help="show what the systems say")
     options = parser.parse_args()
     sizes = options.sizes if options.rounds else []

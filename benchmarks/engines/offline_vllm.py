@@ -1,20 +1,20 @@
-"""vLLM as a system of benchmarks/engines/offline_throughput.py; run by the Python of an environment that has it.
+"""vLLM as a system of `offline_throughput`, run by the Python of an environment that has it.
 
-    VLLM-PYTHON benchmarks/engines/offline_vllm.py FOLDER
+    VLLM-PYTHON -m benchmarks.engines.offline_vllm FOLDER
 
-In one process, eager, float32, without prefix caching, with as many blocks of KV cache as the work
-allows.
+Started by `offline_throughput`. One process, eager, float32, without prefix caching, with as many
+blocks of KV cache as the work allows.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from benchmarks.common.command import read_words
 from benchmarks.engines.offline_child import Outputs, Serve, answer
 from benchmarks.engines.vllm_alone import ENVIRONMENT, bind
 
@@ -23,7 +23,7 @@ ROWS = 128
 
 
 def load() -> tuple[Mapping[str, Any], Serve]:
-    folder = Path(sys.argv[1])
+    folder = Path(*read_words(__doc__, "FOLDER"))
     work = json.loads((folder / "work.json").read_text(encoding="utf-8"))
     os.environ |= ENVIRONMENT | bind(work["threads"])
     import vllm

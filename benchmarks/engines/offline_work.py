@@ -1,12 +1,11 @@
-"""The work of benchmarks/engines/offline_throughput.py: a folder with a model and requests that every system
-reads.
+"""The work of `offline_throughput`: a folder with a model and requests that every system reads.
 
     FOLDER/model/      config.json and safetensors, random weights from a seed
     FOLDER/work.json   `Work`
 
-Lengths are a trace's, scaled down: a prompt is input // 8 tokens clipped to 4..256, an output
-output // 4 clipped to 4..128. Tokens are random. Every system gives each request exactly its
-output's length, whatever it draws.
+Lengths are a trace's, scaled down: a prompt has input // 8 tokens clipped to 4..256, an output
+output // 4 tokens clipped to 4..128. Tokens are random. Every system gives each request exactly its
+output's length, whatever it samples.
 """
 
 from __future__ import annotations

@@ -1,27 +1,28 @@
-"""What it costs to count real tokens where the engine keeps one padded slab: simulated, beside
-counting the slab.
+"""The cost of counting real tokens where the engine keeps one padded slab, simulated.
 
-    python -m benchmarks.engines.padded_memory TRACE [--requests 2000] [--capacity 4096] [--markdown docs/results.md]
+    python -m benchmarks.engines.padded_memory TRACE [--requests 2000] [--capacity 4096]
+
+Takes @@. Needs a trace.
 
 One worker of the engine `rebatch`: the tiny Llama's laws as fitted for
-recipes/tiny-llama-cpu-rebatch.yaml, rounded, and so many tokens of KV cache. The lengths are a
-trace's, a request's prompt cut to an eighth and its output to a quarter, within 4 to 256 and 4 to
-128 tokens; its limit is 128. All wait from the start. The simulated worker runs out of memory where
-the slab would be larger than memory: all its rows are prefilled again, and half as many may enter.
+recipes/tiny-llama-cpu-rebatch.yaml, rounded, and --capacity tokens of KV cache. The lengths are a
+trace's: the prompt divided by 8 and the output by 4, within 4 to 256 and 4 to 128 tokens; the limit
+is 128 tokens. All requests wait from the start. The simulated worker runs out of memory where the
+slab would be larger than memory: all its rows are prefilled again, and half as many may enter.
 
-A scheduler that counts real tokens can also be told of less memory than there is. Of the shares
-that were tried, the one with the most tokens per second is shown.
+A scheduler that counts real tokens can also be configured with less memory than there is. The table
+shows the share, of those tried, with the most tokens per second.
 """
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
+from benchmarks.common.command import add_markdown, make_parser
 from benchmarks.common.results_file import put_section
 from toolkit.estimators.laws import bilinear_law
 from toolkit.estimators.memory import ZetaMemory
@@ -106,13 +107,11 @@ def table(trace: Trace, capacity: int) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("trace", type=Path)
     parser.add_argument("--requests", type=int, default=2000)
     parser.add_argument("--capacity", type=int, default=4096)
-    parser.add_argument("--markdown", type=Path)
+    add_markdown(parser)
     options = parser.parse_args()
     trace, _ = read_trace(options.trace)
     lines = table(scaled(trace, options.requests), options.capacity)

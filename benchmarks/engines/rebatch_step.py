@@ -1,23 +1,24 @@
-"""What re-batching costs and gives on the tiny Llama of recipes/tiny-llama-cpu.yaml: paired, in one
-process.
+"""The cost and the gain of re-batching on the tiny Llama, paired, in one process.
 
     python -m benchmarks.engines.rebatch_step [--rounds 5] [--requests 200] [--json]
 
+Takes @@. Needs nothing but the package: recipes/tiny-llama-cpu.yaml.
+
 Three tables, medians over interleaved rounds, in process CPU time on one thread (the machine may be
 shared):
-- a decode step of N rows in the static engine's slab and in the re-batching cache, at equal lengths
-  and at ragged ones;
-- what one row costs that leaves, joins, is swapped out and comes back, beside such a step;
+- a decode step of N rows in the static engine's slab and in the re-batching cache, at equal and at
+  ragged lengths;
+- the cost of one row that leaves, joins, is swapped out and is swapped in, beside such a step;
 - tokens per second on requests that all wait from the start: fixed batches until all have ended
-  (SLS), slices (SCLS's
-  engine, without its DP: sorted by length), and re-batching with as many rows, newcomers embedded or shaped in.
-Lengths are drawn here, log-uniform, so that batches are unequal. Nothing here schedules by
-memory: that is the scheduler's part, and other benchmarks'.
+  (SLS), slices (SCLS's engine without its DP: sorted by length), and re-batching with as many rows,
+  which join by embedding or by shaping.
+
+Lengths are drawn here, log-uniform, so that batches are unequal. Nothing here schedules by memory;
+other benchmarks measure that.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import random
@@ -29,6 +30,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from benchmarks.common import ROOT
+from benchmarks.common.command import make_parser
 from toolkit.engines.protocol import Round, Row, SamplingParams, StepOutput
 from toolkit.engines.rebatch_engine import RebatchEngine
 from toolkit.files.recipe import Recipe
@@ -180,9 +182,7 @@ def show(title: str, found: Samples, unit: str, scale: float) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--requests", type=int, default=200)
     parser.add_argument("--sizes", type=int, nargs="+", default=[8, 16, 32])

@@ -1,16 +1,17 @@
-"""Would a swap's copy in a thread, beside a decode step, be faster on a CPU than before the step?
+"""A swap's copy in a thread beside a decode step, compared with a copy before the step, on a CPU.
 
     python -m benchmarks.engines.swap_thread [--rounds 200] [--json]
 
+Takes @@. Needs nothing but the package.
+
 Wall seconds, medians over interleaved rounds: a step of 16 rows alone; the copy of one row out of
 the batch, then a step; and the same copy on another thread while the step runs, from a row that
-nobody moves meanwhile: the best that a thread could do. For the tiny Llama of the recipes and for
-one of 8 layers with hidden 512, on one and on two threads.
+nothing else moves meanwhile, which is the best that a thread could do. For the tiny Llama of the
+recipes and for one of 8 layers with hidden size 512, on one and on two threads.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import statistics
@@ -22,6 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from benchmarks.common import ROOT
+from benchmarks.common.command import make_parser
 from toolkit.engines.protocol import Round, Row, SamplingParams, StepOutput
 from toolkit.engines.rebatch_engine import RebatchEngine
 from toolkit.files.shipped import load_recipe
@@ -92,9 +94,7 @@ def measure(engine: RebatchEngine, rounds: int, pool: ThreadPoolExecutor) -> dic
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=200)
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()

@@ -1,6 +1,4 @@
-"""vLLM on a CPU, in the process that imports it, which asks nobody: for benches that look into its
-engine.
-"""
+"""vLLM's environment on a CPU, in one process and offline, for benchmarks of its engine."""
 
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",

@@ -1,12 +1,14 @@
-"""vLLM's flags as `tune` finds them against vLLM's defaults, and what was predicted of both, on a
-trace held out.
+"""vLLM's flags from `llmctl tune` against vLLM's defaults, measured beside predicted.
 
-    python -m benchmarks.engines.vllm_flags --work DIR --vllm-python VENV/bin/python --trace azure.csv
+    python -m benchmarks.engines.vllm_flags --work DIR --vllm-python PYTHON --trace azure.csv
 
-It runs `llmctl profile`, `fit`, `tune` and `render`, and then, `--repeats` times, starts vLLM's own
+Takes about ten minutes with one repeat on a quiet machine. Needs an environment with vLLM 0.32 and
+a trace.
+
+It runs `llmctl profile`, `fit`, `tune` and `render`. Then, `--repeats` times, it starts vLLM's own
 server under either plan, in alternating order, and replays the windows that the tuning held out
-(`llmctl validate --tuning`). The stages can be had one by one with `--stage`, for machines that are
-quiet for some minutes only; each goes on from the files in DIR that the ones before it left there.
+(`llmctl validate --tuning`). `--stage` runs one stage, for machines that are quiet for some minutes
+only; each stage continues from the files that the stages before it left in DIR.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.common import ROOT
+from benchmarks.common.command import make_parser
 from benchmarks.common.results_file import put_section
 from toolkit.deploy.order import ALLOW_BROKEN
 from toolkit.errors import LimitsBrokenError
@@ -267,9 +270,7 @@ def _gain(tuning: Tuning) -> str:
 
 def options(words: Sequence[str] | None = None) -> argparse.Namespace:
     """The command's, or those of `words`."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     root = ROOT
     parser.add_argument(
         "--work",

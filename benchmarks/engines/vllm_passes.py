@@ -1,26 +1,26 @@
-"""The simulator's model of vLLM's scheduler against vLLM's own: who computes how many tokens in
-which forward pass.
+"""The simulator's model of vLLM's scheduler against vLLM's own, pass by pass.
 
     python -m benchmarks.engines.vllm_passes --log LOG.jsonl --requests REQUESTS.jsonl
-    python -m benchmarks.engines.vllm_passes --vllm-python VENV/bin/python --model FOLDER [--cases 400] [--seed 1000]
+    python -m benchmarks.engines.vllm_passes --vllm-python PYTHON --model FOLDER [--cases 400]
 
-The first holds it to a log that a real vLLM wrote (`--scheduler-cls
-toolkit.inside.vllm_iterations.logged_scheduler`), with the requests that it served, one JSON object
+Takes seconds with --log. Needs that log, or an environment with vLLM 0.32 for made-up workloads.
+
+The first compares it with a log of a real vLLM (`--scheduler-cls
+toolkit.inside.vllm_iterations.logged_scheduler`) and the requests that it served, one JSON object
 each: id, arrival_s on the log's clock, prompt_tokens, max_tokens.
 
-The second makes workloads up, small caches and all flags drawn, and runs them through vLLM's
-scheduler classes, the asynchronous one as well, with nothing behind them that computes
-(`vllm_passes_child.py`): who arrives before which pass is given, and who ends before his limit.
-FOLDER has a model's config.json; no weights are read.
+The second makes up workloads, with small caches and all flags drawn, and runs them through vLLM's
+scheduler classes, also the asynchronous one, without an engine (`vllm_passes_child.py`): the
+arrivals before each pass are given, and so is which requests end before their limit. FOLDER has a
+model's config.json; no weights are read.
 
-A pass differs if its rows, their order, their computed and new tokens, who was preempted, the free
-blocks or the number of those who wait do. A log is followed to its first difference, since all that
-comes after one may follow from it.
+A pass differs if its rows, their order, their computed and new tokens, the preempted requests, the
+free blocks or the number of waiting requests differ. A log is followed to its first difference,
+since later ones may follow from it.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import random
@@ -30,6 +30,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.common.command import make_parser
 from toolkit.sched.iterations import IterationLogHeader, LoggedPass, header_of, passes_of
 from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sim.paged import PagedRequest, PagedScheduler
@@ -174,9 +175,7 @@ def theirs_of_cases(cases: Sequence[Case], python: str, model: str) -> list[list
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--log", type=Path)
     parser.add_argument("--requests", type=Path)
     parser.add_argument("--vllm-python")

@@ -1,18 +1,19 @@
-"""The side of benchmarks/engines/vllm_passes.py that runs in vLLM's Python: its schedulers, and nothing behind
-them that computes.
+"""The side of `vllm_passes` that runs in vLLM's Python: its schedulers, without an engine.
 
-VLLM-PYTHON benchmarks/engines/vllm_passes_child.py CASES.json PASSES.json MODEL-FOLDER
+    VLLM-PYTHON -m benchmarks.engines.vllm_passes_child CASES.json PASSES.json MODEL-FOLDER
+
+Started by `vllm_passes`.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import sys
 from collections import deque
 from pathlib import Path
 from typing import Any
 
+from benchmarks.common.command import read_words
 from benchmarks.engines.vllm_alone import ENVIRONMENT
 
 os.environ |= ENVIRONMENT | {"VLLM_LOGGING_LEVEL": "ERROR"}
@@ -161,7 +162,7 @@ class Driven:
 
 
 def main() -> None:
-    cases, passes, model = sys.argv[1:]
+    cases, passes, model = read_words(__doc__, "CASES.json", "PASSES.json", "MODEL-FOLDER")
     found = [
         Driven(model, case).run() for case in json.loads(Path(cases).read_text(encoding="utf-8"))
     ]

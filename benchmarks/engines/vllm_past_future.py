@@ -1,18 +1,20 @@
-"""Past-Future inside vLLM against vLLM's own scheduler: preemptions, goodput, throughput, and what
-deciding costs.
+"""Past-Future inside vLLM against vLLM's own scheduler: preemptions, goodput and throughput.
 
-    python -m benchmarks.engines.vllm_past_future --vllm-python VENV/bin/python [--trace azure.csv] [--requests 120] [--clients 40]
+    python -m benchmarks.engines.vllm_past_future --vllm-python VENV/bin/python [--trace azure.csv]
 
-One process of VLLM-PYTHON (tried: vLLM 0.32 on a CPU) loads one model, random weights, and one KV
-cache that is too small for what wants to run. On it the two schedulers serve the same requests in
-turn, `--repeats` times each, in alternating order and each time from its first state; the first
-`--warm` requests are not counted, and are what Past-Future has learnt the lengths from. So many
-clients each send their next request when they have the last one's answer. Prompts are a trace's
-inputs // 16 within 4..128 tokens, outputs the trace's within 8..384: decode-heavy. All ask for at
-most 512 tokens, greedy, and no scheduler knows when a request ends.
+Takes --repeats runs of each scheduler, minutes in all. Needs an environment with vLLM (tried: 0.32
+on a CPU).
 
-Goodput is the output tokens per second of requests within the limits of TTFT and MTPOT, which is
-the largest gap between two tokens of a request.
+One process of VLLM-PYTHON loads one model with random weights, and one KV cache that is too small
+for the requests that want to run. On it the two schedulers serve the same requests `--repeats`
+times each, in alternating order and each time from its first state. The first `--warm` requests are
+not counted; Past-Future learns the lengths from them. Each of `--clients` clients sends its next
+request when the last one's answer has ended. Prompts have the trace's inputs // 16 within 4..128
+tokens, outputs the trace's within 8..384 tokens, so decoding dominates. All requests allow 512
+tokens, greedy, and no scheduler knows when a request ends. The cost of deciding is shown, too.
+
+Goodput is the output tokens per second of requests within the limits of TTFT and MTPOT, the largest
+gap between two tokens of a request.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.common import ROOT
+from benchmarks.common.command import make_parser
 from benchmarks.common.results_file import put_section
 from toolkit.traces.read import read_trace
 from toolkit.traces.types import trace_path
@@ -171,9 +174,7 @@ def _ratios(runs: list[dict[str, Any]], own: str, ours: str) -> dict[str, str]:
 
 def options(words: Sequence[str] | None = None) -> argparse.Namespace:
     """The command's, or those of `words`."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument(
         "--vllm-python", required=True, help="the Python of an environment that has vLLM"
     )

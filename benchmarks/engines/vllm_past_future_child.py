@@ -1,7 +1,8 @@
-"""The side of benchmarks/engines/vllm_past_future.py that runs in vLLM's Python: one engine, and schedulers that
-take turns on it.
+"""The side of `vllm_past_future` that runs in vLLM's Python: one engine, schedulers in turns.
 
-VLLM-PYTHON benchmarks/engines/vllm_past_future_child.py FOLDER
+    VLLM-PYTHON -m benchmarks.engines.vllm_past_future_child FOLDER
+
+Started by `vllm_past_future`.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.common.command import read_words
 from benchmarks.engines.vllm_alone import ENVIRONMENT, bind
 from toolkit.metrics import Served, latencies, meets_sla, statistic
 
@@ -166,7 +168,7 @@ class Bench:
 
 
 def main() -> None:
-    folder = Path(sys.argv[1])
+    folder = Path(*read_words(__doc__, "FOLDER"))
     work = json.loads((folder / "work.json").read_text(encoding="utf-8"))
     os.environ |= ENVIRONMENT | bind(work["threads"])
     os.environ |= {"VLLM_LOGGING_LEVEL": "ERROR", "LLMCTL_VLLM_POLICY": work["policy"]}

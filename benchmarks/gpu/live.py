@@ -1,6 +1,4 @@
-"""Requests at an overload against live workers, through the server's own driver: all of it but HTTP
-and text.
-"""
+"""Requests at an overload against live workers, through the server's driver, without HTTP or text."""
 
 from __future__ import annotations
 

@@ -1,19 +1,21 @@
-"""The whole way on a GPU, unattended: profile, fit, swap bandwidth, SCLS over SLS, Past-Future
-under overload.
+"""Profile, fit, swap bandwidth, slices and rounds under overload on a GPU, unattended.
 
     python -m benchmarks.gpu.run [--models 7b,13b] [--out profiles] [--quick]
-    python -m benchmarks.gpu.run --recipe recipes/tiny-llama-cpu-rebatch.yaml --device cpu --quick    # every line but CUDA's
+    python -m benchmarks.gpu.run --recipe recipes/tiny-llama-cpu-rebatch.yaml --device cpu --quick
 
-Models have the published shapes and random weights: nothing is downloaded. For each, on the engines
-`transformers` (slices) and `rebatch` (rounds): a profile and a fit; the bandwidth of swaps both
-ways; then requests at an overload through the same driver, workers and policies that `llmctl serve`
-runs, without HTTP. All is written to OUT/DEVICE/MODEL, with the environment in every file, and
-OUT/DEVICE/table.md has it as tables.
+Takes at most ten minutes a model with --quick, else up to 2.8 hours a model; the stages' limits are
+below. Needs torch, transformers, numpy, scipy, numba, pydantic and msgspec, and no installed
+package: run it from the repository root. The second command tries everything but CUDA.
 
-Each stage runs in a process of its own with a time limit, and is skipped when its output is there:
-after Ctrl-C, or a stage that ran out of time, the same command goes on (profiles from their
-journal). --quick measures less and sets limits that come to ten minutes a model. It needs torch,
-transformers, numpy, scipy, numba, pydantic and msgspec.
+Models have the published shapes and random weights: nothing is downloaded. For each model, on the
+engines `transformers` (slices) and `rebatch` (rounds): a profile and a fit; the bandwidth of swaps
+both ways; then requests at an overload through the driver, workers and policies of `llmctl serve`,
+without HTTP: SLS beside SCLS, and Past-Future beside its baselines. Results go to OUT/DEVICE/MODEL,
+each file with its environment, and to OUT/DEVICE/table.md as tables.
+
+Each stage runs in a process of its own with a time limit, and is skipped when its output exists.
+After Ctrl-C, or a stage that ran out of time, the same command continues (profiles from their
+journal).
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks.common import ROOT
+from benchmarks.common.command import make_parser
 
 GRACE_S = 20.0  # for a stage that was told to end
 SMALLER_GPU_GIB = 100.0  # below: the grid of the recipes for 80 GB
@@ -132,9 +135,7 @@ def main() -> int:
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument(
         "--out", type=Path, default=Path("profiles"), help="folder of all devices' results"
     )

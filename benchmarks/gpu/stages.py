@@ -1,4 +1,4 @@
-"""The stages of benchmarks/gpu/run.py, each of which reads and writes files of one folder."""
+"""The stages of `benchmarks.gpu.run`: each reads and writes files of one folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What benchmarks/gpu/run.py found on one device, as Markdown."""
+"""The results of `benchmarks.gpu.run` on one device as Markdown."""
 
 from __future__ import annotations
 

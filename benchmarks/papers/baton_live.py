@@ -1,35 +1,36 @@
-"""BATON's two tables on the real engine: what the paper says beside what a Llama of 15 million
-parameters does.
+"""Both tables of the BATON paper on the engine `rebatch`, beside the paper's figures.
 
-    python -m benchmarks.papers.baton_live [--rounds 3] [--threads 1] [--out runs/baton-live.jsonl] [--markdown docs/results.md]
+    python -m benchmarks.papers.baton_live [--rounds 3] [--out runs/baton-live.jsonl]
 
-The queries are those of benchmarks/papers/baton_tables.py, which simulates the same tables: long - short, short
-- long and short - short as 1 : 1 : 2, the first 32 of the 120, with 4 rows at twice the lengths; 30
-short ones with 2 to 10 rows. Lengths are divided, by 64 and by 4, so that they suit a small model
-on a CPU. All wait from the start. The real scheduler decides, `RebatchEngine` runs what it decides
-in this process, greedily, in float32; there is no HTTP and no worker process. On one thread the
-clock is the process's CPU time, which other programs disturb little; on more it is wall time, and
-the machine must be quiet.
+Takes @@. Needs nothing but the package: a Llama of 15 million parameters with random weights on the
+CPU. On one thread the clock is the process's CPU time, which other programs disturb little. On more
+threads it is wall time, and the machine must be quiet.
 
-- static batching (the paper's Benchmark): `sequence`, slices that run until all rows of a batch
-  have ended.
-- PD: as many rows are prefilled apart, in groups of like length, and put together; the next come
-  when all have ended.
-  The paper's PD also keeps rows that ended in the batch; here, as in all but static batching, they leave it.
-- shaping (its BATON): `baton` on an engine that joins by shaping. The padding of a pass is taken
-  out of the cache at
-  once, where the paper keeps it until all columns before it are released.
-- embedding (its BATON-PD): `baton`.
+The queries are those of `benchmarks.papers.baton_tables`, which simulates the same tables. Table 1:
+long-short, short-long and short-short queries as 1 : 1 : 2, the first 32 of the 120; with 4 rows
+the lengths are doubled. Table 2: 30 short queries with 2 to 10 rows. To suit a small model on a CPU
+the lengths are divided by 64 (Table 1) and by 4 (Table 2). All queries wait from the start. The
+real scheduler decides, and `RebatchEngine` runs its decisions in this process, greedily, in
+float32, without HTTP and without worker processes.
 
-The ways take turns within a round, and what is shown is the median over the rounds. Runs are
-appended to --out as they end, and the same command goes on behind them. Memory is what the engine's
-ledger was charged at most: slabs, with what they have to spare for growth, and prefills'
-activations. Tokens are compared with static batching's.
+Methods, by the paper's name:
+- static batching (Benchmark): policy `sequence`, slices that run until all rows of a batch ended.
+- PD: that many rows are prefilled separately, in groups of similar length, and joined; the next
+  rows follow when all have ended. In the paper rows that ended stay in the batch; here they leave,
+  as in every method but static batching.
+- shaping (BATON): policy `baton` on an engine that joins rows by shaping. The engine removes the
+  padding of a pass from the cache at once; the paper keeps it until all columns before it are
+  released.
+- embedding (BATON-PD): policy `baton`.
+
+The methods alternate within a round; the table shows medians over the rounds. Each run is appended
+to --out when it ends, and the same command resumes after the last one. Memory is the peak charge of
+the engine's ledger: slabs, with their spare room for growth, and activations of prefills. Tokens
+are compared with those of static batching.
 """
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import time
@@ -40,6 +41,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.common.command import add_markdown, make_parser
 from benchmarks.common.results_file import put_section
 from benchmarks.papers.baton_tables import PAPER_1, PAPER_2, Lengths, mixed_queries, short_queries
 from toolkit.engines.protocol import Round, Row, SamplingParams, StepOutput
@@ -311,16 +313,12 @@ def row_of(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=3, help="0: only show what is in --out")
     parser.add_argument("--tables", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--out", type=Path, default=Path("runs/baton-live.jsonl"))
-    parser.add_argument(
-        "--markdown", type=Path, help="file whose section is written, as docs/results.md"
-    )
+    add_markdown(parser)
     options = parser.parse_args()
     options.out.parent.mkdir(parents=True, exist_ok=True)
     if options.rounds:

@@ -1,41 +1,41 @@
-"""BATON's two tables in the simulator: what the paper says beside what comes out.
+"""Both tables of the BATON paper in the simulator, beside the paper's figures.
 
     python -m benchmarks.papers.baton_tables [--seeds 10] [--markdown docs/results.md]
 
-All queries wait from the start, one worker. Table 1: 120 queries, long in - short out, short in -
-long out and short - short as 1 : 1 : 2, in random order; long is uniform(3600, 4400) tokens, short
-uniform(24, 400); with 4 rows every length is doubled. Table 2: 30 queries, uniform(24, 200) in and
-out. The paper's queries are not public, and it gives their lengths in words ("around 4,000", "a few
-dozen to 400"); here a word is a token.
+Takes @@. Needs nothing but the package.
 
-The laws are assumed, not fitted, since the paper gives none: Llama-2-7B in 16 bits, transformers,
-the paper's GPUs.
+All queries wait from the start for one worker. Table 1: 120 queries, long-short, short-long and
+short-short (input-output) as 1 : 1 : 2 in random order; long is uniform(3600, 4400) tokens, short
+uniform(24, 400); with 4 rows every length is doubled. Table 2: 30 queries of uniform(24, 200)
+tokens in and out. The paper's queries are not public. It gives their lengths in words ("around
+4,000", "a few dozen to 400"); here a word is a token.
 
-- A decode step takes 30 ms (32 layers' launches hide the reading of the weights), and reads the
-  cache, writes its
-  longer copy and reads that: 3 x 0.5 MiB per token of the padded batch, at the GPU's bandwidth.
-- A prefill takes 30 ms, and 2 x 6.74e9 FLOP per token and 4 x 4096 x 32 per pair of tokens, at 60 %
-  of the GPU's
-  peak.
+The paper gives no laws, so these are assumed: Llama-2-7B in 16 bits on transformers, on the paper's
+GPUs.
+
+- A decode step takes 30 ms (the launches of 32 layers hide the reading of the weights). It reads
+  the cache, writes a longer copy of it and reads that: 3 x 0.5 MiB per token of the padded batch,
+  at the GPU's bandwidth.
+- A prefill takes 30 ms, and 2 x 6.74e9 FLOP per token and 4 x 4096 x 32 FLOP per pair of tokens, at
+  60 % of the GPU's peak.
 
 Static batching is `sequence`. The paper's BATON-PD is `baton`. Its BATON, which it calls equal to
-Orca in throughput, is `baton` where rows join by shaping, but for one thing: there a pass takes its
-padding out of the cache, as the engine `rebatch` does, and the paper keeps it until all columns
+Orca in throughput, is `baton` where rows join by shaping, with one difference: a pass removes its
+padding from the cache, as the engine `rebatch` does, and the paper keeps it until all columns
 before it are released (section 4.1). `kept_padding` is simulated here only. The paper's PD, static
-batches after grouped prefills, is not. Memory is not bounded, and its peak is shown; beside the
-weights (12.6 GiB), an A6000 has room for 35 GiB.
+batches after grouped prefills, is not simulated. Memory is not bounded, and its peak is shown;
+beside the weights (12.6 GiB) an A6000 has room for 35 GiB.
 """
 
 from __future__ import annotations
 
-import argparse
 from collections import deque
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from statistics import fmean
 
 import numpy as np
 
+from benchmarks.common.command import add_markdown, make_parser
 from benchmarks.common.results_file import put_section
 from toolkit.estimators.laws import SegmentedLaw
 from toolkit.estimators.memory import ZetaMemory
@@ -243,13 +243,9 @@ def report(seeds: int) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--seeds", type=int, default=10)
-    parser.add_argument(
-        "--markdown", type=Path, help="file whose section is written, as docs/results.md"
-    )
+    add_markdown(parser)
     options = parser.parse_args()
     text = report(options.seeds)
     if options.markdown:

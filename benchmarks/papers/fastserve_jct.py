@@ -1,32 +1,33 @@
-"""FastServe's claim: mean completion time of SRPT <= skip-join MLFQ <= naive MLFQ <= first come
-first served.
+"""FastServe's claim: mean completion time of SRPT <= skip-join MLFQ <= naive MLFQ <= FCFS.
 
-    python -m benchmarks.papers.fastserve_jct [--seeds 8] [--rate 4.5] [--duration 150] [--json] [--markdown docs/results.md]
+    python -m benchmarks.papers.fastserve_jct [--seeds 8] [--rate 4.5] [--duration 150]
 
-One simulated worker of 16 rows and 40,000 tokens of KV cache, a host with room for 200,000, and a
-link of 1 ms and 30,000 tokens/s each way (25 GB/s at 0.82 MB per token, a 13-billion model in
+Takes @@. Needs nothing but the package.
+
+One simulated worker of 16 rows and 40,000 tokens of KV cache, a host with room for 200,000 tokens,
+and a link of 1 ms and 30,000 tokens/s each way (25 GB/s at 0.82 MB per token, a 13-billion model in
 float16). A step of n rows takes 25 ms + n * (0.2 ms + 30 ns per token), a prefill of L tokens 11 ms
 + 0.1 ms * L. These laws are of that order of magnitude and measured nowhere. Prompts are
-lognormal(300, 1.6) up to 8,192 tokens, outputs lognormal(20, 1.6) up to 2,048: heavy tails in both,
-and a load at which first come, first served queues for seconds.
+lognormal(300, 1.6) up to 8,192 tokens, outputs lognormal(20, 1.6) up to 2,048 tokens: both have
+heavy tails, and at this load FCFS queues for seconds.
 
-Rows show means over the seeds; waits are the longest that any request had without running, over all
-seeds. The exit status is 1 if the order does not hold in both ways of swapping, or somebody waited
-longer than the limit and one round.
+Rows show means over the seeds. A wait is the longest time that any request spent without running,
+over all seeds. The exit code is 1 if the order does not hold in both ways of swapping, or if a
+request waited longer than the starvation limit plus one round.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 
+from benchmarks.common.command import add_markdown, make_parser
+from benchmarks.common.results_file import put_section
 from toolkit.estimators.laws import LinearSwap, SegmentedLaw
 from toolkit.estimators.memory import ZetaMemory
 from toolkit.files.fit import Segment
@@ -148,10 +149,6 @@ def table(
     return rows
 
 
-def _over(values: Sequence[float], key: str) -> float:
-    return float(np.max(values) if key.startswith("longest") else np.mean(values))
-
-
 def broken(rows: Mapping[tuple[str, str], Mapping[str, float]]) -> list[str]:
     """What does not hold of the order, and of the limit of starvation."""
     found = []
@@ -179,30 +176,14 @@ def markdown(rows: Mapping[tuple[str, str], Mapping[str, float]], command: str) 
     return "\n".join(lines) + "\n"
 
 
-def put_section(path: Path, text: str) -> None:
-    """Replace what stands between the markers in a file, or append it under a heading."""
-    begin, end = "<!-- fastserve_jct -->\n", "<!-- end of fastserve_jct -->\n"
-    old = path.read_text(encoding="utf-8") if path.exists() else "# Results\n"
-    before, found, rest = old.partition(begin)
-    if found:
-        new = before + begin + text + end + rest.partition(end)[2]
-    else:
-        new = f"{old.rstrip()}\n\n## FastServe: completion times\n\n{begin}{text}{end}"
-    path.write_text(new, encoding="utf-8")
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--seeds", type=int, default=8)
     parser.add_argument("--rate", type=float, default=4.5, help="requests per second")
     parser.add_argument("--duration", type=float, default=150.0, help="seconds of arrivals")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--json", action="store_true")
-    parser.add_argument(
-        "--markdown", type=Path, help="file whose section is written, as docs/results.md"
-    )
+    add_markdown(parser)
     options = parser.parse_args()
     rows = table(options.rate, options.duration, options.seeds, options.processes)
     options_given = (
@@ -211,7 +192,7 @@ def main() -> None:
     text = markdown(rows, f"python -m benchmarks.papers.fastserve_jct {options_given}")
     wrong = broken(rows)
     if options.markdown:
-        put_section(options.markdown, text)
+        put_section(options.markdown, "fastserve_jct", "FastServe: completion times", text)
     if options.json:
         named = [{"policy": name, "swapping": swap, **row} for (name, swap), row in rows.items()]
         print(json.dumps({"rows": named, "broken": wrong}))

@@ -1,28 +1,28 @@
-"""What a scheduler gains that knows each worker's own laws, over one that takes all workers of a
-fleet for the same.
+"""What the scheduler gains from each worker's own laws in a fleet of unlike workers.
 
     python -m benchmarks.papers.fleet_gain TRACE [--first N] [--requests N] [--loads 0.5 0.8 1.2]
 
-An H200 and two A100s serve Llama-3.1-8B, by the analytic fits that ship: nothing of it was measured
-on a GPU. Workers take what their own laws say and hold what their own memory holds. The scheduler
-believes one of three things:
+Takes @@. Needs a trace, such as azure-2023-conv.csv of the Azure Public Dataset.
+
+One H200 and two A100s serve Llama-3.1-8B by the analytic fits that ship; nothing was measured on a
+GPU. Simulated workers take the time of their own laws and hold what their own memory holds. The
+scheduler believes one of three things:
 
 - own: each worker's laws and memory;
-- slowest: that all are A100s, in speed and in memory;
-- mean: that all are as fast as the mean of the three, and hold what an A100 does, or batches would
-  not fit.
+- slowest: all workers are A100s, in speed and in memory;
+- mean: all workers are as fast as the mean of the three, and hold as much as an A100, since larger
+  batches would not fit.
 
-Beside them stands the best static split that a search finds, for these requests, by mean E2E: the
-H200 and the A100s with a scheduler each, and a share of the requests, from 30 to 85 %, for the
-H200: the shortest, the longest, or any.
+Beside them stands the best static split that a search finds for these requests, by mean E2E: the
+H200 and the A100s have a scheduler each, and 30 to 85 % of the requests go to the H200: the
+shortest, the longest, or random ones.
 
-Load 1 is the throughput of a backlog of the same requests under `slice` with own laws. Whatever is
-believed meets the same requests; arrivals are the trace's, scaled in time.
+Load 1 is the throughput of a backlog of the same requests under `slice` with own laws. Every belief
+gets the same requests; arrivals are the trace's, scaled in time.
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
@@ -31,6 +31,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.common.command import make_parser
 from toolkit.files.fit import Fit
 from toolkit.files.io import fit_path, read_file
 from toolkit.metrics import Served, summarize
@@ -182,14 +183,14 @@ def rows(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("trace", type=Path)
     parser.add_argument("--first", type=int, default=6000)
     parser.add_argument("--requests", type=int, default=6000)
     parser.add_argument("--loads", type=float, nargs="+", default=[0.5, 0.8, 1.2])
-    parser.add_argument("--policies", nargs="+", default=list(POLICIES), choices=list(POLICIES))
+    parser.add_argument(
+        "--policies", nargs="+", default=list(POLICIES), choices=list(POLICIES), metavar="POLICY"
+    )
     arguments = parser.parse_args()
     fits = {name: read_file(Fit, fit_path(name)) for name in KINDS}
     world = fleet(

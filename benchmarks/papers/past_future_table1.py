@@ -1,31 +1,34 @@
-"""Past-Future's Table 1, ours beside the paper's, as an ordinary simulation with a clock that
-counts decode steps.
+"""Table 1 of the Past-Future paper in the simulator, beside the paper's figures.
 
-    python -m benchmarks.papers.past_future_table1 [--seeds 5] [--processes 2] [--json] [--markdown docs/results.md]
+    python -m benchmarks.papers.past_future_table1 [--seeds 5] [--processes 2]
 
-The world is `unit-step` of `llmctl simulate`, so each row is also a command; the first trace and
-row of D3:
+Takes @@. Needs nothing but the package.
 
-    llmctl trace generate --out D3.jsonl --backlog 3000 --prompt uniform:2048:4096 --output uniform:32:4096 --seed 0
-    llmctl simulate --trace D3.jsonl --fit unit-step --set capacity_tokens=120000 --policy past-future-oracle --seed 0
+The clock counts decode steps: it is the world `unit-step` of `llmctl simulate`, so each row is also
+a command. The first trace and row of D3:
 
-3,000 requests all wait from the start, lengths are uniform between the bounds below. `conservative`
-is told throughout that outputs end at 4,096 tokens; for D2, where they end at 5,000, the others are
-told so: `--max-new-tokens 5000`. The exit status is 1 if a row is outside the tolerances.
+    llmctl trace generate --out D3.jsonl --backlog 3000 --prompt uniform:2048:4096 \\
+        --output uniform:32:4096 --seed 0
+    llmctl simulate --trace D3.jsonl --fit unit-step --set capacity_tokens=120000 \\
+        --policy past-future-oracle --seed 0
+
+3,000 requests wait from the start; their lengths are uniform between the bounds below.
+`conservative` assumes everywhere that outputs end at 4,096 tokens. For D2, whose outputs end at
+5,000 tokens, the others assume that: `--max-new-tokens 5000`. The exit code is 1 if a row is
+outside the tolerances.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
+from benchmarks.common.command import add_markdown, make_parser
 from benchmarks.common.results_file import put_section
 from toolkit.sched.policies.parameters import Value
 from toolkit.sim.api import simulate
@@ -179,15 +182,11 @@ def markdown(rows: Sequence[Row], seeds: int) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--json", action="store_true")
-    parser.add_argument(
-        "--markdown", type=Path, help="file whose section is written, as docs/results.md"
-    )
+    add_markdown(parser)
     options = parser.parse_args()
     rows = table(options.seeds, options.processes)
     text = markdown(rows, options.seeds)

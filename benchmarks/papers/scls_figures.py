@@ -1,29 +1,30 @@
-"""The SCLS paper's tables and figures in the simulator: what it says beside what comes out.
+"""Tables and figures of the SCLS paper in the simulator, beside the paper's figures.
 
-    python -m benchmarks.papers.scls_figures [--seeds 3] [--processes 2] [--markdown docs/results.md]
+    python -m benchmarks.papers.scls_figures [--seeds 3] [--processes 2]
 
-The paper's trace is not public, nor are its fitted laws. Here, as in the independent simulation
-whose gains stand beside: Poisson arrivals for 600 s, prompts lognormal(400, 1), outputs
-lognormal(120, 0.75), both up to 1,024 tokens (`llmctl trace generate --seed K` without other
-options); 8 workers; laws for transformers that give both times of Fig. 11, and 33,792 tokens of KV
-cache; assumed laws for DeepSpeed, and its Algorithm 2. The rates and slice lengths are ours, since
-the figures' axes are not in the paper's text. Tokens reach clients with their batch, as in the
-paper.
+Takes @@. Needs nothing but the package.
 
-ILS (DeepSpeed-FastGen) is `conservative` on DeepSpeed's laws, which pad as a paged engine would
-not. How many tokens its cache held is not in the paper: once it has the 22,528 that Algorithm 2
-allows at most, once 33,792.
+The paper's trace and its fitted laws are not public. The setting here is that of the independent
+simulation whose gains stand beside: Poisson arrivals for 600 s, prompts lognormal(400, 1), outputs
+lognormal(120, 0.75), both up to 1,024 tokens (the defaults of `llmctl trace generate --seed K`); 8
+workers; laws for transformers that give both times of Fig. 11, and 33,792 tokens of KV cache;
+assumed laws for DeepSpeed, and the paper's Algorithm 2. The rates and slice lengths are ours, since
+the text of the paper does not give the figures' axes. Tokens reach clients with their batch, as in
+the paper.
+
+ILS (DeepSpeed-FastGen) is `conservative` on DeepSpeed's laws, which include padding; a paged engine
+would not pad. The paper does not say how many tokens its cache held: ILS runs once with the 22,528
+that Algorithm 2 allows at most, and once with 33,792.
 """
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
-from pathlib import Path
 from statistics import fmean
 
+from benchmarks.common.command import add_markdown, make_parser
 from benchmarks.common.results_file import put_section
 from toolkit.estimators.laws import SegmentedLaw, bilinear_law
 from toolkit.estimators.memory import PAPER_DEEPSPEED_RULES, RuleMemory, ZetaMemory
@@ -239,14 +240,10 @@ def report(found: Mapping[Case, Metrics], seeds: int) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument(
-        "--markdown", type=Path, help="file whose section is written, as docs/results.md"
-    )
+    add_markdown(parser)
     options = parser.parse_args()
     text = report(run_all(CASES, options.seeds, options.processes), options.seeds)
     if options.markdown:

@@ -1,20 +1,20 @@
-"""How fast the simulator is, on one core, loop only (no reading, no metrics); and what the loop's
-time goes into.
+"""Requests per second that the simulator's loop handles on one core, by policy.
 
     python -m benchmarks.papers.simulator_speed TRACE [--workers 8] [--repeats 5] [--million]
 
-The world is the SCLS paper's: LLaMA2-13B's laws on transformers (Fig. 11), 33,792 KV tokens per
-worker, outputs up to 1,024 tokens. Times are processor time, since other processes may share the
-core. The aims are for `azure-2023-conv.csv` of the Azure Public Dataset (19,366 requests). Memory
-is what the loop allocates and holds at most, over the first 4,000 requests, and with outputs,
-memory and time four times as long. vLLM's own scheduler runs on a law of passes with the same
-coefficients and 2,112 blocks of 16 tokens, one engine per worker. `--million` also runs a million
-requests, the trace over and over.
+Takes @@. Needs a trace. The aims are for azure-2023-conv.csv of the Azure Public Dataset (19,366
+requests).
+
+Reading the trace and computing metrics are not counted. The world is the SCLS paper's: the laws of
+LLaMA2-13B on transformers (Fig. 11), 33,792 KV tokens per worker, outputs up to 1,024 tokens. Times
+are processor time, since other processes may share the core. Memory is the peak of what the loop
+allocates, over the first 4,000 requests, and again with outputs, memory and time four times as
+long. vLLM's own scheduler runs on a law of passes with the same coefficients and 2,112 blocks of 16
+tokens, one engine per worker. `--million` also runs a million requests, the trace repeated.
 """
 
 from __future__ import annotations
 
-import argparse
 import resource
 import statistics
 import tracemalloc
@@ -27,6 +27,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.common.command import make_parser
 from toolkit.estimators.laws import bilinear_law
 from toolkit.estimators.memory import ZetaMemory
 from toolkit.estimators.steps import StepLaw
@@ -189,9 +190,7 @@ def print_vllm(trace: Trace, workers: int, repeats: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("trace", type=Path)
     parser.add_argument("--workers", type=int, default=8)
     parser.add_argument("--repeats", type=int, default=5)

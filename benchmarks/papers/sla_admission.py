@@ -1,25 +1,26 @@
-"""Past-Future with and without knowledge of time: goodput where decode time binds, and where memory
-does.
+"""Goodput of Past-Future with and without latency targets, where time or memory is the bound.
 
     python -m benchmarks.papers.sla_admission [--seconds 300] [--seeds 3] [--processes 2]
 
+Takes @@. Needs nothing but the package.
+
 Goodput is requests per second with TTFT <= 10 s and no gap over 1.5 s (the paper's limits for 7B
-and 13B). Four workers, inputs lognormal(400, 1), outputs lognormal(120, 0.75), both within 1..1024.
-`only` means that the other limit is off. Two worlds, each at several rates:
-- time: memory for 200,000 tokens, of which a decode step reads each in 12 us: at 125,000 tokens a
+and 13B). Four simulated workers, inputs lognormal(400, 1), outputs lognormal(120, 0.75), both
+within 1..1024 tokens. `only` means that the other limit is off. Two worlds, each at three rates:
+- time: memory for 200,000 tokens; a decode step reads each in 12 us, so that at 125,000 tokens a
   step takes 1.5 s;
-- memory: 12,000 tokens and prompts of 1 us per token: memory is full long before a step takes 0.2
-  s.
+- memory: memory for 12,000 tokens, and prefills of 1 us per token; memory is full long before a
+  step takes 0.2 s.
 """
 
 from __future__ import annotations
 
-import argparse
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 
 import numpy as np
 
+from benchmarks.common.command import make_parser
 from toolkit.estimators.laws import bilinear_law
 from toolkit.estimators.memory import ZetaMemory
 from toolkit.sched.policies import make_policy
@@ -78,9 +79,7 @@ def simulated(world: str, rate_rps: float, run: str, seconds: float, seed: int) 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--seconds", type=float, default=300.0)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--processes", type=int, default=2)

@@ -1,22 +1,24 @@
-"""SCLS on continuous batching beside other schedulers: balance, throughput and goodput on a
-heavy-tailed trace.
+"""SCLS on continuous batching beside other policies: balance, throughput and goodput.
 
-    python -m benchmarks.papers.slice_continuous [--rate 20] [--seconds 300] [--seeds 3] [--processes 2]
+    python -m benchmarks.papers.slice_continuous [--rate 20] [--seconds 300] [--seeds 3]
 
-The SCLS paper's world: 8 workers with 33,792 tokens each, inputs lognormal(400, 1), outputs
-lognormal(120, sigma), both within 1..1024, and clients that allow 1024. `slice` has padded batches,
-the others pay for the real lengths. Goodput is of requests with TTFT <= 10 s and no gap over 1.5 s;
-CT STD is the spread of the times at which workers were done.
+Takes @@. Needs nothing but the package.
+
+The SCLS paper's world with heavy-tailed outputs: 8 simulated workers with 33,792 tokens each,
+inputs lognormal(400, 1), outputs lognormal(120, sigma), both within 1..1024 tokens, and clients
+that allow 1,024 tokens. `slice` has padded batches; the other policies pay for the real lengths.
+Goodput counts requests with TTFT <= 10 s and no gap over 1.5 s. CT STD is the standard deviation of
+the times at which the workers finished.
 """
 
 from __future__ import annotations
 
-import argparse
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 
 import numpy as np
 
+from benchmarks.common.command import make_parser
 from toolkit.estimators.laws import bilinear_law
 from toolkit.estimators.memory import ZetaMemory
 from toolkit.sched.policies import make_policy
@@ -90,9 +92,7 @@ def simulated(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--rate", type=float, default=20.0, help="requests per second")
     parser.add_argument("--seconds", type=float, default=300.0)
     parser.add_argument("--seeds", type=int, default=3)

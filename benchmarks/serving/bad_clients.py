@@ -1,12 +1,12 @@
-"""Clients that stop reading and clients that go away: what the others notice, and how soon their
-places are free.
+"""Clients that stop reading, and clients that disconnect: the cost for other clients.
 
     python -m benchmarks.serving.bad_clients [--clients 16] [--stalled 64] [--leaving 30]
 
-Fake engines in two workers, 4 ms a step. First streams alone and then the same beside streams whose
-clients never read, alternating; then clients that leave in the middle of a stream, one after the
-other, and the time until the server runs nothing any more (`llmctl_requests_running`), held against
-the longest batch.
+Takes @@. Needs nothing but the package: two workers with fake engines, 4 ms a step.
+
+First streams run alone and beside streams whose clients never read, in turns. Then clients
+disconnect in the middle of a stream, one after the other; measured is the time until the server
+runs no request (`llmctl_requests_running`), beside the longest batch. Prints one JSON object.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from pathlib import Path
 import httpx
 import psutil
 
+from benchmarks.common.command import make_parser
 from benchmarks.common.raw_client import request, send
 from benchmarks.common.serving import Server, fake_plan
 
@@ -105,9 +106,7 @@ async def measure(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--clients", type=int, default=16)
     parser.add_argument("--stalled", type=int, default=64)
     parser.add_argument("--leaving", type=int, default=30)

@@ -1,15 +1,13 @@
-"""What `make demo` printed, for docs: a picture of what it held and found, and a shortened
-transcript.
+"""The demo's output for the docs: a picture of its tables, and a shortened transcript.
 
     make demo 2>&1 | tee demo.log; python -m benchmarks.serving.demo_page demo.log
 
-writes docs/demo.svg and docs/demo.md. Nothing is edited but what is left out, which the transcript
-marks by dots.
+Takes seconds after `make demo`, which takes about five minutes. Writes docs/demo.svg and
+docs/demo.md. The transcript marks what is left out by dots; nothing else is edited.
 """
 
 from __future__ import annotations
 
-import argparse
 import io
 import re
 from collections.abc import Iterator, Sequence
@@ -19,6 +17,7 @@ from rich.console import Console
 from rich.text import Text
 
 from benchmarks.common import ROOT
+from benchmarks.common.command import make_parser
 
 DOCS = ROOT / "docs"
 DOTS = "..."
@@ -100,7 +99,7 @@ def read(path: Path) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = make_parser(__doc__)
     parser.add_argument("log", type=Path)
     parser.add_argument("--about", default="On two shared virtual cores (AMD EPYC), no GPU.")
     given = parser.parse_args()

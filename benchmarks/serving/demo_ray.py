@@ -1,12 +1,13 @@
-"""`make demo-ray`: serve on a Ray cluster of two nodes on this machine, lose one under load, and
-lose no request.
-
-The nodes are two raylets, each with one worker of a tiny Llama on the CPU, started and ended here,
-with a token of their own; nothing is downloaded. The same requests are replayed three times:
-against workers in processes, against Ray, and against Ray while a node is killed, with all that
-runs on it, and another joins later.
+"""`make demo-ray`: serve on a Ray cluster of two nodes, kill one under load, lose no request.
 
     python -m benchmarks.serving.demo_ray [--out DIR] [--plan PLAN] [--rate R] [--seconds S]
+
+Takes a few minutes. Needs Ray (`pip install 'llmctl[ray]'`); nothing is downloaded.
+
+The nodes are two raylets on this machine, each with one worker of a tiny Llama on the CPU. The
+benchmark starts and ends them, with a token of their own. The same requests are replayed three
+times: against workers in processes, against Ray, and against Ray while one node is killed with all
+its processes and another node joins later.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from typing import Any
 import psutil
 import typer
 
+from benchmarks.common.command import make_parser
 from toolkit.bench.predict import counts
 from toolkit.cli.arguments import open_recipe
 from toolkit.cli.demo import Stages
@@ -240,9 +242,7 @@ def demo(arguments: argparse.Namespace) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument(
         "--out", type=Path, default=Path("demo-out/ray"), help="folder for the files of all stages"
     )

@@ -1,17 +1,18 @@
-"""SIGTERM at a random moment under load, round after round: what became of every request, and how
-the server ended.
+"""SIGTERM at a random moment under load: the fate of every request, and how the server ends.
 
     python -m benchmarks.serving.drain [--rounds 20] [--notice 0.3] [--timeout 20] [--seed 0]
 
-Fake engines in two workers; 48 clients, each with a connection of its own per request, stream
-requests of random lengths one after the other. A request is accepted when its answer begins with
-200; it fails if it then does not end with all its tokens. With a short `--timeout` what is left
-must get a final error and `[DONE]` instead.
+Takes @@. Needs nothing but the package: two workers with fake engines.
+
+48 clients stream requests of random lengths, one after the other, each on a new connection. A
+request is accepted when its answer begins with 200; it fails if it then does not end with all its
+tokens. With a `--timeout` below 5 s the requests that are left must get a final error and `[DONE]`
+instead. Prints one JSON object; the exit code is 1 if a request failed or the server did not exit
+with 0.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import random
@@ -21,6 +22,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
+from benchmarks.common.command import make_parser
 from benchmarks.common.raw_client import request, send
 from benchmarks.common.serving import Server, fake_plan
 
@@ -89,9 +91,7 @@ async def one_round(server: Server, rng: random.Random) -> tuple[Counter[str], f
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--notice", type=float, default=0.3)
     parser.add_argument("--timeout", type=float, default=20.0)

@@ -1,16 +1,16 @@
-"""What the front process costs: its CPU time per streamed token, with fake engines in two worker
-processes.
+"""CPU time of the front process per streamed token and per event.
 
     python -m benchmarks.serving.front_cpu [--clients 32] [--tokens 200] [--step-ms 20]
 
+Takes @@. Needs nothing but the package: two worker processes with fake engines.
+
 Clients are raw sockets, so that the figure is the server's. A worker reports its steps every 50 ms;
-a slower step means fewer tokens per event, so more events per token. Worker processes are not
-counted: their engine is not one.
+a slower step means fewer tokens per event, hence more events per token. Worker processes are not
+counted, since their engine computes nothing.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import subprocess
@@ -20,6 +20,7 @@ from pathlib import Path
 
 import psutil
 
+from benchmarks.common.command import make_parser
 from benchmarks.common.raw_client import request, send
 from benchmarks.common.serving import fake_plan
 
@@ -38,9 +39,7 @@ async def crowd(port: int, clients: int, tokens: int) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--clients", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=200)
     parser.add_argument("--step-ms", type=float, default=20.0)

@@ -1,11 +1,11 @@
-"""Our server with granian in uvicorn's place, for `front_stream.py --granian`: a measurement, not a
-way to serve.
+"""Our server on granian instead of uvicorn, for `front_stream --granian`: not a way to serve.
 
-    GRANIANS_PYTHON benchmarks/serving/front_granian.py PLAN.json
+    PYTHON-WITH-GRANIAN -m benchmarks.serving.front_granian PLAN.json
 
-The application, the scheduler and the workers are ours, on the same event loop; granian's Rust
-runtime accepts, parses and writes. What `toolkit/serve/http.py` and `server.py` promise is missing:
-bounded heads, errors in the API's words, the order of the end.
+Runs until it gets a signal. The application, the scheduler and the workers are ours, on the same
+event loop; granian's Rust runtime accepts, parses and writes. The guarantees of
+`toolkit/serve/http.py` and `server.py` are missing: bounded heads, errors in the API's form, the
+order of shutdown.
 """
 
 from __future__ import annotations
@@ -14,13 +14,11 @@ import asyncio
 import json
 import signal
 import socket
-import sys
 from pathlib import Path
 
-from granian.constants import Interfaces
-from granian.server.embed import Server
 from starlette.types import ASGIApp
 
+from benchmarks.common.command import read_words
 from toolkit.files.io import read_file
 from toolkit.files.plan import Plan
 from toolkit.serve import launch
@@ -31,6 +29,9 @@ from toolkit.serve.http import BACKLOG
 
 async def serve(driver: Driver, app: ASGIApp, listener: socket.socket, *_: object) -> None:
     """In place of `toolkit.serve.server.serve`; ends at once with SIGTERM."""
+    from granian.constants import Interfaces
+    from granian.server.embed import Server
+
     host, port = listener.getsockname()[:2]
     listener.close()  # granian opens its own
     server = Server(
@@ -53,7 +54,8 @@ async def serve(driver: Driver, app: ASGIApp, listener: socket.socket, *_: objec
 
 
 def main() -> None:
-    plan = read_file(Plan, Path(sys.argv[1]))
+    (path,) = read_words(__doc__, "PLAN.json")
+    plan = read_file(Plan, Path(path))
     launch.serve = serve  # type: ignore[assignment,attr-defined]
     launch.launch(launch.Launch(plan, make_settings(plan), "127.0.0.1", 0), lambda _: None)
 

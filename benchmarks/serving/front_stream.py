@@ -1,20 +1,22 @@
-"""What the front streams, beside bare endpoints on the same server software, in one run.
+"""Tokens per second that the front streams, beside bare endpoints on the same server software.
 
-    python -m benchmarks.serving.front_stream [--clients 128] [--tokens 64] [--repeats 5] [--granian PYTHON]
+    python -m benchmarks.serving.front_stream [--clients 128] [--tokens 64] [--repeats 5]
 
-`ours` is the whole server with a fake engine that takes no time, in two worker processes; `ours,
-every step` the same where workers report each step at once, so that hardly any tokens share an
-event. The bare endpoints give one event per token and know nothing: FastAPI's StreamingResponse
-over an asynchronous generator that writes OpenAI's chunk with `json.dumps`, and a raw ASGI
-application with the bytes ready; both on uvicorn with uvloop and httptools, FastAPI's also on
-asyncio and h11, and, with `--granian`, ours and both bare ones on granian, which that interpreter
-has. In each repeat every server is asked once, in another order. Clients are raw sockets in a
-process of their own.
+Takes @@. Needs nothing but the package; `--granian PYTHON` adds servers on granian, which that
+interpreter has.
+
+`ours` is the whole server with a fake engine that takes no time, in two worker processes. `ours,
+every step` is the same server with workers that report each step at once, so that hardly any tokens
+share an event. The bare endpoints send one event per token and have no scheduler: FastAPI's
+StreamingResponse over an asynchronous generator that writes OpenAI's chunk with `json.dumps`, and a
+raw ASGI application with the bytes ready. Both run on uvicorn with uvloop and httptools, FastAPI
+also on asyncio and h11. With `--granian`, ours and both bare ones run on granian, too. In each
+repeat every server is asked once, in another order. Clients are raw sockets in a process of their
+own.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import random
@@ -31,6 +33,7 @@ from typing import NamedTuple
 import httpx
 import psutil
 
+from benchmarks.common.command import make_parser
 from benchmarks.common.raw_client import request, send
 from benchmarks.common.serving import fake_plan
 
@@ -189,9 +192,7 @@ def start_all(folder: str, granian: str | None) -> list[Served]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--clients", type=int, default=128)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=5)

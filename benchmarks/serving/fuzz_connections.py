@@ -1,21 +1,22 @@
-"""20,000 connections of clients that keep to no rule, and what the server is like after them.
+"""20,000 connections of clients that break every rule, and the server's state after them.
 
-    python -m benchmarks.serving.fuzz_connections [--connections 20000] [--idle 2000] [--seed 0] [--out fuzz.json]
+    python -m benchmarks.serving.fuzz_connections [--connections 20000] [--idle 2000] [--seed 0]
 
-A server of its own with two workers and fake engines. Each connection is one of: requests behind
-each other, good, torn and streamed ones; upgrades; trailers; a side ended somewhere; answers left
-unread; a client that leaves; one that stops in the middle of a request; large bodies, torn as well.
-So many idle connections are open all the while. What comes back is read as strictly as HTTP allows.
+Takes @@. Needs nothing but the package: a server with two workers and fake engines.
 
-Afterwards all clients fall silent, without closing, for longer than the longest timer. Exit code 1
-for an answer that is no HTTP, or none of a 2xx, a 4xx or a deliberate 503 in the API's words; a
-line on the server's stderr; a connection that is still there; a request that still runs; more than
-50 MiB that were not there at the beginning.
+Each connection is one of: pipelined requests, good, torn and streamed ones; upgrades; trailers; a
+side that ends at a random place; answers left unread; a client that disconnects; one that stops in
+the middle of a request; large bodies, torn as well. `--idle` connections stay open meanwhile. The
+answers are parsed as strictly as HTTP allows.
+
+Afterwards all clients stay silent, without closing, for longer than the longest timer. The exit
+code is 1 for an answer that is not HTTP, or neither a 2xx, a 4xx nor a deliberate 503 in the API's
+form; a line on the server's stderr; a connection that is still open; a request that still runs;
+more than 50 MiB of growth.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import random
@@ -33,6 +34,7 @@ import httpx
 import psutil
 
 from benchmarks.common import fuzzing
+from benchmarks.common.command import make_parser
 from benchmarks.common.serving import Server, fake_plan
 from toolkit.serve import http as wire
 
@@ -297,9 +299,7 @@ def rss_mib(front: psutil.Process) -> float:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--connections", type=int, default=20_000)
     parser.add_argument("--idle", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=0)

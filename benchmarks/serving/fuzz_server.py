@@ -1,19 +1,19 @@
-"""20,000 requests that try to get the server to do what it should not: by its own schema, at
-random, byte by byte.
+"""20,000 requests, valid, invalid and torn: every answer must be a documented one.
 
     python -m benchmarks.serving.fuzz_server [--requests 20000] [--seed 0] [--out fuzz.json]
 
-Four kinds, a quarter each: requests that the server's OpenAPI document allows and ones that it
-forbids (schemathesis), bodies near good ones (hypothesis), all three into the application in this
-process; and torn bytes through sockets to a server of its own with two workers. The engine is a
-fake, so that the figure is the front's. It prints statuses by kind and every answer that is none of
-a 2xx, a 4xx or a deliberate 503 in the API's words, or that a valid request got without being too
-long. Exit code 1 if there is one.
+Takes @@. Needs hypothesis and schemathesis (`pip install 'llmctl[dev]'`).
+
+Four kinds, a quarter each: requests that the server's OpenAPI document allows, and ones that it
+forbids (schemathesis); bodies near good ones (hypothesis); all three go to the application in this
+process. The fourth are torn bytes through sockets to a server with two workers. The engine is a
+fake, so that the figure is the front's. Prints the statuses by kind, and every answer that is
+neither a 2xx, a 4xx nor a deliberate 503 in the API's form, or that refuses a valid request which
+is not too long. The exit code is 1 if there is one.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import random
@@ -31,6 +31,7 @@ from hypothesis.strategies import SearchStrategy
 from schemathesis import GenerationMode
 
 from benchmarks.common import fuzzing
+from benchmarks.common.command import make_parser
 from benchmarks.common.serving import Client, Server, ToyWorkers, client, fake_plan
 
 AT_ONCE = 50
@@ -116,9 +117,7 @@ def torn(tally: Tally, count: int, seed: int) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--requests", type=int, default=20_000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="what was counted, as JSON")

@@ -1,18 +1,18 @@
-"""Which HTTP server keeps the promises of docs/reliability.md by itself, and what an event costs in
-each.
+"""Which HTTP servers keep the promises of docs/reliability.md, and their CPU time per event.
 
-    python -m benchmarks.serving.http_servers [--with PYTHON] [--repeats 5]
+    python -m benchmarks.serving.http_servers [--with PYTHON] [--repeats 20]
 
-The same raw ASGI application behind `toolkit/serve/http.py`, uvicorn with each of its parsers,
-granian and hypercorn (those that PYTHON, an interpreter with them and uvicorn, has). Each gets its
-own limits, set to two seconds and 64 KiB where it has them. Each line of the table is one thing
-that clients did to the server; `ok` is what a server in front of strangers should do, else it says
-what happened. Then 64 clients read streams of 64 events: CPU time of the server.
+Takes @@. Needs nothing but the package for ours and uvicorn; granian and hypercorn are measured
+where PYTHON, an interpreter that has them and uvicorn, is given.
+
+The same raw ASGI application runs behind `toolkit/serve/http.py`, uvicorn with each of its parsers,
+granian and hypercorn. Each gets its own limits, set to two seconds and 64 KiB where it has them.
+Each line is one attack by clients; `ok` is what a server that strangers can reach should do, else
+the line says what happened. Then 64 clients read streams of 64 events: CPU time of the server.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import os
@@ -29,6 +29,7 @@ from pathlib import Path
 import psutil
 
 from benchmarks.common import ROOT
+from benchmarks.common.command import make_parser
 
 APP = """
 import asyncio, json
@@ -79,7 +80,6 @@ async def app(scope, receive, send):
 """
 OURS = """
 import asyncio, socket, sys, uvloop
-sys.path.insert(0, {root!r})
 from app import app
 from toolkit.serve.http import HttpServer, WireLimits
 async def main():
@@ -346,25 +346,22 @@ def wait_for(port: int) -> bool:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument(
         "--with", dest="python", default=sys.executable, help="an interpreter that has the others"
     )
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--clients", type=int, default=64)
     options = parser.parse_args()
-    root = str(ROOT)
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "app.py").write_text(APP)
         for name in ("ours", *OTHERS):
             port = free_port()
             if name == "ours":
-                command = [sys.executable, "-c", OURS.format(port=port, root=root)]
+                command = [sys.executable, "-c", OURS.format(port=port)]
             else:
                 command = [options.python, *(part.format(port=port) for part in OTHERS[name])]
-            environment = os.environ | {"PYTHONPATH": folder}
+            environment = os.environ | {"PYTHONPATH": os.pathsep.join((folder, str(ROOT)))}
             null = subprocess.DEVNULL
             process = subprocess.Popen(
                 command, cwd=folder, env=environment, stdout=null, stderr=null

@@ -1,21 +1,21 @@
-"""kill -9 of a random worker under load, round after round: what every request got, held against
-the undisturbed text.
+"""Workers killed under load: every answer must equal the undisturbed one.
 
-    python -m benchmarks.serving.kill_workers [--rounds 100] [--signal KILL|STOP] [--plan plan.json] [--policy slice] [--seed 0]
-
-Without a plan, fake engines, whose next token is a hash of all before it: a token that was lost,
-doubled or made from something else changes all that follow. With one, the plan's real model, whose
-requests are greedy. 16 clients stream without a pause, each checks text and usage of every answer
-against what the same server said before the first kill. A round is: some tokens flow, one random
-worker gets the signal, and the server has as many workers as before again. Workers that are stopped
-(STOP) are as good as hung: the server has to notice, so `serve.hang_s` is 1 s there.
-
+    python -m benchmarks.serving.kill_workers [--rounds 100] [--signal KILL|STOP]
     python -m benchmarks.serving.kill_workers --mixed [--rounds 100]
 
-Each round does one of these at random: a worker is killed, is stopped, hangs while it loads (its
-predecessor is killed and it is stopped as soon as it is there), or hangs in its engine (a request
-makes it, and gets a deliberate 503); and in every fifth round the front is killed right after it:
-no process of it may be left after 10 s. Fake engines.
+Takes @@. Needs nothing but the package; `--plan plan.json` uses that plan's real model.
+
+Without a plan the engines are fakes whose next token is a hash of all tokens before it: a token
+that was lost, doubled or made from something else changes all that follow. With a plan its real
+model serves greedy requests. 16 clients stream without a pause; each compares text and usage of
+every answer with what the same server sent before the first kill. In a round some tokens flow, one
+random worker gets the signal, and the server restores its number of workers. A worker that is
+stopped (STOP) is as good as hung: the server has to notice, so `serve.hang_s` is 1 s there.
+
+With --mixed each round does one of these at random: a worker is killed, is stopped, hangs while it
+loads (its predecessor is killed and it is stopped as soon as it exists), or hangs in its engine (a
+request causes it, and gets a deliberate 503). In every fifth round the front is killed right after
+it: no process of it may be left after 10 s. The engines are fakes.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from pathlib import Path
 import httpx
 import psutil
 
+from benchmarks.common.command import make_parser
 from benchmarks.common.serving import Server, fake_plan
 from toolkit.files.io import read_file, write_file
 from toolkit.files.plan import Plan
@@ -268,9 +269,7 @@ async def run(server: Server, options: argparse.Namespace, rng: random.Random) -
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=100)
     parser.add_argument("--signal", choices=["KILL", "STOP"], default="KILL")
     parser.add_argument("--mixed", action="store_true")

@@ -1,16 +1,16 @@
-"""Does any one request of at most 8 MiB hold up the others? The worst bodies, and `/health` asked
-all the while.
+"""The longest delay of `/health` while one request with a body of up to 8 MiB is read.
 
     python -m benchmarks.serving.large_bodies [--only NAME]
 
-Fake engines in two workers. Each body is sent once, while another client asks `/health` every 2 ms;
-the table says how long the slowest of those answers took during the body, and during the second
-before it. Exit code 1 if one took longer than 50 ms.
+Takes @@. Needs nothing but the package: two workers with fake engines.
+
+Each of the worst bodies is sent once, while another client asks `/health` every 2 ms. The table has
+the slowest of those answers during the body, and during the second before it. The exit code is 1 if
+one took longer than 50 ms.
 """
 
 from __future__ import annotations
 
-import argparse
 import http.client
 import json
 import socket
@@ -24,6 +24,7 @@ from pathlib import Path
 
 import psutil
 
+from benchmarks.common.command import make_parser
 from benchmarks.common.serving import Server, fake_plan
 
 LARGEST = 8 << 20
@@ -124,9 +125,7 @@ def asked_all_the_while(address: tuple[str, int]) -> Iterator[list[float]]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--only", default="", help="those whose name has this in it")
     options = parser.parse_args()
     requests = {name: whole(*body) for name, body in bodies().items()}

@@ -1,31 +1,31 @@
-"""Predicted beside measured, online: every policy on a real model at several loads, and the same
-requests simulated.
+"""Policies on a live server at several loads, beside their predictions.
 
-    python -m benchmarks.serving.online_rebatch [--trace azure-2023-conv.csv] [--out runs/online] [--markdown docs/results.md]
+    python -m benchmarks.serving.online_rebatch [--trace azure-2023-conv.csv] [--out runs/online]
 
-One command for all of it; each step is an `llmctl` command, shown as it runs, and what is in --out
-is not done again:
+Takes an hour or more by default: a profile, a backlog, and a minute and more for each policy, load
+and repeat. Needs a quiet machine with two cores. The same command skips what --out already has;
+--report shows only what is there.
+
+Each step is an `llmctl` command, shown as it runs:
 
 1. The recipe with a KV budget so small that memory binds before the workers' time does (--kv-mib),
-   and with one worker,
-   so that the front and the client have a core of their own (--workers); its profile and fit.
-2. The capacity: requests per second that the recipe's own policy completes while all of a backlog
-   waits, live, between
-   a fifth and four fifths of its completions.
-3. For each policy and load, three times for the recipe's own policy: requests with the trace's
-   lengths, scaled to the
-   model, arrive as a Poisson process at that share of the capacity. `llmctl serve` serves them, `llmctl bench` sends
-   them, after a warm-up, and predicts them: by the laws, at the speed and with the front's delay that the warm-up
-   showed. All runs get the same requests in the same order.
+   and with one worker, so that the front and the client have a core of their own (--workers); its
+   profile and fit.
+2. The capacity: requests per second that the recipe's own policy completes on a live server while
+   all of a backlog waits, between a fifth and four fifths of its completions.
+3. For each policy and load (three times for the recipe's own policy) requests with the trace's
+   lengths, scaled to the model, arrive as a Poisson process at that share of the capacity. `llmctl
+   serve` serves them, `llmctl bench` sends them after a warm-up and predicts them by the laws, at
+   the speed and with the front's delay that the warm-up showed. All runs get the same requests in
+   the same order.
 
-A shared machine may change its speed between warm-up and replay, so the prediction in hindsight, at
-the speed that the replay's own batches had, stands beside: what is then left of its error is the
-simulator's and the laws'.
+A shared machine may change its speed between warm-up and replay. The prediction in hindsight, at
+the speed of the replay's own batches, therefore stands beside: the rest of its error belongs to the
+simulator and the laws.
 
-Evictions are caches that were dropped, from the server's event log; in the prediction, from the
-simulator. Goodput is of requests that meet --sla. A run during which other programs used more than
---quiet of the CPUs is not counted: the same command makes it again. --report only shows what is
-there.
+Evictions are dropped caches, from the server's event log; in the prediction, from the simulator.
+Goodput counts requests that meet --sla. A run during which other programs used more than --quiet of
+the CPUs does not count: the same command repeats it.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
+from benchmarks.common.command import add_markdown, make_parser
 from benchmarks.common.results_file import put_section
 from benchmarks.serving.online_table import Outcome, goodput, medians, table, verdict
 from benchmarks.serving.round_times import dropped, first_after, read_events
@@ -287,9 +288,7 @@ def text_of(lab: Lab, found: Sequence[Outcome], rate_rps: float, command: str) -
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--recipe", default="tiny-llama-cpu-rebatch")
     parser.add_argument("--kv-mib", type=float, default=16.0, help="KV budget of a worker")
     parser.add_argument("--workers", type=int, default=1, help="0: as many as the recipe has")
@@ -312,9 +311,7 @@ def main() -> None:
         "--minutes", type=float, default=60.0, help="begin no run later; the next command goes on"
     )
     parser.add_argument("--report", action="store_true", help="run nothing: show what is there")
-    parser.add_argument(
-        "--markdown", type=Path, help="file whose section is written, as docs/results.md"
-    )
+    add_markdown(parser)
     options = parser.parse_args()
     until_s = time.monotonic() + 60.0 * options.minutes
     lab = open_lab(options)

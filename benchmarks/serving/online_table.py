@@ -1,4 +1,4 @@
-"""Live runs beside their predictions, as Markdown: what benchmarks/serving/online_rebatch.py shows.
+"""Live runs beside their predictions as Markdown: the table of `online_rebatch`.
 
 Errors are the prediction's, 100 (predicted / measured - 1): as it was made before the replay, and
 in hindsight, at the replay's own speed.

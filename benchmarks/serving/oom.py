@@ -1,23 +1,23 @@
-"""An injected out-of-memory error in each n-th batch: what it costs, paired with runs that have
-none.
+"""The cost of an injected out-of-memory error in every n-th batch, beside runs without errors.
 
-    python -m benchmarks.serving.oom --plan plan.json [--policy slice] [--every 5] [--failures 2] [--requests 120] [--pairs 3]
+    python -m benchmarks.serving.oom --plan plan.json [--every 5] [--failures 2] [--pairs 3]
 
-The plan's real model in its workers. 24 clients ask for the same list of requests, of random
-prompts and lengths; a run is over when all have ended. Runs with and without errors alternate on
-servers of their own. Goodput is the tokens of requests that ended well per second of the run. How
-errors come about, and what --failures are, is in bench/oom_site/sitecustomize.py, which counts
-them; what the server noticed are its own counters.
+Takes @@. Needs a plan, such as demo-out/plan.json of `make demo`, and its model.
 
-Texts are greedy, and the same in all runs. Where one is not, the request and the first character
-that differs are named, and how far apart the two largest logits are there when the model computes
-that request alone. Logits that are nearer than `TIE` change places with the shape of a batch: such
-a difference is listed, any other makes the exit code 1.
+24 clients send the same list of requests, of random prompts and lengths, to the plan's workers; a
+run is over when all have ended. Runs with and without errors alternate, each on a server of its
+own. Goodput is the tokens of requests that ended well per second of the run. How errors are
+injected and counted, and what --failures means, is in oom_site/sitecustomize.py; what the server
+noticed is in its own counters.
+
+Texts are greedy, and equal in all runs. Where one is not, the benchmark names the request, the
+first character that differs, and how far apart the two largest logits are there when the model
+computes that request alone. Logits that are nearer than `TIE` change places with the shape of a
+batch: such a difference is listed, any other makes the exit code 1.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import math
@@ -34,6 +34,7 @@ from typing import NamedTuple
 import httpx
 
 from benchmarks.common import ROOT
+from benchmarks.common.command import make_parser
 from benchmarks.common.serving import Server
 from toolkit.engines.loading import load_model
 from toolkit.engines.tokenizer import load_tokenizer
@@ -161,9 +162,7 @@ def logits_apart(plan: Plan, ask: Ask, position: int) -> float:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--plan", type=Path, required=True)
     parser.add_argument("--policy")
     parser.add_argument("--set", action="append", default=[])

@@ -1,18 +1,18 @@
-"""Five times more than it can serve: who is refused, how fast, what those who are admitted get,
-what memory it takes.
+"""Overload, five times the capacity: refusals, their latency, targets kept, and memory.
 
-    python -m benchmarks.serving.overload [--plan plan.json] [--policy slice] [--seconds 30] [--times 5] [--seed 0]
+    python -m benchmarks.serving.overload [--seconds 30] [--times 5] [--plan plan.json]
 
-Without a plan, two workers with fake engines whose times are the fit's, so that the cores belong to
-the front and its clients. First a closed loop that nobody is turned away from gives the capacity;
-then Poisson arrivals at half of it, and at `--times` of it, once with admission by the recipe's
-targets and once without. Clients are raw sockets in this process; a refusal is timed from the
-connection's begin to the last byte of the answer.
+Takes @@: four runs of --seconds each. Needs nothing but the package.
+
+Without a plan two workers with fake engines take the fit's times, so that the cores belong to the
+front and its clients. First a closed loop without refusals gives the capacity. Then Poisson
+arrivals at half of it, and at `--times` of it, once with admission by the recipe's targets and once
+without. Clients are raw sockets in this process; a refusal is timed from the start of the
+connection to the last byte of the answer.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import math
@@ -26,6 +26,7 @@ from typing import Any
 
 import psutil
 
+from benchmarks.common.command import make_parser
 from benchmarks.common.raw_client import request, send
 from benchmarks.common.serving import Server, fake_plan
 from toolkit.files.io import read_file
@@ -161,9 +162,7 @@ def port_of(server: Server) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--plan", type=Path)
     parser.add_argument("--policy", default="slice")
     parser.add_argument("--set", action="append", default=[])

@@ -1,22 +1,24 @@
-"""Predicted beside measured under overload, on traces of unlike shape, with and without what
-arrivals cost.
+"""Predicted beside measured under overload, on traces of unlike shape.
 
-    python -m benchmarks.serving.overload_shapes --work DIR [--azure azure-2023-conv.csv] [--repeats 2] [SHAPE ...]
+    python -m benchmarks.serving.overload_shapes --work DIR [--azure FILE.csv] [SHAPE ...]
+
+Takes a profile and a fit, then a tuning for each shape, then about 10 s of replay and a warm-up for
+each shape and repeat. Needs a quiet machine; DIR keeps what was made, and it is used again.
 
 Shapes: `bursts` (short outputs, gaps with cv 3), `chat` (the shipped trace), `long` (long prompts
-and outputs) and `azure`. The tiny Llama is profiled and fitted once, and tuned for each shape; what
-is in DIR is used again. Each repeat serves the tuned plan and replays some 10 s of the trace at 2.5
-times what it is predicted to serve. The same warm-up gives two predictions: batches so many times
-as long as fitted, whatever arrives; and with what each request that arrives adds to the slices that
-run then (docs/bench.md). Errors are the prediction's, 100 (predicted / measured - 1).
+and outputs) and `azure`. The tiny Llama is profiled and fitted once, and tuned for each shape. Each
+repeat serves the tuned plan and replays some 10 s of the trace at 2.5 times the rate that it is
+predicted to serve. The same warm-up gives two predictions: with batches that take a constant factor
+of the fitted time, and with the cost that each arriving request adds to the slices that run then
+(docs/bench.md). Errors are the prediction's, 100 (predicted / measured - 1).
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 
+from benchmarks.common.command import make_parser
 from toolkit.bench.predict import ServerConditions, fitted, limits_of, predict
 from toolkit.cli.demo import Stages, overload
 from toolkit.cli.output import percent, table
@@ -102,7 +104,7 @@ def row(name: str, before: dict[str, float], report: BenchReport) -> list[object
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = make_parser(__doc__)
     parser.add_argument("shapes", nargs="*", default=[])
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--azure", default="azure-2023-conv.csv")

@@ -1,17 +1,17 @@
-"""The pictures of the docs: the report of a demo's folder, and the status page of its plan under
-load, light and dark.
+"""Pictures for the docs: the report of a demo, and the status page of its plan under load.
 
     python -m benchmarks.serving.pictures [DEMO_FOLDER]
 
-Writes docs/report-light.webp, report-dark.webp (the top of the page, 1200 by 834),
+Takes about two minutes. Needs Chromium at /usr/bin/chromium, playwright, and the folder of `make
+demo`.
+
+Writes docs/report-light.webp and report-dark.webp (the top of the page, 1200 by 834), and
 status-light.webp and status-dark.webp (the whole page, 1280 wide). The server gets 10 requests a
-second for 100 s; half a minute before the pictures one of its workers is killed. Needs Chromium at
-/usr/bin/chromium, and playwright. Takes about two minutes.
+second for 100 s; one of its workers is killed half a minute before the pictures.
 """
 
 from __future__ import annotations
 
-import argparse
 import base64
 import signal
 import subprocess
@@ -25,6 +25,7 @@ import psutil
 from playwright.sync_api import sync_playwright
 
 from benchmarks.common import ROOT
+from benchmarks.common.command import make_parser
 from toolkit.cli.demo import Stages
 
 DOCS = ROOT / "docs"
@@ -37,7 +38,7 @@ QUALITY = 90
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = make_parser(__doc__)
     parser.add_argument(
         "folder", type=Path, nargs="?", default=Path("demo-out"), help="of the demo's files"
     )

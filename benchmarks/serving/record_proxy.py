@@ -1,13 +1,15 @@
-"""What `llmctl trace record` costs: a fast stand-in server asked directly and through the recorder,
-alternating.
+"""The cost of `llmctl trace record`: throughput and latency with and without the recorder.
 
-    python -m benchmarks.serving.record_proxy [--clients 64] [--tokens 64] [--repeats 7] [--alone 400]
+    python -m benchmarks.serving.record_proxy [--clients 64] [--tokens 64] [--repeats 7]
 
-The stand-in is raw ASGI on uvicorn with its bytes ready: it answers as fast as such a server can,
-so that what the recorder takes shows. Streams have an event per token, written in one burst;
-`whole` answers are one JSON. Throughput is of a crowd of clients with a connection each; added
-latency of single requests after each other, on connections of their own. The trace is checked: as
-many lines as were asked through it, all counted.
+Takes @@. Needs nothing but the package.
+
+A stand-in server, raw ASGI on uvicorn with its bytes ready, is asked directly and through the
+recorder in turns. It answers as fast as such a server can, so that the recorder's share shows.
+Streams have an event per token, written in one burst; `whole` answers are one JSON. Throughput is
+that of a crowd of clients with a connection each; added latency is that of single requests, one
+after the other, on connections of their own. The trace is checked: it has as many lines as requests
+went through, all counted.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from typing import NamedTuple
 
 import psutil
 
+from benchmarks.common.command import make_parser
 from benchmarks.common.raw_client import request, send
 from benchmarks.serving.front_stream import free_port
 
@@ -148,9 +151,7 @@ def wait_for(port: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--clients", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=7)

@@ -1,21 +1,22 @@
-"""Where a server's rounds took other times than its laws say: by what happened in them, from the
-server's event log.
+"""Rounds of a server beside the time that its laws predict, from its event log.
 
     python -m benchmarks.serving.round_times PLAN.json EVENTS.jsonl [--from-request 120]
 
-`llmctl serve --event-log` writes every call and decision. Replayed into a fresh scheduler of the
-same plan, they say who was resident in each round, and so what the laws expect of it; how long it
-took is in the log. Rounds are grouped by whether somebody entered and by how many rows ran. Slices
-are left out.
+Takes seconds. Needs a plan of a continuous policy and the log of `llmctl serve --event-log`, which
+holds every call and decision.
+
+Replayed into a fresh scheduler of the same plan, the log tells which rows were resident in each
+round, and so the time that the laws expect; the log has the time that it took. Rounds are grouped
+by whether rows entered and by how many rows ran. Slices are left out.
 """
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.common.command import make_parser
 from toolkit.files.io import read_file
 from toolkit.files.plan import Plan
 from toolkit.sched.eventlog import CompleteRound, Event, Submit, Tick, from_lines, replay
@@ -117,9 +118,7 @@ def table(rounds: Iterable[RoundTime]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("plan", type=Path)
     parser.add_argument("events", type=Path)
     parser.add_argument(

@@ -1,24 +1,25 @@
-"""What a batch costs besides the engine, piece by piece, in microseconds: deciding, frames, and the
-step's report.
+"""Microseconds that a batch costs besides the engine: deciding, frames, and the step's report.
 
     python -m benchmarks.serving.scheduling_cost [--rows 32] [--repeats 300]
 
-Each piece alone in this process, the fastest of many runs, so a busy machine does not show;
-deciding is the median of 1,500 batches of a scheduler that always has requests waiting, `tick` and
-`complete` together. Not in it: system calls that wake the other process, the event loop, and text.
-What all of it takes on a live server is in its /metrics (docs/serving.md) and in what `llmctl
-bench` prints.
+Takes @@. Needs nothing but the package.
+
+Each piece runs alone in this process; the figure is the fastest of many runs, so that a busy
+machine does not show. Deciding is the median of 1,500 batches of a scheduler that always has
+requests waiting, `tick` and `complete` together. Not included: system calls that wake the other
+process, the event loop, and text. A live server reports its whole cost in /metrics
+(docs/serving.md), and `llmctl bench` prints it.
 """
 
 from __future__ import annotations
 
-import argparse
 import random
 import socket
 import statistics
 import time
 from collections.abc import Callable
 
+from benchmarks.common.command import make_parser
 from toolkit.engines.protocol import Round, RoundOutput, Row, SamplingParams, StepOutput
 from toolkit.estimators.laws import bilinear_law
 from toolkit.estimators.memory import ZetaMemory
@@ -132,9 +133,7 @@ class Server:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--rows", type=int, default=32)
     parser.add_argument("--repeats", type=int, default=300)
     options = parser.parse_args()

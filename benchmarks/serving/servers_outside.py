@@ -1,14 +1,15 @@
-"""Servers behind URLs, predicted and measured: transformers' `serve`, llmctl's own, llama.cpp's,
-through HTTP alone.
+"""Servers behind URLs, predicted beside measured: transformers' `serve`, llmctl's, llama.cpp's.
 
     python -m benchmarks.serving.servers_outside --work DIR --trace azure.csv --accelerate FOLDER
 
+Takes a profile and several replayed windows for each server. Needs a quiet machine, a trace, and
+accelerate for transformers' `serve`: `pip install --no-deps --target FOLDER accelerate`.
+
 Each server is started; then come `llmctl profile` of a recipe with `engine: {name: openai, url:
 ...}`, `fit`, `render`, and `llmctl validate` on windows of the trace, each predicted before it is
-replayed. Everything that was measured stays in DIR/SERVER. The model is the tiny Llama with random
-weights, one thread each. transformers' `serve` wants accelerate, which is nobody else's here: `pip
-install --no-deps --target FOLDER accelerate`. llmctl's own server needs a fit of its own to serve
-with; stage `prepare` makes it, and is not measured.
+replayed. All measurements stay in DIR/SERVER. The model is the tiny Llama with random weights, one
+thread each. llmctl's own server needs a fit of its own to serve with; the stage `prepare` makes it,
+and is not measured.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ import httpx
 from safetensors.numpy import load_file
 
 from benchmarks.common import ROOT
+from benchmarks.common.command import make_parser
 from benchmarks.common.gguf_file import write_llama
 from benchmarks.common.results_file import put_section
 from benchmarks.serving.servers_outside_table import about, between, table
@@ -344,9 +346,7 @@ def report(arguments: Arguments) -> str:
 
 def options(words: Sequence[str] | None = None) -> Arguments:
     """The command's, or those of `words`."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument(
         "--work", type=Path, required=True, help="a folder for all that is made and measured"
     )
@@ -354,7 +354,9 @@ def options(words: Sequence[str] | None = None) -> Arguments:
     parser.add_argument(
         "--accelerate", type=Path, default=Path(), help="the folder that has accelerate"
     )
-    parser.add_argument("--servers", nargs="+", choices=SERVERS, default=["transformers", "llmctl"])
+    parser.add_argument(
+        "--servers", nargs="+", choices=SERVERS, metavar="NAME", default=["transformers", "llmctl"]
+    )
     parser.add_argument(
         "--llama-server",
         type=Path,
@@ -372,7 +374,7 @@ def options(words: Sequence[str] | None = None) -> Arguments:
         "--seed", type=int, default=0, help="of the windows' places and the prompts"
     )
     parser.add_argument("--port", type=int, default=8771, help="of servers that take no free one")
-    parser.add_argument("--stages", nargs="+", choices=STAGES, default=list(STAGES))
+    parser.add_argument("--stages", nargs="+", choices=STAGES, metavar="NAME", default=list(STAGES))
     parser.add_argument("--write", type=Path, help="a file of results whose section is replaced")
     found = parser.parse_args(words)
     found.work, found.trace, found.accelerate = (

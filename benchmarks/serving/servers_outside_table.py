@@ -1,6 +1,4 @@
-"""The tables of `servers_outside.py`: every window measured beside predicted, and predicted once
-more in hindsight.
-"""
+"""The tables of `servers_outside`: windows measured beside predicted, also in hindsight."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""How long `llmctl --help` and each command's help take to start, beside an empty Python. Aim:
-under 0.4 s each.
+"""Start time of `llmctl --help` and of each command's help, beside an empty Python.
 
-Run: python -m benchmarks.serving.startup [ROUNDS]. The commands take turns within each round, so that a busy
-moment hits all alike.
+    python -m benchmarks.serving.startup [--rounds 5]
+
+Takes @@. Needs nothing but the package. The aim is less than 0.4 s each. The commands alternate
+within each round, so that a busy moment affects all alike.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import subprocess
 import sys
 import time
 
+from benchmarks.common.command import make_parser
 from toolkit.cli.main import COMMANDS
 from toolkit.cli.output import note, progress, table
 
@@ -26,7 +28,9 @@ def measure(words: list[str]) -> float:
 
 
 def main() -> None:
-    rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 5
+    parser = make_parser(__doc__)
+    parser.add_argument("--rounds", type=int, default=5)
+    rounds: int = parser.parse_args().rounds
     cases = {"(empty python)": ["-c", "pass"], "llmctl --help": ["-m", "toolkit", "--help"]}
     cases |= {f"llmctl {name} --help": ["-m", "toolkit", name, "--help"] for name in COMMANDS}
     samples: dict[str, list[float]] = {name: [] for name in cases}
