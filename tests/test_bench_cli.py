@@ -154,7 +154,7 @@ def test_a_replay_in_which_nothing_was_served_fails(capsys, tmp_path, trace):
         code, _, err = llmctl(capsys, "--url", server.url, "--trace", trace, "--out", out)
     assert code == 1
     assert "5 requests failed: HTTP 503: busy" in err
-    assert "error: not one of 5 requests was served" in err
+    assert "error: none of 5 requests was served" in err
     assert json.loads(out.read_text())["failures"] == {"HTTP 503: busy": 5}
 
 
@@ -314,7 +314,8 @@ def test_another_rate_than_the_plan_was_tuned_for_is_said(capsys, tmp_path, trac
             50,
         )
     assert (
-        "the plan was tuned for 50 requests/s, and this replays 100; its promise: --rate 50" in err
+        "the plan was tuned for 50 requests/s, and this replays 100; for the tuned rate: --rate 50"
+        in err
     )
     assert "its promise" not in same
 

@@ -168,7 +168,7 @@ def test_ctrl_c_prints_what_is_done(stage, capsys, monkeypatch):
     found = json.loads(out)
     assert found["interrupted"]
     assert [run["policy"] for run in found["runs"]] == ["slice"]
-    assert "interrupted: 1 of 2 runs are done, and shown" in err
+    assert "interrupted: 1 of 2 runs are finished and shown" in err
 
 
 def test_one_who_stalls_does_not_stop_the_others(stage, capsys, monkeypatch):
@@ -254,7 +254,7 @@ def test_a_list_that_names_nothing_is_refused(
         )
         == 2
     )
-    assert f"{option} ',': it names nothing" in capsys.readouterr().err
+    assert f"{option} ',': the list is empty" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["simulate", "compare"])

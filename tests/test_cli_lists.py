@@ -11,7 +11,7 @@ from commands import llmctl
 from test_cli_main import HEAVY
 
 from toolkit.cli import completion
-from toolkit.cli.serve_start import HERE, MANAGED
+from toolkit.cli.serve_start import IN_PROCESS, MANAGED
 from toolkit.cli.stage import open_stage
 from toolkit.deploy.render import TARGETS
 from toolkit.files.io import shipped_fits
@@ -105,7 +105,7 @@ def test_the_shell_is_offered_what_ships_and_files_here(tmp_path: Path) -> None:
         (completion.traces, shipped_traces()),
         (completion.policy, KNOWN),
         (completion.rendered_targets, TARGETS),
-        (completion.served_targets, HERE + MANAGED),
+        (completion.served_targets, IN_PROCESS + MANAGED),
     ],
 )
 def test_what_is_offered_is_what_there_is(

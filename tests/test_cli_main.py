@@ -253,7 +253,7 @@ def test_another_pipe_that_breaks_is_a_bug(
         raise BrokenPipeError
 
     command(fail)
-    with pytest.raises(RuntimeError, match="not stdout"):
+    with pytest.raises(RuntimeError, match="other than stdout"):
         main.run(["schema"])
 
 
@@ -265,5 +265,5 @@ def test_a_full_disk_under_stdout_is_one_line() -> None:
     assert done.returncode == 1
     assert done.stderr.splitlines() == [
         "error: the output: No space left on device",
-        "hint: make room, and run it again",
+        "hint: free some space, and repeat",
     ]

@@ -82,9 +82,7 @@ def test_check_shows_a_diff_and_writes_nothing(capsys: pytest.CaptureFixture[str
     out, err = capsys.readouterr()
     assert "--- core/deployment.yaml (there)\n+++ core/deployment.yaml (rendered)\n" in out
     assert "-  replicas: 1\n+  replicas: 3\n" in out
-    assert err.startswith(
-        "error: kubernetes differs from what would be rendered: EXPLAIN.md, core/deployment.yaml"
-    )
+    assert err.startswith("error: kubernetes is out of date: EXPLAIN.md, core/deployment.yaml")
     assert contents("kubernetes") == before
 
 
@@ -189,7 +187,7 @@ def test_a_plan_needs_a_target_and_a_recipe_a_fit(capsys: pytest.CaptureFixture[
     assert render() == 2
     assert render(source="tiny-llama-cpu") == 2
     errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error")]
-    assert errors == ["error: plan.json is a plan already", "error: a recipe alone is no plan"]
+    assert errors == ["error: plan.json is already a plan", "error: a recipe needs its fit"]
 
 
 @pytest.mark.parametrize("target", ["local", "systemd", "compose", "kubernetes", "kuberay"])

@@ -89,9 +89,7 @@ def test_without_its_recipe_a_limit_is_asked_for(
     Path("recipe.yaml").unlink()
     assert llmctl(*command) == 2
     error, hint = capsys.readouterr().err.splitlines()
-    assert error.startswith(
-        "error: fit.json: its recipe 'test', which says how long outputs may be"
-    )
+    assert error.startswith("error: fit.json: its recipe 'test', which limits the outputs")
     assert hint == "hint: name the recipe with --recipe, or give the limit with --max-new-tokens"
     assert scaling(command, capsys, "--max-new-tokens", "200")["max_new_tokens"] == 200
 

@@ -86,7 +86,7 @@ def test_status_shows_what_runs(
     out, err = capsys.readouterr()
     assert keyed.server.url[-5:] in out
     assert max(map(len, out.splitlines())) <= 80
-    assert "asks for the key" in err
+    assert "/metrics needs the key" in err
 
 
 def test_the_key_is_asked_for_and_remembered_nowhere(keyed: Keyed) -> None:
@@ -141,8 +141,8 @@ def test_a_killed_server_is_noticed(states: Path, capsys: pytest.CaptureFixture[
         process.kill()
     assert llmctl("status") == 1
     out, err = capsys.readouterr()
-    assert out == "no server runs here\n"
-    assert "is gone and did not end in order; forgotten" in err
+    assert out == "no server runs on this machine\n"
+    assert "is gone without an orderly shutdown; its record is removed" in err
     assert not list(states.glob("*.json"))
 
 
@@ -160,7 +160,7 @@ def test_a_process_number_of_another_is_not_stopped(capsys: pytest.CaptureFixtur
     assert llmctl("stop") == 2
     err = capsys.readouterr().err
     assert "old-8000" in err
-    assert "error: no server runs here" in err
+    assert "error: no server runs on this machine" in err
 
 
 @pytest.mark.usefixtures("states")
@@ -172,7 +172,9 @@ def test_several_are_not_stopped_at_once_unless_asked(capsys: pytest.CaptureFixt
             )
         )
     assert llmctl("stop") == 2
-    assert capsys.readouterr().err.splitlines()[0] == "error: 2 servers run here: a-1, b-2"
+    assert (
+        capsys.readouterr().err.splitlines()[0] == "error: 2 servers run on this machine: a-1, b-2"
+    )
     assert llmctl("stop", "c-3") == 2
     assert "error: no server 'c-3' runs here" in capsys.readouterr().err
 

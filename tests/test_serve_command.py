@@ -30,7 +30,7 @@ def plan(tmp_path: Path) -> str:
 
 
 def test_it_needs_a_plan(capsys: pytest.CaptureFixture[str]):
-    assert "there is no plan to serve" in fails(capsys)
+    assert "neither a plan nor a recipe with --fit is given" in fails(capsys)
     assert "hint: llmctl serve plan.json" in fails(capsys, "tiny-llama-cpu")
 
 
@@ -91,13 +91,13 @@ def test_a_fit_of_another_engine_is_refused_with_both_sides(
 
 
 def test_policy_parameters_and_workers_can_be_others_than_the_plans(plan: str):
-    from toolkit.cli.serve_start import changed
+    from toolkit.cli.serve_start import override
     from toolkit.files.io import read_file
     from toolkit.files.plan import Plan
 
     original = read_file(Plan, plan)
     assert original.policy.parameters["slice_tokens"] == 128
-    smaller = changed(original, None, ["slice_tokens=64"], 3)
+    smaller = override(original, None, ["slice_tokens=64"], 3)
     assert (smaller.policy.parameters["slice_tokens"], smaller.workers) == (64, 3)
-    other = changed(original, "sequence", ["batch_size=4"], None)
+    other = override(original, "sequence", ["batch_size=4"], None)
     assert (other.policy.name, other.policy.parameters["batch_size"]) == ("sequence", 4)

@@ -342,7 +342,7 @@ def test_one_key_and_several_contradict_each_other(tmp_path: Path, capsys):
         )
         == 2
     )
-    assert "there is an API key, and a file of keys" in capsys.readouterr().err
+    assert "an API key and a file of keys are given" in capsys.readouterr().err
 
 
 def test_openais_client_waits_as_long_as_it_is_told_and_gives_up_on_what_never_fits(

@@ -130,7 +130,10 @@ def test_nothing_of_vllm_is_left_when_llmctl_ends_killed_or_not(
     ("words", "message"),
     [
         (["--engine", "rebatch"], "--engine rebatch: this plan is for engine 'vllm'"),
-        (["--request-log", "x"], "--request-log: not with engine vllm, whose server is vLLM's own"),
+        (
+            ["--request-log", "x"],
+            "engine vllm does not support --request-log: its server is vLLM's own",
+        ),
         (["--host", "0.0.0.0"], "there is no API key"),
     ],
 )

@@ -2,8 +2,10 @@
 
     make demo 2>&1 | tee demo.log; python -m benchmarks.serving.demo_page demo.log
 
-Takes seconds after `make demo`, which takes about five minutes. Writes docs/demo.svg and
-docs/demo.md. The transcript marks what is left out by dots; nothing else is edited.
+Takes seconds. Needs the log of `make demo`, which takes about five minutes.
+
+Writes docs/demo.svg and docs/demo.md. Dots in the transcript mark what is left out; nothing else is
+edited.
 """
 
 from __future__ import annotations

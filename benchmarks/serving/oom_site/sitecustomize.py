@@ -1,4 +1,4 @@
-"""`benchmarks/serving/oom.py` puts this on workers' path: every n-th batch of several rows runs out of memory.
+"""`benchmarks.serving.oom` puts this on the workers' path: every n-th batch of several rows fails.
 
 It does so after a pass and not at its first allocation, so that what it had computed is to be
 computed again. In a round some passes in a row fail: with one of them, making it again helps; with
