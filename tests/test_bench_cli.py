@@ -92,7 +92,7 @@ def test_another_server_is_told_the_lengths_and_the_report_says_so(capsys, trace
     assert code == 0
     assert "predicted" not in out
     assert (
-        "replay: each request asks for exactly its output: the scheduler knows the lengths as limits"
+        "replay: each request's limit is exactly its output, so the scheduler knows the lengths"
         in err
     )
     assert sorted(body["max_tokens"] for body in server.bodies[1:]) == [3, 4, 5, 6, 7]
@@ -201,7 +201,7 @@ def test_a_server_that_does_not_hide_lengths_is_asked_for_exactly_the_outputs(ca
     assert sorted(body["max_tokens"] for body in (a, b, c, d, e)) == [3, 4, 5, 6, 7]
     assert all(body["ignore_eos"] for body in (a, b, c, d, e))
     assert (
-        "replay: each request asks for exactly its output: the scheduler knows the lengths as limits"
+        "replay: each request's limit is exactly its output, so the scheduler knows the lengths"
         in err
     )
 
@@ -235,7 +235,7 @@ def test_lengths_that_must_be_hidden_and_cannot_be_name_the_flag(capsys, trace):
     assert (code, out) == (2, "")
     assert "HTTP 400: 'llmctl_end_after' needs a server started with --allow-end-after" in err
     assert (
-        "hint: start it with: llmctl serve --allow-end-after; or leave --lengths hidden out" in err
+        "hint: start it with: llmctl serve --allow-end-after; or leave out --lengths hidden" in err
     )
     assert len(server.bodies) == 1
 

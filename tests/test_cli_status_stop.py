@@ -176,7 +176,7 @@ def test_several_are_not_stopped_at_once_unless_asked(capsys: pytest.CaptureFixt
         capsys.readouterr().err.splitlines()[0] == "error: 2 servers run on this machine: a-1, b-2"
     )
     assert llmctl("stop", "c-3") == 2
-    assert "error: no server 'c-3' runs here" in capsys.readouterr().err
+    assert "error: no server 'c-3' runs on this machine" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("states")

@@ -2,7 +2,7 @@
 
     python -m benchmarks.engines.padded_memory TRACE [--requests 2000] [--capacity 4096]
 
-Takes @@. Needs a trace.
+Takes seconds to minutes by --requests. Needs a trace.
 
 One worker of the engine `rebatch`: the tiny Llama's laws as fitted for
 recipes/tiny-llama-cpu-rebatch.yaml, rounded, and --capacity tokens of KV cache. The lengths are a

@@ -2,7 +2,7 @@
 
     python -m benchmarks.engines.swap_thread [--rounds 200] [--json]
 
-Takes @@. Needs nothing but the package.
+Takes about two minutes with five rounds. Needs nothing but the package.
 
 Wall seconds, medians over interleaved rounds: a step of 16 rows alone; the copy of one row out of
 the batch, then a step; and the same copy on another thread while the step runs, from a row that

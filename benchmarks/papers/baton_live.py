@@ -2,7 +2,7 @@
 
     python -m benchmarks.papers.baton_live [--rounds 3] [--out runs/baton-live.jsonl]
 
-Takes @@. Needs nothing but the package: a Llama of 15 million parameters with random weights on the
+Takes more than four minutes for one round of Table 2 on two shared, busy cores. Needs nothing but the package: a Llama of 15 million parameters with random weights on the
 CPU. On one thread the clock is the process's CPU time, which other programs disturb little. On more
 threads it is wall time, and the machine must be quiet.
 

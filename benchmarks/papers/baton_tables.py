@@ -2,7 +2,7 @@
 
     python -m benchmarks.papers.baton_tables [--seeds 10] [--markdown docs/results.md]
 
-Takes @@. Needs nothing but the package.
+Takes seconds. Needs nothing but the package.
 
 All queries wait from the start for one worker. Table 1: 120 queries, long-short, short-long and
 short-short (input-output) as 1 : 1 : 2 in random order; long is uniform(3600, 4400) tokens, short

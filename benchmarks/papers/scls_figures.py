@@ -2,7 +2,7 @@
 
     python -m benchmarks.papers.scls_figures [--seeds 3] [--processes 2]
 
-Takes @@. Needs nothing but the package.
+Takes half a minute per seed on two shared, busy cores. Needs nothing but the package.
 
 The paper's trace and its fitted laws are not public. The setting here is that of the independent
 simulation whose gains stand beside: Poisson arrivals for 600 s, prompts lognormal(400, 1), outputs

@@ -2,7 +2,7 @@
 
     python -m benchmarks.papers.simulator_speed TRACE [--workers 8] [--repeats 5] [--million]
 
-Takes @@. Needs a trace. The aims are for azure-2023-conv.csv of the Azure Public Dataset (19,366
+Takes minutes, by the length of the trace. Needs a trace. The aims are for azure-2023-conv.csv of the Azure Public Dataset (19,366
 requests).
 
 Reading the trace and computing metrics are not counted. The world is the SCLS paper's: the laws of

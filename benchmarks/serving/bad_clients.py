@@ -2,7 +2,7 @@
 
     python -m benchmarks.serving.bad_clients [--clients 16] [--stalled 64] [--leaving 30]
 
-Takes @@. Needs nothing but the package: two workers with fake engines, 4 ms a step.
+Takes about a minute. Needs nothing but the package: two workers with fake engines, 4 ms a step.
 
 First streams run alone and beside streams whose clients never read, in turns. Then clients
 disconnect in the middle of a stream, one after the other; measured is the time until the server

@@ -2,7 +2,7 @@
 
     python -m benchmarks.serving.front_cpu [--clients 32] [--tokens 200] [--step-ms 20]
 
-Takes @@. Needs nothing but the package: two worker processes with fake engines.
+Takes about half a minute. Needs nothing but the package: two worker processes with fake engines.
 
 Clients are raw sockets, so that the figure is the server's. A worker reports its steps every 50 ms;
 a slower step means fewer tokens per event, hence more events per token. Worker processes are not

@@ -2,7 +2,7 @@
 
     python -m benchmarks.serving.front_stream [--clients 128] [--tokens 64] [--repeats 5]
 
-Takes @@. Needs nothing but the package; `--granian PYTHON` adds servers on granian, which that
+Takes two minutes with one repeat on two shared, busy cores. Needs nothing but the package; `--granian PYTHON` adds servers on granian, which that
 interpreter has.
 
 `ours` is the whole server with a fake engine that takes no time, in two worker processes. `ours,

@@ -2,7 +2,7 @@
 
     python -m benchmarks.serving.fuzz_connections [--connections 20000] [--idle 2000] [--seed 0]
 
-Takes @@. Needs nothing but the package: a server with two workers and fake engines.
+Takes two and a half minutes with 300 connections, most of them silence. Needs nothing but the package: a server with two workers and fake engines.
 
 Each connection is one of: pipelined requests, good, torn and streamed ones; upgrades; trailers; a
 side that ends at a random place; answers left unread; a client that disconnects; one that stops in

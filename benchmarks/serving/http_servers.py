@@ -2,7 +2,7 @@
 
     python -m benchmarks.serving.http_servers [--with PYTHON] [--repeats 20]
 
-Takes @@. Needs nothing but the package for ours and uvicorn; granian and hypercorn are measured
+Takes about a minute with two repeats. Needs nothing but the package for ours and uvicorn; granian and hypercorn are measured
 where PYTHON, an interpreter that has them and uvicorn, is given.
 
 The same raw ASGI application runs behind `toolkit/serve/http.py`, uvicorn with each of its parsers,

@@ -2,7 +2,7 @@
 
     python -m benchmarks.serving.large_bodies [--only NAME]
 
-Takes @@. Needs nothing but the package: two workers with fake engines.
+Takes two to three minutes. Needs nothing but the package: two workers with fake engines.
 
 Each of the worst bodies is sent once, while another client asks `/health` every 2 ms. The table has
 the slowest of those answers during the body, and during the second before it. The exit code is 1 if

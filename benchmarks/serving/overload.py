@@ -2,7 +2,7 @@
 
     python -m benchmarks.serving.overload [--seconds 30] [--times 5] [--plan plan.json]
 
-Takes @@: four runs of --seconds each. Needs nothing but the package.
+Takes three to four minutes with --seconds 4, and four times --seconds in general. Needs nothing but the package.
 
 Without a plan two workers with fake engines take the fit's times, so that the cores belong to the
 front and its clients. First a closed loop without refusals gives the capacity. Then Poisson

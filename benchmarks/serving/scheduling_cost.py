@@ -2,7 +2,7 @@
 
     python -m benchmarks.serving.scheduling_cost [--rows 32] [--repeats 300]
 
-Takes @@. Needs nothing but the package.
+Takes about half a minute. Needs nothing but the package.
 
 Each piece runs alone in this process; the figure is the fastest of many runs, so that a busy
 machine does not show. Deciding is the median of 1,500 batches of a scheduler that always has

@@ -65,7 +65,7 @@ def command(
     max_new_tokens: MaxNewTokensOption = None,
     fit_lengths: FitLengthsOption = True,
     png: Annotated[
-        Path | None, typer.Option(help="Draw the plots to this file; needs llmctl[plot].")
+        Path | None, typer.Option(help="Draw the plots to this file; needs the extra 'plot'.")
     ] = None,
     seed: SeedOption = 0,
     as_json: JsonOption = False,
