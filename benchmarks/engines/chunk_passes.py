@@ -2,7 +2,8 @@
 
     python -m benchmarks.engines.chunk_passes [--repeats 7] [--json]
 
-Takes about a minute per repeat on two shared, busy cores. Needs nothing but the package: the tiny Llama on the engine `rebatch`.
+Takes about a minute per repeat on two shared, busy cores. Needs nothing but the package: the tiny
+Llama on the engine `rebatch`.
 
 Everything runs in one process, in its CPU time on one thread (the machine may be shared). Measured
 are whole prefills of N rows and L tokens, to which the law T(N, L) is fitted as `llmctl fit` does;
@@ -121,7 +122,8 @@ def main() -> None:
         print(json.dumps(table))
         return
     print(
-        "| N | columns | passes | sum ms | T(b) - T(a) + T(0): each % | sum % | T(b - a): each % | sum % |"
+        "| N | columns | passes | sum ms | T(b) - T(a) + T(0): each % | sum % | T(b -"
+        " a): each % | sum % |"
     )
     print("|---:|---:|---:|---:|---:|---:|---:|---:|")
     for line in table:

@@ -103,7 +103,8 @@ class System:
         line = self._process.stdout.readline()
         if not line:
             raise SystemExit(
-                f"{self.name} ended with exit code {self._process.wait()}; --verbose shows what it said"
+                f"{self.name} ended with exit code {self._process.wait()}; --verbose"
+                " shows what it said"
             )
         found: dict[str, Any] = json.loads(line)
         return found
@@ -158,11 +159,13 @@ def _round(systems: Sequence[System], size: str, work: Work) -> Run:
         for index, tokens in reply["outputs"].items():
             if len(tokens) != work.outputs[index]:
                 raise SystemExit(
-                    f"{system.name}: request {index} got {len(tokens)} tokens, not {work.outputs[index]}"
+                    f"{system.name}: request {index} got {len(tokens)} tokens, not"
+                    f" {work.outputs[index]}"
                 )
         reply["tokens"] = sum(len(tokens) for tokens in reply["outputs"].values())
         print(
-            f"{size} {system.name}: {rate(reply):.0f} tokens/s, {rate(reply, 'cpu_s'):.0f} per CPU s",
+            f"{size} {system.name}: {rate(reply):.0f} tokens/s,"
+            f" {rate(reply, 'cpu_s'):.0f} per CPU s",
             file=sys.stderr,
             flush=True,
         )
@@ -198,7 +201,8 @@ def table(
 ) -> str:
     """The rates of one size, and how many times as fast `rebatch` was in the same round."""
     lines = [
-        f"| system | tokens/{UNITS[clock]} | lowest to highest | rounds | rebatch is | same tokens |",
+        f"| system | tokens/{UNITS[clock]} | lowest to highest | rounds | rebatch is |"
+        " same tokens |",
         "|---|---:|---:|---:|---:|---:|",
     ]
     for name in order:
@@ -217,7 +221,8 @@ def table(
         equal = sum(systems[name]["equal"] for systems in found)
         compared = sum(run["compared"] for run in runs if name in run["systems"])
         lines.append(
-            f"| {name} | {statistics.median(rates):,.0f} | {min(rates):,.0f} to {max(rates):,.0f} | {len(rates)} "
+            f"| {name} | {statistics.median(rates):,.0f} | {min(rates):,.0f} to"
+            f" {max(rates):,.0f} | {len(rates)} "
             f"| {times} | {equal} of {compared} |"
         )
     return "\n".join(lines) + "\n"
@@ -240,7 +245,8 @@ def report(runs: Sequence[Run], options: argparse.Namespace) -> str:
         mine = [run for run in runs if run["size"] == size]
         if mine:
             parts.append(
-                f"A Llama of {size}, {mine[0]['requests']} requests, {mine[0]['tokens']:,} tokens:\n"
+                f"A Llama of {size}, {mine[0]['requests']} requests,"
+                f" {mine[0]['tokens']:,} tokens:\n"
             )
             parts += [table(mine, order, missing, options.clock), aims(mine, options.clock)]
     return "\n".join(parts)

@@ -117,7 +117,10 @@ def main() -> None:
     lines = table(scaled(trace, options.requests), options.capacity)
     print("\n".join(lines))
     if options.markdown:
-        command = f"python -m benchmarks.engines.padded_memory {options.trace.name} --requests {options.requests}"
+        command = (
+            f"python -m benchmarks.engines.padded_memory {options.trace.name}"
+            f" --requests {options.requests}"
+        )
         said = f"`{command} --capacity {options.capacity}`, simulated:\n\n"
         put_section(
             options.markdown,

@@ -2,7 +2,8 @@
 
     python -m benchmarks.engines.rebatch_step [--rounds 5] [--requests 200] [--json]
 
-Takes more than four minutes per round on two shared, busy cores. Needs nothing but the package: recipes/tiny-llama-cpu.yaml.
+Takes more than four minutes per round on two shared, busy cores. Needs nothing but the package:
+recipes/tiny-llama-cpu.yaml.
 
 Three tables, medians over interleaved rounds, in process CPU time on one thread (the machine may be
 shared):

@@ -258,9 +258,11 @@ def _about(folder: Path, recipe: Path) -> list[str]:
     windows = ", ".join(f"{one.requests}" for one in tuning.held_out_windows)
     facts = profile.engine
     return [
-        f"vLLM {facts.engine_version}, {profile.environment.processor}, {facts.threads} thread, {facts.dtype};"
+        f"vLLM {facts.engine_version}, {profile.environment.processor}, {facts.threads}"
+        f" thread, {facts.dtype};"
         f" {facts.capacity_tokens:,} tokens of KV cache; {tuning.request_rate_rps:.3g} requests/s;"
-        f" windows of {windows} requests. Targets: {sla}. Predicted gain, held out: {_gain(tuning)}. {flags}."
+        f" windows of {windows} requests. Targets: {sla}. Predicted gain, held out:"
+        f" {_gain(tuning)}. {flags}."
     ]
 
 

@@ -204,13 +204,17 @@ def main() -> None:
     }
     for k, at in differences.items():
         print(
-            f"workload {k}, pass {at}:\n  ours   {ours[k][at : at + 1]}\n  vLLM's {theirs[k][at : at + 1]}"
+            f"workload {k}, pass {at}:\n  ours   {ours[k][at : at + 1]}\n  vLLM's"
+            f" {theirs[k][at : at + 1]}"
         )
     preempted = sum(len(one["preempted"]) for passes in theirs for one in passes)
     chunks = sum(
         len({row[2] > 1 for row in one["rows"]}) > 1 for passes in theirs for one in passes
     )
-    counted = f"{sum(map(len, theirs)):,} passes, {preempted:,} preempted, {chunks:,} passes of chunks beside decodes"
+    counted = (
+        f"{sum(map(len, theirs)):,} passes, {preempted:,} preempted, {chunks:,}"
+        " passes of chunks beside decodes"
+    )
     print(f"{len(differences)} of {len(ours)} workloads differ; {counted}")
 
 

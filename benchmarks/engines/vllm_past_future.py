@@ -114,10 +114,13 @@ def report(work: dict[str, Any], found: dict[str, Any]) -> str:
     warm, outputs = work["warm"], work["outputs"][work["warm"] :]
     prompt = np.mean([len(tokens) for tokens in work["prompts"][warm:]])
     lines = [
-        f"vLLM {found['version']}, {found['processor']}, {work['threads']} thread, float32, a Llama of"
-        f" {found['parameters'] / 1e6:.0f} million random parameters; {len(outputs)} requests of {prompt:.0f} +"
+        f"vLLM {found['version']}, {found['processor']}, {work['threads']} thread,"
+        " float32, a Llama of"
+        f" {found['parameters'] / 1e6:.0f} million random parameters; {len(outputs)}"
+        f" requests of {prompt:.0f} +"
         f" {np.mean(outputs):.0f} tokens on average, limit {work['limit']}, after {warm} others; "
-        f"{work['clients']} clients; {found['capacity_tokens']:,} tokens of KV cache in blocks of {work['block_size']}."
+        f"{work['clients']} clients; {found['capacity_tokens']:,} tokens of KV cache in"
+        f" blocks of {work['block_size']}."
         f" Within limits: TTFT <= {work['ttft_s']:g} s and MTPOT <= {work['mtpot_s']:g} s.",
         "",
         "| scheduler | repeat | " + " | ".join(title for title, _ in COLUMNS.values()) + " |",
@@ -148,7 +151,8 @@ def report(work: dict[str, Any], found: dict[str, Any]) -> str:
     ratios = _ratios(found["runs"], own, ours)
     lines += [
         "",
-        f"`{ours}` over {own}, repeat by repeat: goodput {ratios['goodput']}, tokens/s {ratios['tokens_per_s']}."
+        f"`{ours}` over {own}, repeat by repeat: goodput {ratios['goodput']}, tokens/s"
+        f" {ratios['tokens_per_s']}."
         f" {found['equal']} of {found['compared']} requests have the same tokens in all runs.",
         "",
     ]

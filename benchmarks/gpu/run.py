@@ -198,7 +198,8 @@ def _say_what_will_be_done(runs: Sequence[Run]) -> None:
         left = _left(run)
         limit_s = sum(stage.allowed_s(quick=run.quick) for stage in left)
         print(
-            f"{run.folder}: {len(left)} of {len(STAGES)} stages to go, at most {limit_s / 60:.0f} min",
+            f"{run.folder}: {len(left)} of {len(STAGES)} stages to go, at most"
+            f" {limit_s / 60:.0f} min",
             flush=True,
         )
 

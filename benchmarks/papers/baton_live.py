@@ -2,9 +2,10 @@
 
     python -m benchmarks.papers.baton_live [--rounds 3] [--out runs/baton-live.jsonl]
 
-Takes more than four minutes for one round of Table 2 on two shared, busy cores. Needs nothing but the package: a Llama of 15 million parameters with random weights on the
-CPU. On one thread the clock is the process's CPU time, which other programs disturb little. On more
-threads it is wall time, and the machine must be quiet.
+Takes more than four minutes for one round of Table 2 on two shared, busy cores. Needs nothing but
+the package: a Llama of 15 million parameters with random weights on the CPU. On one thread the
+clock is the process's CPU time, which other programs disturb little. On more threads it is wall
+time, and the machine must be quiet.
 
 The queries are those of `benchmarks.papers.baton_tables`, which simulates the same tables. Table 1:
 long-short, short-long and short-short queries as 1 : 1 : 2, the first 32 of the 120; with 4 rows
@@ -256,7 +257,8 @@ def report(lines: Sequence[Mapping[str, Any]]) -> str:
     counts = sorted({len(found) for found in runs.values()})
     rounds = " to ".join(map(str, {counts[0]: 0, counts[-1]: 0}))
     text = [
-        f"`python -m benchmarks.papers.baton_live`: medians of {rounds} rounds; ratios are the paper's / ours.",
+        f"`python -m benchmarks.papers.baton_live`: medians of {rounds} rounds; ratios"
+        " are the paper's / ours.",
         "",
     ]
     for table, paper in TABLES:
@@ -280,7 +282,8 @@ def seconds_of(runs: Mapping[Key, Sequence[Mapping[str, Any]]], key: Key) -> flo
 
 
 HEAD = (
-    "| rows | method | seconds | lowest to highest | tokens/s | speed over static batching | peak MiB "
+    "| rows | method | seconds | lowest to highest | tokens/s | speed over static"
+    " batching | peak MiB "
     "| queries whose tokens differ |"
 )
 
@@ -307,7 +310,8 @@ def row_of(
         mine != others for mine, others in zip(found[0]["tokens"], static[0]["tokens"], strict=True)
     )
     return (
-        f"| {size} | {method} | {seconds:.2f} | {min(times):.2f} to {max(times):.2f} | {tokens / seconds:,.0f} "
+        f"| {size} | {method} | {seconds:.2f} | {min(times):.2f} to {max(times):.2f} |"
+        f" {tokens / seconds:,.0f} "
         f"| {gain}{static_s / seconds:.2f} | {found[0]['peak_mib']:.1f} | {differ} |"
     )
 

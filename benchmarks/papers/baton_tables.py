@@ -213,7 +213,8 @@ def report(seeds: int) -> str:
         "|---:|---|---:|---:|---:|",
     ]
     lines = [
-        f"Paper / ours, the mean of {seeds} seeds; assumed laws. `python -m benchmarks.papers.baton_tables`",
+        f"Paper / ours, the mean of {seeds} seeds; assumed laws. `python -m"
+        " benchmarks.papers.baton_tables`",
         "",
     ]
     lines += [
@@ -237,7 +238,8 @@ def report(seeds: int) -> str:
     most = f"{most_gained_in_pairs(seeds):.2f}"
     lines += [
         "",
-        f"The most that re-batching could gain with 2 rows, in any order of Table 2's outputs: {most}.",
+        "The most that re-batching could gain with 2 rows, in any order of Table 2's"
+        f" outputs: {most}.",
     ]
     return "\n".join(lines) + "\n"
 

@@ -2,7 +2,8 @@
 
     python -m benchmarks.papers.fastserve_jct [--seeds 8] [--rate 4.5] [--duration 150]
 
-Takes 3 s with one seed and 60 s of arrivals, on two shared, busy cores. Needs nothing but the package.
+Takes 3 s with one seed and 60 s of arrivals, on two shared, busy cores. Needs nothing but the
+package.
 
 One simulated worker of 16 rows and 40,000 tokens of KV cache, a host with room for 200,000 tokens,
 and a link of 1 ms and 30,000 tokens/s each way (25 GB/s at 0.82 MB per token, a 13-billion model in
@@ -159,7 +160,8 @@ def broken(rows: Mapping[tuple[str, str], Mapping[str, float]]) -> list[str]:
     for (name, swap), row in rows.items():
         if "MLFQ" in name and row["longest_wait_s"] > STARVATION_S + row["longest_round_s"]:
             found.append(
-                f"{name}, {swap}: somebody waited {row['longest_wait_s']:.2f} s; the limit is {STARVATION_S} s"
+                f"{name}, {swap}: somebody waited {row['longest_wait_s']:.2f} s; the"
+                f" limit is {STARVATION_S} s"
             )
     return found
 

@@ -2,7 +2,8 @@
 
     python -m benchmarks.papers.fleet_gain TRACE [--first N] [--requests N] [--loads 0.5 0.8 1.2]
 
-Takes seconds to minutes by --requests. Needs a trace, such as azure-2023-conv.csv of the Azure Public Dataset.
+Takes seconds to minutes by --requests. Needs a trace, such as azure-2023-conv.csv of the Azure
+Public Dataset.
 
 One H200 and two A100s serve Llama-3.1-8B by the analytic fits that ship; nothing was measured on a
 GPU. Simulated workers take the time of their own laws and hold what their own memory holds. The
@@ -219,7 +220,8 @@ def main() -> None:
     ]
     print(f"{n:,} requests; a backlog of them is served at {capacity_rps:.1f} requests/s\n")
     print(
-        "| policy | load | believed | throughput/s | goodput/s | E2E mean s | E2E p95 s | TTFT mean s |"
+        "| policy | load | believed | throughput/s | goodput/s | E2E mean s | E2E p95 s"
+        " | TTFT mean s |"
     )
     print("|---|---|---|---|---|---|---|---|")
     for name in arguments.policies:

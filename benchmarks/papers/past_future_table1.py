@@ -168,9 +168,11 @@ def table(seeds: int, processes: int) -> list[Row]:
 def markdown(rows: Sequence[Row], seeds: int) -> str:
     """The table, in the paper's order: its figure, then ours."""
     lines = [
-        f"Paper / ours, the mean of {seeds} seeds. `python -m benchmarks.papers.past_future_table1`",
+        f"Paper / ours, the mean of {seeds} seeds. `python -m"
+        " benchmarks.papers.past_future_table1`",
         "",
-        "| data | method | decoding steps | consumed memory % | future required memory % | evicted requests % |",
+        "| data | method | decoding steps | consumed memory % | future required memory"
+        " % | evicted requests % |",
         "|---|---|---:|---:|---:|---:|",
     ]
     for row in rows:

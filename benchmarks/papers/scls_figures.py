@@ -221,8 +221,10 @@ def report(found: Mapping[Case, Metrics], seeds: int) -> str:
     """All tables."""
     together, apart = figure_11()
     parts = [
-        f"Simulated, the mean of {seeds} traces. `python -m benchmarks.papers.scls_figures`; its docstring has the setting.",
-        f"Fig. 11: together {together:.1f} s, apart {apart:.1f} s; the laws were chosen to give 13.5 and 7.6.",
+        f"Simulated, the mean of {seeds} traces. `python -m"
+        " benchmarks.papers.scls_figures`; its docstring has the setting.",
+        f"Fig. 11: together {together:.1f} s, apart {apart:.1f} s; the laws were chosen"
+        " to give 13.5 and 7.6.",
         "What SCLS changes, in percent (section 5.2, Fig. 12 and 13):",
         gains_table(found),
         "Against the arrival rate (Fig. 12, 13, 14 and 17):",

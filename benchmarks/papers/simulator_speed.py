@@ -2,8 +2,8 @@
 
     python -m benchmarks.papers.simulator_speed TRACE [--workers 8] [--repeats 5] [--million]
 
-Takes minutes, by the length of the trace. Needs a trace. The aims are for azure-2023-conv.csv of the Azure Public Dataset (19,366
-requests).
+Takes minutes, by the length of the trace. Needs a trace. The aims are for azure-2023-conv.csv of
+the Azure Public Dataset (19,366 requests).
 
 Reading the trace and computing metrics are not counted. The world is the SCLS paper's: the laws of
 LLaMA2-13B on transformers (Fig. 11), 33,792 KV tokens per worker, outputs up to 1,024 tokens. Times
@@ -155,7 +155,8 @@ def microseconds(call: Callable[[], object], repeats: int = 2000) -> float:
 def print_policies(trace: Trace, workers: int, repeats: int) -> None:
     head = first(trace, TRACED_REQUESTS)
     print(
-        "| policy | requests/s | best | aim | batches or rounds per request | peak memory of the loop | outputs x4 |"
+        "| policy | requests/s | best | aim | batches or rounds per request | peak"
+        " memory of the loop | outputs x4 |"
     )
     print("|---|---:|---:|---:|---:|---:|---:|")
     for policy in (name for name in POLICIES if name not in ORACLES):
@@ -185,7 +186,8 @@ def print_vllm(trace: Trace, workers: int, repeats: int) -> None:
         rates.append(len(trace) / (process_time() - start_s))
     passes = ledger.rounds / len(trace)
     print(
-        f"| vllm | {statistics.median(rates):,.0f} | {max(rates):,.0f} | | {passes:.2f} passes | | |"
+        f"| vllm | {statistics.median(rates):,.0f} | {max(rates):,.0f} | | {passes:.2f}"
+        " passes | | |"
     )
 
 
@@ -201,7 +203,8 @@ def main() -> None:
     print_policies(trace, options.workers, options.repeats)
     print_vllm(trace, options.workers, options.repeats)
     print(
-        f"\nPast-Future, one decision at batch 256: {microseconds(past_future_decision(256)):.1f} us (aim 20)"
+        "\nPast-Future, one decision at batch 256:"
+        f" {microseconds(past_future_decision(256)):.1f} us (aim 20)"
     )
     print(
         f"Algorithm 1 for 1,000 requests: {microseconds(algorithm_1(1000)) / 1000:.3f} ms (aim 0.5)"
@@ -212,7 +215,8 @@ def main() -> None:
         peak_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024  # KiB, on Linux
         print(
             f"conservative, {len(long):,} requests in one run: {one.seconds:.1f} s, "
-            f"{len(long) / one.seconds:,.0f} requests/s; the process at its largest: {peak_mb:,.0f} MiB"
+            f"{len(long) / one.seconds:,.0f} requests/s; the process at its largest:"
+            f" {peak_mb:,.0f} MiB"
         )
 
 

@@ -2,7 +2,8 @@
 
     python -m benchmarks.papers.sla_admission [--seconds 300] [--seeds 3] [--processes 2]
 
-Takes half a minute with 60 s of arrivals and one seed, on two shared, busy cores. Needs nothing but the package.
+Takes half a minute with 60 s of arrivals and one seed, on two shared, busy cores. Needs nothing but
+the package.
 
 Goodput is requests per second with TTFT <= 10 s and no gap over 1.5 s (the paper's limits for 7B
 and 13B). Four simulated workers, inputs lognormal(400, 1), outputs lognormal(120, 0.75), both

@@ -2,7 +2,8 @@
 
     python -m benchmarks.papers.slice_continuous [--rate 20] [--seconds 300] [--seeds 3]
 
-Takes 18 s with 60 s of arrivals and one seed, on two shared, busy cores. Needs nothing but the package.
+Takes 18 s with 60 s of arrivals and one seed, on two shared, busy cores. Needs nothing but the
+package.
 
 The SCLS paper's world with heavy-tailed outputs: 8 simulated workers with 33,792 tokens each,
 inputs lognormal(400, 1), outputs lognormal(120, sigma), both within 1..1024 tokens, and clients

@@ -172,11 +172,13 @@ class Replay:
         running = counts(target)["llmctl_requests_running"]
         killed = nodes.kill()
         print(
-            f"  {KILL_AT * self._seconds:.0f} s in: killed a node, {killed} processes; {running:.0f} requests ran"
+            f"  {KILL_AT * self._seconds:.0f} s in: killed a node, {killed} processes;"
+            f" {running:.0f} requests ran"
         )
         _wait(lambda: bench.poll() is not None or counts(target)["llmctl_workers_alive"] == 1)
         print(
-            f"  {time.monotonic() - began_s:.0f} s in: the server knows; their requests run on the other node"
+            f"  {time.monotonic() - began_s:.0f} s in: the server knows; their requests"
+            " run on the other node"
         )
         nodes.join()
         print(f"  {time.monotonic() - began_s:.0f} s in: another node has joined")

@@ -2,7 +2,8 @@
 
     python -m benchmarks.serving.drain [--rounds 20] [--notice 0.3] [--timeout 20] [--seed 0]
 
-Takes about half a minute per round on two shared, busy cores. Needs nothing but the package: two workers with fake engines.
+Takes about half a minute per round on two shared, busy cores. Needs nothing but the package: two
+workers with fake engines.
 
 48 clients stream requests of random lengths, one after the other, each on a new connection. A
 request is accepted when its answer begins with 200; it fails if it then does not end with all its

@@ -59,7 +59,8 @@ def main() -> None:
     used_s = after.user + after.system - before.user - before.system
     total = options.clients * options.tokens
     print(
-        f"{total:,} tokens in {events:,} events: {1e6 * used_s / total:.1f} us of front CPU per token, ",
+        f"{total:,} tokens in {events:,} events: {1e6 * used_s / total:.1f} us of front"
+        " CPU per token, ",
         end="",
     )
     print(f"{1e6 * used_s / events:.0f} us per event, {total / used_s:,.0f} tokens per CPU second")

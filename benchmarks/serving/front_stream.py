@@ -2,8 +2,8 @@
 
     python -m benchmarks.serving.front_stream [--clients 128] [--tokens 64] [--repeats 5]
 
-Takes two minutes with one repeat on two shared, busy cores. Needs nothing but the package; `--granian PYTHON` adds servers on granian, which that
-interpreter has.
+Takes two minutes with one repeat on two shared, busy cores. Needs nothing but the package;
+`--granian PYTHON` adds servers on granian, which that interpreter has.
 
 `ours` is the whole server with a fake engine that takes no time, in two worker processes. `ours,
 every step` is the same server with workers that report each step at once, so that hardly any tokens
@@ -212,7 +212,8 @@ def main() -> None:
     bare = [run.tokens_per_s for run in runs["FastAPI on uvicorn"]]
     total = options.clients * options.tokens
     print(
-        f"{options.clients} clients, {options.tokens} tokens each, medians; % of bare FastAPI, paired"
+        f"{options.clients} clients, {options.tokens} tokens each, medians; % of bare"
+        " FastAPI, paired"
     )
     for name, found in runs.items():
         shares = [100 * run.tokens_per_s / other for run, other in zip(found, bare, strict=True)]
@@ -220,7 +221,10 @@ def main() -> None:
         cpu_us = 1e6 * statistics.median(run.front_cpu_s for run in found)
         rate = statistics.median(run.tokens_per_s for run in found)
         ours = f"{statistics.median(shares):5.0f} % ({min(shares):.0f} to {max(shares):.0f})"
-        cost = f"{events:6,.0f} events {cpu_us / events:5.0f} us CPU per event {cpu_us / total:5.1f} per token"
+        cost = (
+            f"{events:6,.0f} events {cpu_us / events:5.0f} us CPU per event"
+            f" {cpu_us / total:5.1f} per token"
+        )
         print(f"{name:28} {rate:8,.0f} tokens/s {ours} {cost}")
 
 

@@ -2,7 +2,8 @@
 
     python -m benchmarks.serving.fuzz_connections [--connections 20000] [--idle 2000] [--seed 0]
 
-Takes two and a half minutes with 300 connections, most of them silence. Needs nothing but the package: a server with two workers and fake engines.
+Takes two and a half minutes with 300 connections, most of them silence. Needs nothing but the
+package: a server with two workers and fake engines.
 
 Each connection is one of: pipelined requests, good, torn and streamed ones; upgrades; trailers; a
 side that ends at a random place; answers left unread; a client that disconnects; one that stops in
@@ -342,7 +343,8 @@ def main() -> int:
         f"{begin_mib:.1f} MiB before, {most_mib:.1f} at the last connection, {end_mib:.1f} after"
     )
     print(
-        f"{options.connections:,} connections, seed {options.seed}: {len(wrong)} things that should not be; {memory}"
+        f"{options.connections:,} connections, seed {options.seed}: {len(wrong)} things"
+        f" that should not be; {memory}"
     )
     print("\n".join(wrong[:20]))
     if options.out:

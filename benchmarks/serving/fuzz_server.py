@@ -2,7 +2,8 @@
 
     python -m benchmarks.serving.fuzz_server [--requests 20000] [--seed 0] [--out fuzz.json]
 
-Takes about 50 minutes on two shared, busy cores. Needs hypothesis and schemathesis (`pip install 'llmctl[dev]'`).
+Takes about 50 minutes on two shared, busy cores. Needs hypothesis and schemathesis (`pip install
+'llmctl[dev]'`).
 
 Four kinds, a quarter each: requests that the server's OpenAPI document allows, and ones that it
 forbids (schemathesis); bodies near good ones (hypothesis); all three go to the application in this
@@ -132,12 +133,14 @@ def main() -> int:
     for kind, (strategy, ask) in kinds.items():
         generated(kind, strategy, ask, tally, share, options.seed)
         print(
-            f"{kind:8} {dict(sorted(tally.statuses[kind].items()))}  {time.monotonic() - begin_s:.0f} s",
+            f"{kind:8} {dict(sorted(tally.statuses[kind].items()))} "
+            f" {time.monotonic() - begin_s:.0f} s",
             flush=True,
         )
     torn(tally, options.requests - 3 * share, options.seed)
     print(
-        f"{'bytes':8} {dict(sorted(tally.statuses['bytes'].items()))}  {time.monotonic() - begin_s:.0f} s"
+        f"{'bytes':8} {dict(sorted(tally.statuses['bytes'].items()))} "
+        f" {time.monotonic() - begin_s:.0f} s"
     )
     total = sum(map(Counter.total, tally.statuses.values()))
     print(f"{total:,} requests, seed {options.seed}: {len(tally.wrong)} answers that should not be")

@@ -2,8 +2,8 @@
 
     python -m benchmarks.serving.http_servers [--with PYTHON] [--repeats 20]
 
-Takes about a minute with two repeats. Needs nothing but the package for ours and uvicorn; granian and hypercorn are measured
-where PYTHON, an interpreter that has them and uvicorn, is given.
+Takes about a minute with two repeats. Needs nothing but the package for ours and uvicorn; granian
+and hypercorn are measured where PYTHON, an interpreter that has them and uvicorn, is given.
 
 The same raw ASGI application runs behind `toolkit/serve/http.py`, uvicorn with each of its parsers,
 granian and hypercorn. Each gets its own limits, set to two seconds and 64 KiB where it has them.
@@ -46,7 +46,8 @@ async def app(scope, receive, send):
     if path == "/events":
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/event-stream")]})
         for _ in range(64):
-            await send({"type": "http.response.body", "body": b"data: 0123456789\\n\\n", "more_body": True})
+            await send({"type": "http.response.body", "body": b"data:"
+                " 0123456789\\n\\n", "more_body": True})
             await asyncio.sleep(0)
         await send({"type": "http.response.body", "body": b""})
     elif path == "/wait":

@@ -3,7 +3,8 @@
     python -m benchmarks.serving.kill_workers [--rounds 100] [--signal KILL|STOP]
     python -m benchmarks.serving.kill_workers --mixed [--rounds 100]
 
-Takes about 20 s per round on two shared, busy cores. Needs nothing but the package; `--plan plan.json` uses that plan's real model.
+Takes about 20 s per round on two shared, busy cores. Needs nothing but the package; `--plan
+plan.json` uses that plan's real model.
 
 Without a plan the engines are fakes whose next token is a hash of all tokens before it: a token
 that was lost, doubled or made from something else changes all that follow. With a plan its real

@@ -77,7 +77,10 @@ def bodies() -> dict[str, tuple[str, bytes]]:
 
 
 def whole(path: str, body: bytes) -> bytes:
-    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+    head = (
+        f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type:"
+        f" application/json\r\nContent-Length: {len(body)}"
+    )
     return head.encode() + b"\r\nConnection: close\r\n\r\n" + body
 
 
@@ -159,7 +162,8 @@ def main() -> int:
                     slowest_ms = max(took)
                 slow += slowest_ms > LIMIT_MS
                 print(
-                    f"{name:36} {answer[9:12].decode()}  {seconds:5.2f} s  /health {slowest_ms:5.1f} ms"
+                    f"{name:36} {answer[9:12].decode()}  {seconds:5.2f} s  /health"
+                    f" {slowest_ms:5.1f} ms"
                     f" (before {before_ms:4.1f})",
                     flush=True,
                 )

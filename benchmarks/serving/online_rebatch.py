@@ -263,11 +263,14 @@ def text_of(lab: Lab, found: Sequence[Outcome], rate_rps: float, command: str) -
     about = [
         f"`{command}`",
         "",
-        f"{recipe.name} with {engine.capacity_tokens:,} tokens of KV cache for each worker ({recipe.workers}); "
-        f"lengths of {lengths.source}, scaled: prompts of {prompt:.0f} tokens on average, outputs of {output:.0f}; "
+        f"{recipe.name} with {engine.capacity_tokens:,} tokens of KV cache for each"
+        f" worker ({recipe.workers}); "
+        f"lengths of {lengths.source}, scaled: prompts of {prompt:.0f} tokens on"
+        f" average, outputs of {output:.0f}; "
         f"{lab.seconds:g} s of Poisson arrivals after {lab.warmup:g} s of warm-up; the capacity is "
         f"{rate_rps:.2f} requests/s. Good: {', '.join(lab.sla)}",
-        "Measured / predicted (the prediction's error; its error in hindsight, at the replay's own speed):",
+        "Measured / predicted (the prediction's error; its error in hindsight, at the"
+        " replay's own speed):",
         "",
     ]
     parts = [
@@ -275,7 +278,8 @@ def text_of(lab: Lab, found: Sequence[Outcome], rate_rps: float, command: str) -
         table(found),
         [
             "",
-            "The prediction's errors, medians of the repeats and each run; bold: beyond the target:",
+            "The prediction's errors, medians of the repeats and each run; bold: beyond"
+            " the target:",
             "",
         ],
         medians(found),

@@ -71,7 +71,8 @@ def table(outcomes: Sequence[Outcome]) -> list[str]:
 def _line(one: Outcome) -> str:
     found = one.found
     cells = [
-        f"{scale * found.measured[metric]:{form}} / {scale * found.predicted[metric]:{form}} ({_errors(one, metric)})"
+        f"{scale * found.measured[metric]:{form}} /"
+        f" {scale * found.predicted[metric]:{form}} ({_errors(one, metric)})"
         for metric, _, scale, form in COLUMNS
     ]
     cells.append(f"{one.dropped['evictions']} / {one.predicted_evictions:.0f}")

@@ -2,7 +2,8 @@
 
     python -m benchmarks.serving.oom --plan plan.json [--every 5] [--failures 2] [--pairs 3]
 
-Takes two runs of --requests per pair. Needs a plan, such as demo-out/plan.json of `make demo`, and its model.
+Takes two runs of --requests per pair. Needs a plan, such as demo-out/plan.json of `make demo`, and
+its model.
 
 24 clients send the same list of requests, of random prompts and lengths, to the plan's workers; a
 run is over when all have ended. Runs with and without errors alternate, each on a server of its

@@ -2,7 +2,8 @@
 
     python -m benchmarks.serving.overload [--seconds 30] [--times 5] [--plan plan.json]
 
-Takes three to four minutes with --seconds 4, and four times --seconds in general. Needs nothing but the package.
+Takes three to four minutes with --seconds 4, and four times --seconds in general. Needs nothing but
+the package.
 
 Without a plan two workers with fake engines take the fit's times, so that the cores belong to the
 front and its clients. First a closed loop without refusals gives the capacity. Then Poisson
@@ -200,7 +201,8 @@ def main() -> None:
     share = lines["overload"]["attainment_percent"] / lines["half"]["attainment_percent"]
     print(f"attainment of the admitted: {100 * share:.1f} % of the uncontended one")
     print(
-        f"front's RSS over the overload: {statistics.mean(lines['overload']['rss_mib'][-3:]):.1f} MiB at its end, ",
+        "front's RSS over the overload:"
+        f" {statistics.mean(lines['overload']['rss_mib'][-3:]):.1f} MiB at its end, ",
         end="",
     )
     print(f"{statistics.mean(lines['overload']['rss_mib'][1:4]):.1f} MiB near its begin")

@@ -34,8 +34,10 @@ from toolkit.traces.windows import cut
 RECIPE = "tiny-llama-cpu"
 METRICS = ("throughput_rps", "goodput_rps", "ttft_mean_s", "e2e_mean_s")
 GENERATED = {
-    "bursts": "--rate 100 --duration 90 --cv 3 --prompt lognormal:60:0.6 --output lognormal:14:0.7 --seed 3",
-    "long": "--rate 10 --duration 200 --prompt lognormal:150:0.4 --output lognormal:150:0.4 --seed 5",
+    "bursts": "--rate 100 --duration 90 --cv 3 --prompt lognormal:60:0.6 --output"
+    " lognormal:14:0.7 --seed 3",
+    "long": "--rate 10 --duration 200 --prompt lognormal:150:0.4 --output"
+    " lognormal:150:0.4 --seed 5",
 }
 LONGEST = {"bursts": 240, "long": 250}  # tokens
 SHAPES = (*GENERATED, "chat", "azure")

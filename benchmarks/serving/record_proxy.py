@@ -135,8 +135,10 @@ def latency(ports: dict[str, int], count: int, tokens: int) -> int:
         added = [b - a for a, b in zip(times["direct"], times["recorder"], strict=True)]
         direct, proxied = (statistics.median(times[name]) for name in ("direct", "recorder"))
         print(
-            f"alone, to the {'first' if part == 'first_s' else 'last'} byte: {direct:.2f} ms directly, {proxied:.2f} ms"
-            f" through; added p50 {statistics.median(added):.2f}, p99 {quantile(added, 0.99):.2f} ms"
+            f"alone, to the {'first' if part == 'first_s' else 'last'} byte:"
+            f" {direct:.2f} ms directly, {proxied:.2f} ms"
+            f" through; added p50 {statistics.median(added):.2f}, p99"
+            f" {quantile(added, 0.99):.2f} ms"
         )
     return count
 
@@ -194,7 +196,8 @@ def main() -> None:
         line["status"] == "ok" and line["output_length"] in (1, options.tokens) for line in lines
     )
     print(
-        f"{asked:,} requests went through the recorder; {len(lines):,} lines in its trace, {whole:,} of them counted"
+        f"{asked:,} requests went through the recorder; {len(lines):,} lines in its"
+        f" trace, {whole:,} of them counted"
     )
 
 

@@ -111,7 +111,8 @@ def table(rounds: Iterable[RoundTime]) -> str:
         took_s, expected_s = sum(one.took_s for one in found), sum(one.expected_s for one in found)
         entered, steps = sum(one.entered for one in found), sum(one.steps for one in found)
         lines.append(
-            f"| {'with a prefill' if joins else 'steps only'} | {least}.. | {len(found)} | {entered} | {steps} "
+            f"| {'with a prefill' if joins else 'steps only'} | {least}.. |"
+            f" {len(found)} | {entered} | {steps} "
             f"| {took_s:.2f} | {expected_s:.2f} | {took_s / expected_s:.2f} |"
         )
     return "\n".join(lines) + "\n"

@@ -145,7 +145,8 @@ def main() -> None:
         while len(server.deciding_us) < BATCHES:
             server.turn()
         print(
-            f"| deciding, {policy}, {WAITING} requests here | {statistics.median(server.deciding_us):.0f} |"
+            f"| deciding, {policy}, {WAITING} requests here |"
+            f" {statistics.median(server.deciding_us):.0f} |"
         )
 
 

@@ -327,8 +327,10 @@ def save_model(folder: Path) -> None:
 def report(arguments: Arguments) -> str:
     """The tables as markdown."""
     lines = [
-        f"Windows of {arguments.window:g} s at {arguments.rate:g} requests/s, each after {arguments.warmup:g} s of"
-        " other requests. Cells are measured / predicted: the prediction's error; TTFT, TPOT and E2E are means in ms.",
+        f"Windows of {arguments.window:g} s at {arguments.rate:g} requests/s, each"
+        f" after {arguments.warmup:g} s of"
+        " other requests. Cells are measured / predicted: the prediction's error; TTFT,"
+        " TPOT and E2E are means in ms.",
         "",
     ]
     for server in arguments.servers:

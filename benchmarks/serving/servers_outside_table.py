@@ -87,7 +87,8 @@ def table(found: Validation, sides: Sequence[dict[str, float]]) -> list[str]:
             )
         shown = f"{window.slowdown:.2f}, {1e3 * window.front_first_s:.1f} ms"
         lines.append(
-            f"| {number}, {window.start_s:.0f} s | {window.requests} | {shown} | {' | '.join(cells)} |"
+            f"| {number}, {window.start_s:.0f} s | {window.requests} | {shown} |"
+            f" {' | '.join(cells)} |"
         )
     medians = " | ".join(f"**{np.median(errors[name]):+.1f} %**" for name in HELD_TO)
     both = {

@@ -2,8 +2,8 @@
 
     python -m benchmarks.serving.startup [--rounds 5]
 
-Takes about 20 s per round. Needs nothing but the package. The aim is less than 0.4 s each. The commands alternate
-within each round, so that a busy moment affects all alike.
+Takes about 20 s per round. Needs nothing but the package. The aim is less than 0.4 s each. The
+commands alternate within each round, so that a busy moment affects all alike.
 """
 
 from __future__ import annotations
