@@ -33,10 +33,8 @@ LEAKS = re.compile(
         )
     )
 )
-BEYOND_SCHEMAS = {
-    "context_length_exceeded",
-    "overloaded",
-}  # what only the tokens and the moment say
+# refusals that a schema cannot tell: of the number of tokens, and of the load
+BEYOND_SCHEMAS = {"context_length_exceeded", "overloaded"}
 SENT = ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize")
 
 
@@ -47,7 +45,7 @@ def complaint(status: int, kind: str, body: bytes) -> str:
     if status >= 500 and status != 503:
         return f"status {status}"
     if LEAKS.search(body.decode(errors="replace")):
-        return f"says where it runs: {body[:300]!r}"
+        return f"shows a path or a traceback: {body[:300]!r}"
     try:
         error = json.loads(body)["error"]
     except (ValueError, KeyError, TypeError):
@@ -76,7 +74,7 @@ def complaint_of(response: httpx.Response) -> str:
 def cases(
     mode: GenerationMode, settings: FrontSettings = SETTINGS
 ) -> st.SearchStrategy[schemathesis.Case[Any]]:
-    """Requests that the server's own schema allows, or does not."""
+    """Requests that the server's own schema allows, or forbids."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return schemathesis.openapi.from_dict(document(settings)).as_strategy(generation_mode=mode)
@@ -86,7 +84,7 @@ PATIENT_S = 60
 
 
 def wire(case: schemathesis.Case[Any]) -> dict[str, Any]:
-    """A case in httpx's words."""
+    """A case as arguments of httpx."""
     kwargs = case.as_transport_kwargs(base_url="http://test")
     kept = {
         key: kwargs[key]
@@ -103,7 +101,7 @@ def wire(case: schemathesis.Case[Any]) -> dict[str, Any]:
             body = {
                 **body,
                 "timeout": PATIENT_S,
-            }  # one that passes meanwhile is 504, as it was asked for
+            }  # a shorter one may pass, which is a correct 504
         return kept | {"json": _as_javascript(body)}
     data = kwargs.get("data")
     return kept | (
@@ -114,8 +112,8 @@ def wire(case: schemathesis.Case[Any]) -> dict[str, Any]:
 
 
 def _as_javascript(value: object) -> object:
-    """The same value as JavaScript writes it: to a schema 5.0 is an integer; the server wants
-    integers written 5.
+    """The value as JavaScript writes it. To a schema 5.0 is an integer; the server wants integers
+    as 5.
     """
     if isinstance(value, dict):
         return {key: _as_javascript(one) for key, one in value.items()}
@@ -188,7 +186,7 @@ PIECES = [
 def request(
     path: str, body: bytes, *headers: bytes, version: bytes = b"1.1", method: bytes = b"POST"
 ) -> bytes:
-    """A request's bytes, as a client would write them but for what `headers` says."""
+    """A request's bytes, as a client writes them, with `headers` replacing the usual ones."""
     stated = any(
         header.lower().startswith((b"content-length", b"transfer-encoding")) for header in headers
     )
@@ -208,8 +206,7 @@ GOOD = b'{"prompt": "hello", "max_tokens": 2}'
 CLOSE = b"Connection: close"
 CHUNKED = b"Transfer-Encoding: chunked"
 
-# Name to bytes and the statuses that may come back, 0 for none: the client itself ends the
-# connection there.
+# Name to bytes and the allowed statuses; 0: no answer, since the client closes the connection.
 RAW: dict[str, tuple[bytes, set[int]]] = {
     "good": (request(SENT[0], GOOD, CLOSE), {200}),
     "HTTP/1.0": (request(SENT[0], GOOD, version=b"1.0"), {200}),
@@ -268,7 +265,7 @@ SEPARATORS = [b"\r\n", b"\r\n\r\n", b"\x00", b": ", b"\xff", b"HTTP/1.1"]
 
 
 def torn(rng: random.Random) -> bytes:
-    """One of these, or a good body's request, with bytes changed, dropped, doubled or cut off."""
+    """The bytes of one of `RAW`, changed, dropped, doubled or cut off."""
     data = bytearray(rng.choice([raw for raw, _ in RAW.values() if len(raw) < 2000]))
     for _ in range(rng.randint(1, 4)):
         place, length = rng.randrange(len(data) + 1), rng.randint(0, 8)
@@ -283,7 +280,7 @@ def torn(rng: random.Random) -> bytes:
 
 
 async def converse(port: int, data: bytes, *, patience_s: float = 60.0) -> bytes:
-    """What the server says to these bytes until it closes; after `patience_s` the client ends its
+    """The server's answer to these bytes until it closes; after `patience_s` the client closes its
     side.
     """
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -305,7 +302,7 @@ async def converse(port: int, data: bytes, *, patience_s: float = 60.0) -> bytes
 
 
 def answers(received: bytes) -> Iterator[tuple[int, str, bytes]]:
-    """Status, content type and body of each response; chunked ones are left as they are."""
+    """Status, content type and body of each response; chunked bodies stay as they are."""
     while received.startswith(b"HTTP/"):
         head, _, rest = received.partition(b"\r\n\r\n")
         lines = head.decode("latin-1").split("\r\n")
@@ -325,17 +322,17 @@ def answers(received: bytes) -> Iterator[tuple[int, str, bytes]]:
         raise ValueError(f"no HTTP: {received[:200]!r}")
 
 
-def raw_complaint(asked: bytes, received: bytes) -> str:
-    """What is wrong with all that a connection gave, or ''."""
+def raw_complaint(sent: bytes, received: bytes) -> str:
+    """What is wrong with all answers on a connection, or ''."""
     try:
-        of_head = b"HEAD " in asked  # whose answers say what they would have held
-        said = [answer for answer in answers(received) if answer[2] or not of_head]
-        return next(filter(None, (complaint(*answer) for answer in said)), "")
+        to_head = b"HEAD " in sent  # answers to HEAD have the headers of a body, and no body
+        seen = [answer for answer in answers(received) if answer[2] or not to_head]
+        return next(filter(None, (complaint(*answer) for answer in seen)), "")
     except (ValueError, msgspec.DecodeError) as error:
         return str(error)
 
 
 def beyond_schemas(response: httpx.Response) -> bool:
-    """A refusal of a request that fits the schema: its tokens are too many, or the moment is wrong."""
+    """Whether a request that fits the schema was refused for its number of tokens, or for the load."""
     error = response.json()["error"]
     return error["code"] in BEYOND_SCHEMAS or error["param"] in ("min_tokens", "n")

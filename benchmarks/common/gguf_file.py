@@ -96,8 +96,8 @@ def _name(name: str) -> str:
 def _rotated(
     name: str, weight: NDArray[np.float32], config: Mapping[str, Any]
 ) -> NDArray[np.float32]:
-    """llama.cpp rotates neighbouring pairs, transformers the two halves of a head: rows change
-    places.
+    """Reorder the rows: llama.cpp rotates neighbouring pairs, transformers the two halves of a
+    head.
     """
     heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
     key = next((key for part, key in heads.items() if part in name), None)

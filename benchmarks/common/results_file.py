@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def put_section(path: Path, name: str, title: str, text: str) -> None:
-    """Replace what stands between the markers of `name`, or append it under `title` with markers."""
+    """Replace the text between the markers of `name`, or append it under `title` with markers."""
     begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->\n"
     old = path.read_text(encoding="utf-8") if path.exists() else "# Results\n"
     if begin in old:

@@ -55,12 +55,12 @@ SETTINGS = FrontSettings(
 
 
 def next_token(tokens: Sequence[int]) -> int:
-    """A lower-case letter."""
+    """The toy model's next token, a lower-case letter."""
     return 97 + hash(tuple(tokens)) % 26
 
 
 def generate(prompt: Sequence[int] | str, count: int) -> list[int]:
-    """What the toy model says after `prompt`, undisturbed."""
+    """The toy model's tokens after `prompt`, undisturbed."""
     tokens = list(prompt.encode() if isinstance(prompt, str) else prompt)
     start = len(tokens)
     for _ in range(count):
@@ -89,8 +89,8 @@ def run_row(row: Row, steps: int) -> tuple[tuple[int, ...], FinishReason]:
 
 
 class HandWorkers:
-    """Workers that a test moves by hand: batches wait in `running` until it says what became of
-    them. No rounds.
+    """Workers that a test moves by hand: batches wait in `running` until the test ends them. No
+    rounds.
     """
 
     def __init__(self, size: int = 1) -> None:
@@ -146,8 +146,10 @@ class HandWorkers:
         batch_id, rows, _ = self.running[worker]
         frames = []
         for step in range(done_before, done_before + steps):
-            told = [(row, *run_row(one, step + 1)) for row, one in enumerate(rows)]
-            new = [(row, tokens, finish) for row, tokens, finish in told if len(tokens) == step + 1]
+            so_far = [(row, *run_row(one, step + 1)) for row, one in enumerate(rows)]
+            new = [
+                (row, tokens, finish) for row, tokens, finish in so_far if len(tokens) == step + 1
+            ]
             ended = tuple((row, finish) for row, _, finish in new if finish)
             frames.append(
                 StepOutput(tuple(row for row, _, _ in new), tuple(t[-1] for _, t, _ in new), ended)
@@ -155,7 +157,7 @@ class HandWorkers:
         self.on_event(BatchProgress(worker, batch_id, tuple(frames)))
 
     def finish(self, worker: int = 0, *, steps: int | None = None, failure: Failure = "") -> None:
-        """The batch is over, having run `steps` of its steps."""
+        """End the batch after `steps` of its steps."""
         batch_id, rows, planned = self.running.pop(worker)
         results = [run_row(row, planned if steps is None else steps) for row in rows]
         output = SliceOutput(
@@ -209,7 +211,7 @@ def make_driver(
     limits: LatencyLimits = UNLIMITED,
     **parameters: Any,
 ) -> Driver:
-    """The driver of such workers; `capacity` in tokens of all, or of each."""
+    """A driver of such workers; `capacity` in tokens, of all workers or of each."""
     capacities = [capacity] * workers.size if isinstance(capacity, int) else capacity
     planned = [Worker(index, LAW, ZetaMemory(tokens)) for index, tokens in enumerate(capacities)]
     parameters = parameters or {"slice_tokens": 8}
@@ -219,7 +221,7 @@ def make_driver(
 
 
 class Client(httpx.AsyncClient):
-    """Of a server in this process, whose parts a test may look at."""
+    """A client of a server in this process, with access to its parts."""
 
     def __init__(self, driver: Driver, workers: HandWorkers, settings: FrontSettings) -> None:
         keyring = Keyring(settings.api_key, settings.keys)
@@ -256,7 +258,7 @@ def events(body: str) -> list[Any]:
 
 
 async def turns(count: int = 20) -> None:
-    """Let the loop run, without waiting for any clock."""
+    """Let the event loop run, without waiting for any clock."""
     for _ in range(count):
         await asyncio.sleep(0)
 
@@ -311,7 +313,7 @@ class Server:
         return [child for child in children if "toolkit.serve.helper" in child.cmdline()]
 
     def end(self) -> int:
-        """SIGTERM, and the exit code."""
+        """Send SIGTERM; the exit code."""
         self.process.terminate()
         self.process.communicate(timeout=60)
         return self.process.returncode

@@ -55,7 +55,7 @@ def passes_s(engine: RebatchEngine, rows: int, width: int, columns: int) -> list
 def measured(
     engine: RebatchEngine, repeats: int
 ) -> tuple[dict[Passes, float], dict[Passes, list[float]]]:
-    """Whole prefills by (N, L), and passes by (N, columns): medians."""
+    """Medians of whole prefills by (N, L), and of passes by (N, columns)."""
     whole: dict[Passes, list[float]] = {}
     cut: dict[Passes, list[list[float]]] = {}
     for repeat in range(repeats + 1):

@@ -22,8 +22,8 @@ def answer(
     load: Callable[[], tuple[Mapping[str, Any], Serve]],
     cpu_clock: Callable[[], float] = time.process_time,
 ) -> None:
-    """Load, and serve as often as asked. What libraries print goes to stderr. `cpu_clock` is of all
-    that serves.
+    """Load, and serve as often as requested. Output of libraries goes to stderr. `cpu_clock` covers
+    all serving processes.
     """
     with os.fdopen(os.dup(1), "w") as out:
         os.dup2(2, 1)

@@ -30,7 +30,7 @@ START_S = 60.0
 
 
 def cpu_s() -> float:
-    """Of the server; its client's is small."""
+    """CPU seconds of the server; the client's are few."""
     return sum(sum(child.cpu_times()[:2]) for child in Process().children())
 
 
@@ -79,27 +79,15 @@ def _start(server: str, model: Path, slots: int, work: Mapping[str, Any]) -> int
         probe.bind((HOST, 0))
         port: int = probe.getsockname()[1]
     threads = str(work["threads"])
-    command = [
-        server,
-        "-m",
-        str(model),
-        "--host",
-        HOST,
-        "--port",
-        str(port),
-        "-t",
-        threads,
-        "-tb",
-        threads,
-    ]
+    command = [server, "-m", str(model), "--host", HOST, "--port", str(port)]
+    command += ["-t", threads, "-tb", threads]
     command += ["-np", str(slots), "-c", str(work["kv_tokens"]), "-ctk", "f32", "-ctv", "f32"]
     longest = max(
         len(prompt) + output
         for prompt, output in zip(work["prompts"], work["outputs"], strict=True)
     )
-    shared = (
-        work["kv_tokens"] // slots < longest
-    )  # else each slot has its own part, whose attention reads no other's
+    # with room for it each slot has a cache of its own, whose attention reads no other's
+    shared = work["kv_tokens"] // slots < longest
     command.append("--kv-unified" if shared else "--no-kv-unified")
     process = subprocess.Popen(
         [*command, "--no-webui"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL

@@ -35,7 +35,7 @@ from toolkit.serve.driver import ResidentRows
 from toolkit.serve.live import ActiveRequest, GenerationRequest
 
 SLICE = 32  # tokens
-# For policies that ask no law: a clock that counts decode steps.
+# for policies that use no law: a clock that counts decode steps
 STEPS = bilinear_law((0.0, 0.0, 0.0, 0.0), (0.0, 0.0, 0.0, 1.0), prefill_emits_token=True)
 POLICIES: dict[str, tuple[str, dict[str, Any]]] = {
     "slices": ("slice", {"slice_tokens": SLICE}),
@@ -45,7 +45,7 @@ POLICIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 class Ours:
-    """An engine, and a scheduler that is made anew for each run."""
+    """An engine, and a new scheduler for each run."""
 
     def __init__(self, folder: Path, system: str) -> None:
         self.work = Work.read(folder)
@@ -73,7 +73,7 @@ class Ours:
         }
 
     def serve(self, count: int) -> Outputs:
-        """One run: submit all, then tick and run until nothing is left."""
+        """One run: submit all, then tick and run until no job is left."""
         work, law = self.work, self.law
         if law is None:
             law = self.law = self._law() if self.system == "slices" else STEPS
@@ -84,24 +84,24 @@ class Ours:
         worker = Worker(0, law, ZetaMemory(work.kv_tokens), joining=self.engine.facts.joining)
         scheduler = Scheduler(make_policy(name, parameters), [worker])
         free = SamplingParams(ignore_eos=True)
-        self.lives: dict[str, ActiveRequest] = {}
+        self.requests: dict[str, ActiveRequest] = {}
         for index, (prompt, length) in enumerate(
             zip(work.prompts[:count], work.outputs[:count], strict=True)
         ):
-            ask = GenerationRequest(
+            request = GenerationRequest(
                 str(index), tuple(prompt), LONGEST_OUTPUT, free, end_after=length
             )
-            self.lives[ask.request_id] = ActiveRequest(
-                ask, cast(Any, None), cast(Any, None), 0, 0.0
+            self.requests[request.request_id] = ActiveRequest(
+                request, cast(Any, None), cast(Any, None), 0, 0.0
             )
-            scheduler.submit(Request(ask.request_id, 0.0, len(prompt), LONGEST_OUTPUT), 0.0)
+            scheduler.submit(Request(request.request_id, 0.0, len(prompt), LONGEST_OUTPUT), 0.0)
         kept = ResidentRows()
         start = time.perf_counter()
         while scheduler.jobs:
             for batch in scheduler.tick(time.perf_counter() - start):
                 result = self._round(kept, batch) if batch.keep_cache else self._slice(batch)
                 scheduler.complete(result, time.perf_counter() - start)
-        return {int(name): live.tokens for name, live in self.lives.items()}
+        return {int(name): active.tokens for name, active in self.requests.items()}
 
     def _round(self, kept: ResidentRows, batch: Batch) -> RoundResult:
         def receive(step: StepOutput) -> bool:
@@ -110,21 +110,25 @@ class Ours:
                 kept.receive(number, 1, ended=number in ended).tokens.append(token)
             return True
 
-        plan = kept.begin(batch, self.lives.__getitem__)
+        plan = kept.begin(batch, self.requests.__getitem__)
         return kept.result(batch, self.engine.run_round(plan, receive))
 
     def _slice(self, batch: Batch) -> BatchResult:
-        lives = [self.lives[job.request_id] for job in batch.jobs]
-        output = self.engine.run_slice([live.row() for live in lives], batch.steps, lambda _: True)
-        for live, tokens in zip(lives, output.tokens, strict=True):
-            live.tokens += tokens
+        requests = [self.requests[job.request_id] for job in batch.jobs]
+        output = self.engine.run_slice(
+            [active.row() for active in requests], batch.steps, lambda _: True
+        )
+        for active, tokens in zip(requests, output.tokens, strict=True):
+            active.tokens += tokens
         counts = tuple(len(tokens) for tokens in output.tokens)
         return BatchResult(
             batch.batch_id, 0, counts, tuple(bool(finish) for finish in output.finish)
         )
 
     def _law(self) -> SegmentedLaw:
-        """Eq. 3 and 4, least squares over relative errors, the best of three timings per point."""
+        """Eq. 3 and 4 of the SCLS paper, least squares over relative errors, the best of three
+        timings per point.
+        """
         points = [(1, 32), (1, 256), (8, 32), (8, 256), (32, 32), (32, 192)]
         laws: list[tuple[float, float, float, float]] = []
         for timed in (self.engine.time_prefill, self.engine.time_decode):
@@ -168,8 +172,8 @@ class Generate:
 
 
 class GenerateBatch:
-    """What `generate_batch` is made of, with a length for each request, which `generate_batch`
-    itself does not take.
+    """The parts of `generate_batch`, with a length for each request, which `generate_batch` itself
+    does not accept.
     """
 
     PAGE = 32

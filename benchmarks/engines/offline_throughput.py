@@ -50,14 +50,13 @@ SYSTEMS = (
     *("generate_batch-0", "generate_batch-8", "generate_batch-16", "generate_batch-32"),
     *("rebatch-slab", "rebatch", "llama.cpp-32", "llama.cpp-64", "vllm"),
 )
-REFERENCE = "generate"  # whose tokens the others' are compared with
+REFERENCE = "generate"  # the system whose tokens all others must match
 SAMPLE = 10
 WARM_UP = 6  # requests
 SECTION = "offline-throughput"
 UNITS = {"seconds": "s", "cpu_s": "CPU s"}
-Run = dict[
-    str, Any
-]  # of one round and size: its "systems" have their seconds, tokens, and how many requests were equal
+# one round of one size; its "systems" have their seconds, tokens, and number of equal requests
+Run = dict[str, Any]
 
 
 class System:
@@ -81,7 +80,7 @@ class System:
         )
 
     def wait(self) -> None:
-        """Until it has loaded."""
+        """Wait until it has loaded."""
         if not self.note:
             self.facts = self._read()["ready"]
 
@@ -173,7 +172,7 @@ def _round(systems: Sequence[System], size: str, work: Work) -> Run:
     for system in systems:
         reply = replies[system.name]
         outputs = reply.pop("outputs")
-        # The engines here say EOS where a replayed request ends, so the last token is not compared.
+        # our engines end a replayed request with EOS, so the last token is not compared
         reply["equal"] = sum(
             outputs[index][:-1] == tokens[:-1] for index, tokens in expected.items()
         )
@@ -234,7 +233,7 @@ def rate(one: Mapping[str, Any], clock: str = "seconds") -> float:
 
 
 def report(runs: Sequence[Run], options: argparse.Namespace) -> str:
-    """All tables, with what was aimed at."""
+    """All tables, and the aims."""
     missing = [] if options.vllm_python else ["vllm"]
     missing += (
         [] if options.llama_server else [name for name in SYSTEMS if name.startswith("llama.cpp")]
@@ -281,7 +280,7 @@ def main() -> int:
         "--clock",
         choices=list(UNITS),
         default="seconds",
-        help="cpu_s: processor time of what serves",
+        help="cpu_s: processor time of the serving processes",
     )
     parser.add_argument("--llama-server", default="", help="llama.cpp's llama-server")
     parser.add_argument(
@@ -290,10 +289,10 @@ def main() -> int:
     parser.add_argument(
         "--samples",
         type=Path,
-        help="a JSON file to which runs are added, and which the tables are of",
+        help="add the runs to this JSON file, and show the tables of all of it",
     )
     add_markdown(parser)
-    parser.add_argument("--verbose", action="store_true", help="show what the systems say")
+    parser.add_argument("--verbose", action="store_true", help="show the output of the systems")
     options = parser.parse_args()
     sizes = options.sizes if options.rounds else []
     runs = [run for size in sizes for run in measure(size, options, options.samples)]

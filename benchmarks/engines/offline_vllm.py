@@ -36,7 +36,7 @@ def load() -> tuple[Mapping[str, Any], Serve]:
         max_model_len=512,
         max_num_seqs=ROWS,
         block_size=BLOCK,
-        num_gpu_blocks_override=work["kv_tokens"] // BLOCK + 1,  # one is never given out
+        num_gpu_blocks_override=work["kv_tokens"] // BLOCK + 1,  # vLLM never uses one of them
         enforce_eager=True,
         enable_prefix_caching=False,
         disable_log_stats=True,

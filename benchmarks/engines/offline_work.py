@@ -22,7 +22,7 @@ from toolkit.traces.types import trace_path
 
 VOCAB = 32_000  # Llama 2's
 LONGEST_PROMPT, LONGEST_OUTPUT, SHORTEST = 256, 128, 4
-STATIC_ROWS = 32  # the largest static batch: the memory that it takes is everybody's budget
+STATIC_ROWS = 32  # the largest static batch, whose memory is the budget of every system
 HEAD_DIM = 64
 SIZES: dict[str, dict[str, Any]] = {  # 14.5 and 58.1 million parameters
     "15M": {
@@ -43,15 +43,13 @@ LAYERS = 8
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What is to be done, and with how much."""
+    """The requests and the resources for them."""
 
     prompts: list[list[int]]
     outputs: list[int]  # tokens that each request gets
     kv_tokens: int  # of KV cache that a system may hold
     threads: int
-    sample: (
-        int  # every so many-th request is what slow systems serve, and what tokens are compared on
-    )
+    sample: int  # slow systems serve, and tokens are compared on, every sample-th request
 
     @property
     def tokens(self) -> int:
@@ -66,13 +64,12 @@ def prepare(folder: Path, size: str, trace: str, count: int, threads: int, sampl
     """Write the folder."""
     lengths, _ = read_trace(trace_path(trace))
     if len(lengths) < count:
-        raise SystemExit(f"{trace} has {len(lengths)} requests; {count} are asked for")
+        raise SystemExit(f"{trace} has {len(lengths)} requests; {count} are needed")
     prompt = np.clip(lengths.prompt_tokens[:count] // 8, SHORTEST, LONGEST_PROMPT)
     output = np.clip(lengths.output_tokens[:count] // 4, SHORTEST, LONGEST_OUTPUT)
     rng = np.random.default_rng(0)
-    prompts = [
-        rng.integers(3, VOCAB, length).tolist() for length in prompt
-    ]  # 0, 1 and 2 have meanings
+    # tokens 0, 1 and 2 are special
+    prompts = [rng.integers(3, VOCAB, length).tolist() for length in prompt]
     work = Work(
         prompts, output.tolist(), STATIC_ROWS * (LONGEST_PROMPT + LONGEST_OUTPUT), threads, sample
     )

@@ -45,7 +45,7 @@ SHARES = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3)  # of memory
 
 @dataclass(slots=True, frozen=True)
 class Outcome:
-    """One simulation: tokens per second until all had ended, and what it took."""
+    """One simulation: tokens per second until all requests had ended, and its counters."""
 
     tokens_per_s: float
     found: dict[str, float]
@@ -61,8 +61,8 @@ def scaled(trace: Trace, count: int) -> Trace:
 def simulated(
     trace: Trace, name: str, capacity: int, *, padded: bool, share: float = 1.0
 ) -> Outcome:
-    """The policy on a padded worker, which its scheduler knows to be one or takes for a paged one
-    with less memory.
+    """The policy on a padded worker, which its scheduler treats as padded, or as a paged one with
+    less memory.
     """
     world = World(LAW, ZetaMemory(capacity), 1, LIMIT, joining="embed")
     believed = replace(
@@ -88,7 +88,9 @@ def row(name: str, counts: str, one: Outcome) -> str:
 
 
 def table(trace: Trace, capacity: int) -> list[str]:
-    """Per policy: real tokens, real tokens of the best share, the slab."""
+    """Per policy: counting real tokens, the same with the best share of memory, and counting the
+    slab.
+    """
     lines = [
         "| policy | counts | OOM % | evicted % | rows | memory % | tokens/s |",
         "|---|---|---:|---:|---:|---:|---:|",

@@ -43,9 +43,7 @@ SIZES = (4, 16, 32, 64)
 LENGTH = 200
 STEPS = 16
 SLICE = 32
-BUDGET_MIB = (
-    256.0  # more than the recipe's: 32 rows of 512 tokens are what a static batch may come to
-)
+BUDGET_MIB = 256.0  # more than the recipe's, since a static batch may have 32 rows of 512 tokens
 PROMPTS, OUTPUTS = (16, 256), (8, 256)
 Samples = dict[str, list[float]]
 clock = time.process_time
@@ -69,9 +67,7 @@ def timed(work: Callable[[], object]) -> float:
 
 
 def rows_of(count: int, length: int) -> list[Row]:
-    """The longest has `length` tokens, the others down to 3/4 of it, as in the static engine's
-    timings.
-    """
+    """Rows of up to `length` tokens, down to 3/4 of it, as in the static engine's timings."""
     shortest = length - length // 4
     lengths = [length - k * (length - shortest) // max(count - 1, 1) for k in range(count)]
     return [Row(str(k), tuple(range(n)), 0, 512 - n, FREE) for k, n in enumerate(lengths)]
@@ -81,13 +77,13 @@ def measure_step(engine: RebatchEngine, size: int, found: Samples) -> None:
     """One round of this table: a static step, a re-batching step, and the moves of one row among
     `size`.
     """
-    note = found.setdefault
-    note(f"static step, N={size}", []).append(engine.time_decode(size, LENGTH, clock))
+    samples = found.setdefault
+    samples(f"static step, N={size}", []).append(engine.time_decode(size, LENGTH, clock))
     engine.run_round(
         Round(steps=1, enter=tuple(rows_of(size, LENGTH)), numbers=tuple(range(size))), go_on
     )
     rounds = timed(lambda: engine.run_round(Round(steps=STEPS), go_on))
-    note(f"rebatch step, N={size}", []).append(rounds / STEPS)
+    samples(f"rebatch step, N={size}", []).append(rounds / STEPS)
     moves = {
         "leave to host": Round(steps=0, swap_out=(1,)),
         "back to device": Round(steps=0, swap_in=(1,)),
@@ -95,10 +91,10 @@ def measure_step(engine: RebatchEngine, size: int, found: Samples) -> None:
         "evict": Round(steps=0, evict=(1,)),
     }
     for name, move in moves.items():
-        note(f"{name}, N={size}", []).append(timed(partial(engine.run_round, move, go_on)))
+        samples(f"{name}, N={size}", []).append(timed(partial(engine.run_round, move, go_on)))
     engine.run_round(Round(steps=0, evict=tuple(range(size))), go_on)
-    note("prefill of 1 row", []).append(engine.time_prefill(1, LENGTH, clock))
-    note("prefill of 8 rows, per row", []).append(engine.time_prefill(8, LENGTH, clock) / 8)
+    samples("prefill of 1 row", []).append(engine.time_prefill(1, LENGTH, clock))
+    samples("prefill of 8 rows, per row", []).append(engine.time_prefill(8, LENGTH, clock) / 8)
 
 
 def requests_of(count: int) -> list[Row]:
@@ -115,13 +111,15 @@ def requests_of(count: int) -> list[Row]:
 
 
 def serve_static(engine: RebatchEngine, rows: Sequence[Row], size: int) -> None:
-    """SLS: fixed batches in the order of arrival, until all of a batch have ended."""
+    """SLS: fixed batches in order of arrival, until all rows of a batch have ended."""
     for start in range(0, len(rows), size):
         engine.run_slice(rows[start : start + size], 512, go_on)
 
 
 def serve_slices(engine: RebatchEngine, rows: Sequence[Row], size: int) -> None:
-    """All who wait, sorted by length, in batches for `SLICE` tokens; who is not done waits again."""
+    """All waiting rows, sorted by length, in batches for `SLICE` tokens; unfinished rows wait
+    again.
+    """
     waiting = list(rows)
     while waiting:
         waiting.sort(key=lambda row: len(row.tokens))
@@ -144,7 +142,7 @@ def serve_slices(engine: RebatchEngine, rows: Sequence[Row], size: int) -> None:
 
 
 def serve_rounds(engine: RebatchEngine, rows: Sequence[Row], size: int) -> None:
-    """Re-batching in the order of arrival: `size` rows run, and who ends is replaced at once."""
+    """Re-batching in order of arrival: `size` rows run, and a row that ends is replaced at once."""
     waiting, running = deque(enumerate(rows)), 0
     while waiting or running:
         enter = [waiting.popleft() for _ in range(min(size - running, len(waiting)))]

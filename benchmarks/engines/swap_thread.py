@@ -53,7 +53,7 @@ def engine_of(changes: dict[str, int], threads: int) -> RebatchEngine:
 
 
 def measure(engine: RebatchEngine, rounds: int, pool: ThreadPoolExecutor) -> dict[str, float]:
-    """Median milliseconds of each way."""
+    """Median milliseconds of each method."""
     rows = tuple(Row(str(k), tuple(range(1, LENGTH + 1)), 0, 200, FREE) for k in range(ROWS))
 
     def step() -> None:
@@ -79,7 +79,7 @@ def measure(engine: RebatchEngine, rounds: int, pool: ThreadPoolExecutor) -> dic
     }
     found: dict[str, list[float]] = {way: [] for way in ways}
     for k in range(rounds):
-        if k % 50 == 0:  # the rows have grown by three steps a round
+        if k % 50 == 0:  # the rows grow by three steps a round
             engine.run_round(
                 Round(steps=1, enter=rows, numbers=tuple(range(ROWS)), evict=tuple(range(ROWS))),
                 go_on,

@@ -9,5 +9,5 @@ ENVIRONMENT = {
 
 
 def bind(threads: int) -> dict[str, str]:
-    """To the first processors."""
+    """Bind vLLM to the first processors."""
     return {"VLLM_CPU_OMP_THREADS_BIND": f"0-{threads - 1}"}

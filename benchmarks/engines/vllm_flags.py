@@ -56,10 +56,10 @@ HELD_TO = {"throughput_rps": 10.0, "ttft_mean_s": 15.0, "tpot_mean_s": 15.0}
 def run(
     arguments: argparse.Namespace, *words: str, apart: bool = False, codes: Container[int] = (0,)
 ) -> None:
-    """A command of llmctl's in the folder of the work; `apart`: not on the engine's CPUs, where
+    """Run an llmctl command in the folder of the work; with `apart` not on the engine's CPUs, if
     there are others.
 
-    Another exit code than `codes` is an error.
+    An exit code outside `codes` is an error.
     """
     environment = os.environ | {"LLMCTL_VLLM_PYTHON": arguments.vllm_python}
     engine = load_recipe(arguments.recipe).engine.threads or 0
@@ -73,37 +73,17 @@ def run(
 
 
 def tune(arguments: argparse.Namespace) -> None:
-    """The tuning, and a plan with vLLM's defaults and one with the flags that were found.
+    """The tuning, and two plans: with vLLM's defaults and with the flags that were found.
 
-    Also where those break the recipe's limits: the comparison goes on.
+    The comparison continues where these break the recipe's limits.
     """
     codes = (0, LimitsBrokenError.exit_code)
     recipe, trace = str(arguments.recipe), str(arguments.trace)
     given = ["--rate", str(arguments.rate)] if arguments.rate else []
-    run(
-        arguments,
-        "tune",
-        recipe,
-        "--fit",
-        "fit.json",
-        "--trace",
-        trace,
-        "--draws",
-        "0",
-        *given,
-        codes=codes,
-    )
-    run(
-        arguments,
-        "render",
-        recipe,
-        "--fit",
-        "fit.json",
-        "--policy",
-        "vllm",
-        "--out",
-        "defaults.json",
-    )
+    options = ["--fit", "fit.json", "--trace", trace, "--draws", "0", *given]
+    run(arguments, "tune", recipe, *options, codes=codes)
+    defaults = ["--policy", "vllm", "--out", "defaults.json"]
+    run(arguments, "render", recipe, "--fit", "fit.json", *defaults)
     tuned = ["--tuning", "tuning.json", ALLOW_BROKEN, "--out", "tuned.json"]
     run(arguments, "render", recipe, "--fit", "fit.json", *tuned)
 
@@ -112,17 +92,8 @@ def tune(arguments: argparse.Namespace) -> None:
 def serving(arguments: argparse.Namespace, plan: str) -> Iterator[str]:
     """A server under a plan; its URL."""
     environment = os.environ | {"LLMCTL_VLLM_PYTHON": arguments.vllm_python}
-    command = [
-        *LLMCTL,
-        "serve",
-        plan,
-        "--port",
-        "0",
-        "--json",
-        "--shutdown-timeout",
-        "1",
-        ALLOW_BROKEN,
-    ]
+    command = [*LLMCTL, "serve", plan, "--port", "0", "--json"]
+    command += ["--shutdown-timeout", "1", ALLOW_BROKEN]
     with (arguments.work / "serve.log").open("a") as log:
         server = subprocess.Popen(
             command,
@@ -141,7 +112,7 @@ def serving(arguments: argparse.Namespace, plan: str) -> Iterator[str]:
 
 
 def measure(arguments: argparse.Namespace, repeat: int) -> None:
-    """Both plans on the held-out windows, once; the first changes with the repeat."""
+    """Both plans on the held-out windows, once; the order alternates with the repeat."""
     trace = str(arguments.trace)
     for system in SYSTEMS[:: 1 if repeat % 2 else -1]:
         out = f"{system}-{repeat}.json"
@@ -151,16 +122,8 @@ def measure(arguments: argparse.Namespace, repeat: int) -> None:
         if arguments.minutes is not None and began - STARTED_S > 60.0 * arguments.minutes:
             return
         with serving(arguments, f"{system}.json") as url:
-            words = [
-                "--url",
-                url,
-                "--trace",
-                trace,
-                "--tuning",
-                "tuning.json",
-                "--warmup",
-                str(arguments.warmup),
-            ]
+            words = ["--url", url, "--trace", trace, "--tuning", "tuning.json"]
+            words += ["--warmup", str(arguments.warmup)]
             run(arguments, "validate", f"{system}.json", *words, "--out", out, apart=True)
         print(f"{system} {repeat}: {time.monotonic() - began:.0f} s", file=sys.stderr)
 
@@ -271,9 +234,8 @@ def _gain(tuning: Tuning) -> str:
 
 
 def options(words: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command's, or those of `words`."""
+    """The options of the command line, or of `words`."""
     parser = make_parser(__doc__)
-    root = ROOT
     parser.add_argument(
         "--work",
         type=Path,
@@ -283,9 +245,9 @@ def options(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--vllm-python", required=True, help="the Python of an environment that has vLLM"
     )
-    parser.add_argument("--recipe", type=Path, default=root / "recipes" / "tiny-llama-vllm.yaml")
+    parser.add_argument("--recipe", type=Path, default=ROOT / "recipes" / "tiny-llama-vllm.yaml")
     parser.add_argument(
-        "--trace", default="azure-conv", help="a trace's file, or a shipped trace's name"
+        "--trace", default="chat-small", help="a trace's file, or a shipped trace's name"
     )
     parser.add_argument(
         "--rate", type=float, help="requests per second; default: the recipe's load"
@@ -294,11 +256,13 @@ def options(words: Sequence[str] | None = None) -> argparse.Namespace:
         "--warmup", type=float, default=2.0, help="seconds of other requests before each window"
     )
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--repeat", type=int, help="with --stage measure: this one alone")
+    parser.add_argument("--repeat", type=int, help="with --stage measure: only this repeat")
     parser.add_argument(
-        "--minutes", type=float, help="no run begins later; the same command goes on with the next"
+        "--minutes",
+        type=float,
+        help="start no run after this; the same command continues with the next",
     )
-    parser.add_argument("--stage", choices=STAGES, help="this one alone; default: all")
+    parser.add_argument("--stage", choices=STAGES, help="run only this stage; default: all")
     parser.add_argument("--write", type=Path, help="a file of results whose section is replaced")
     parser.add_argument("--section", default="vllm_flags", help="that section's name")
     found = parser.parse_args(words)

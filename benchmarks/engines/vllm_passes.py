@@ -41,7 +41,7 @@ Case = Mapping[str, Any]  # a workload and flags, as JSON
 def passes_of_log(
     header: IterationLogHeader, requests: Sequence[Mapping[str, Any]], starts_s: Sequence[float]
 ) -> list[Any]:
-    """The passes that our model makes of the requests, if the engine planned them at `starts_s`."""
+    """The passes of our model for the requests, if the engine plans them at `starts_s`."""
     flags = VllmPolicy(
         max_num_seqs=header.max_num_seqs,
         max_num_batched_tokens=header.max_num_batched_tokens,
@@ -77,7 +77,9 @@ def logged(passes: Sequence[LoggedPass], requests: Sequence[Mapping[str, Any]]) 
 
 
 def make_case(seed: int) -> dict[str, Any]:
-    """A workload and flags: requests are [arrives before which pass, prompt, output, limit]."""
+    """A made-up workload and flags; a request is [pass before which it arrives, prompt, output,
+    limit].
+    """
     draw = random.Random(seed)
     block_tokens, blocks = draw.choice([4, 8, 16]), draw.choice([12, 20, 40, 100])
     longest = min(blocks * block_tokens, 1024)
@@ -104,7 +106,7 @@ def make_case(seed: int) -> dict[str, Any]:
 
 
 def passes_of_case(case: Case) -> list[Any]:
-    """The passes that our model makes of a made-up workload."""
+    """The passes of our model for a made-up workload."""
     names = ("max_num_seqs", "max_num_batched_tokens", "prefix_caching", "watermark")
     flags = VllmPolicy(**{name: case[name] for name in names})
     scheduler = PagedScheduler(flags, case["blocks"], case["block_tokens"], ahead=case["ahead"])
@@ -137,9 +139,8 @@ def passes_of_case(case: Case) -> list[Any]:
 
 def _step(scheduler: PagedScheduler) -> dict[str, Any]:
     plan = scheduler.schedule()
-    over = sum(
-        not row.left for row in plan.preempted
-    )  # of whom vLLM does not know yet that they have ended
+    # vLLM does not know yet that these rows have ended
+    over = sum(not row.left for row in plan.preempted)
     return {
         "rows": [list(row) for row in scheduler.rows()],
         "preempted": [row.number for row in plan.preempted],
@@ -149,7 +150,7 @@ def _step(scheduler: PagedScheduler) -> dict[str, Any]:
 
 
 def first_difference(ours: Sequence[Any], theirs: Sequence[Any]) -> int | None:
-    """The first pass that differs; None: there is none."""
+    """The first pass that differs; None: no pass differs."""
     for k, (one, other) in enumerate(zip(ours, theirs, strict=False)):
         if one != other:
             return k
@@ -162,14 +163,8 @@ def theirs_of_cases(cases: Sequence[Case], python: str, model: str) -> list[list
     with tempfile.TemporaryDirectory() as folder:
         given, found = Path(folder, "cases.json"), Path(folder, "passes.json")
         given.write_text(json.dumps(cases), encoding="utf-8")
-        child = [
-            python,
-            "-m",
-            "benchmarks.engines.vllm_passes_child",
-            str(given),
-            str(found),
-            model,
-        ]
+        child = [python, "-m", "benchmarks.engines.vllm_passes_child"]
+        child += [str(given), str(found), model]
         subprocess.run(child, check=True, env=environment)
         return json.loads(found.read_text(encoding="utf-8"))  # type: ignore[no-any-return]
 
@@ -183,6 +178,8 @@ def main() -> None:
     parser.add_argument("--cases", type=int, default=400)
     parser.add_argument("--seed", type=int, default=1000)
     given = parser.parse_args()
+    if not ((given.log and given.requests) or (given.vllm_python and given.model)):
+        parser.error("give --log and --requests, or --vllm-python and --model")
     if given.log:
         header, *lines = given.log.read_bytes().splitlines(keepends=True)
         requests = [

@@ -21,8 +21,8 @@ END = 7  # the token that ends a request before its limit
 
 
 class Driven:
-    """One of vLLM's schedulers on one workload, its model's part taken by us: tokens, but no
-    computing.
+    """One of vLLM's schedulers on one workload; this class stands in for the model: tokens, no
+    computation.
     """
 
     def __init__(self, model: str, case: dict[str, Any]) -> None:
@@ -69,14 +69,14 @@ class Driven:
         self.preempted: list[int] = []
         preempt = self.scheduler._preempt_request
 
-        def noted(request: Any, *args: Any, **kwargs: Any) -> None:
+        def record_preemption(request: Any, *args: Any, **kwargs: Any) -> None:
             self.preempted.append(int(request.request_id))
             preempt(request, *args, **kwargs)
 
-        self.scheduler._preempt_request = noted
+        self.scheduler._preempt_request = record_preemption
 
     def run(self) -> list[dict[str, Any]]:
-        """Its passes."""
+        """The passes of the workload."""
         due = [at for at, *_ in self.case["requests"]]
         while len(self.requests) < len(due) or self.scheduler.requests or self.under_way:
             while len(self.requests) < len(due) and due[len(self.requests)] <= len(self.passes):
@@ -115,12 +115,12 @@ class Driven:
         self.scheduler.add_request(request)
 
     def _schedule(self) -> bool:
-        """Plan a pass; false where there is nothing to compute."""
+        """Plan a pass; False where there is nothing to compute."""
         scheduler = self.scheduler
         self.preempted = []
         output = scheduler.schedule()
         rows: list[list[int]] = []
-        gives: dict[str, int] = {}  # which of its tokens a row will have of this pass, from 1
+        gives: dict[str, int] = {}  # the number of the token that a row gets in this pass, from 1
         for name, new in output.num_scheduled_tokens.items():
             request = self.requests[int(name)]
             rows.append([int(name), request.num_computed_tokens - new, new])

@@ -36,14 +36,14 @@ from benchmarks.common.results_file import put_section
 from toolkit.traces.read import read_trace
 from toolkit.traces.types import trace_path
 
-VOCAB, SHORTEST = 8_000, 3  # tokens 0, 1 and 2 have meanings
+VOCAB, SHORTEST = 8_000, 3  # tokens 0, 1 and 2 are special
 LLAMA = {
     "hidden_size": 256,
     "intermediate_size": 688,
     "num_hidden_layers": 8,
     "num_attention_heads": 4,
 }
-SHARES = (0.25, 0.5, 1.0, 2.0, 4.0)  # of the MTPOT limit: how much hangs on it
+SHARES = (0.25, 0.5, 1.0, 2.0, 4.0)  # of the MTPOT limit, to show how goodput depends on it
 COLUMNS = {
     "seconds": ("s", ".1f"),
     "preemptions": ("preempted", ".0f"),
@@ -63,23 +63,14 @@ COLUMNS = {
 
 
 def make_work(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Prompts as tokens, the true output lengths, and the shape of it all."""
+    """Prompts as tokens, the true output lengths, and the settings."""
     lengths, _ = read_trace(trace_path(arguments.trace))
     count = arguments.warm + arguments.requests
     prompt = np.clip(lengths.prompt_tokens[:count] // 16, 4, 128)
     output = np.clip(lengths.output_tokens[:count], 8, 384)
     rng = np.random.default_rng(0)
-    keys = (
-        "policy",
-        "warm",
-        "repeats",
-        "clients",
-        "kv_tokens",
-        "block_size",
-        "ttft_s",
-        "mtpot_s",
-        "threads",
-    )
+    keys = ("policy", "warm", "repeats", "clients", "kv_tokens", "block_size")
+    keys += ("ttft_s", "mtpot_s", "threads")
     return {key: getattr(arguments, key) for key in keys} | {
         "prompts": [rng.integers(SHORTEST, VOCAB, size).tolist() for size in prompt],
         "outputs": output.tolist(),
@@ -164,7 +155,7 @@ def _cells(run: dict[str, float]) -> str:
 
 
 def _ratios(runs: list[dict[str, Any]], own: str, ours: str) -> dict[str, str]:
-    """Of each paired repeat."""
+    """The ratios of the paired repeats."""
     found = {}
     for key in ("goodput", "tokens_per_s"):
         before, after = (
@@ -177,16 +168,16 @@ def _ratios(runs: list[dict[str, Any]], own: str, ours: str) -> dict[str, str]:
 
 
 def options(words: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command's, or those of `words`."""
+    """The options of the command line, or of `words`."""
     parser = make_parser(__doc__)
     parser.add_argument(
         "--vllm-python", required=True, help="the Python of an environment that has vLLM"
     )
     parser.add_argument(
-        "--trace", default="azure-conv", help="lengths: a trace's file, or a shipped trace's name"
+        "--trace", default="chat-small", help="lengths: a trace's file, or a shipped trace's name"
     )
     parser.add_argument(
-        "--policy", default="past-future", help="what runs inside, as in LLMCTL_VLLM_POLICY"
+        "--policy", default="past-future", help="the policy inside vLLM, as in LLMCTL_VLLM_POLICY"
     )
     parser.add_argument("--requests", type=int, default=120)
     parser.add_argument("--warm", type=int, default=60)

@@ -39,7 +39,7 @@ class Timed:
 
 
 class Bench:
-    """vLLM with a model, idle between runs; `core` is where its scheduler is."""
+    """vLLM with a model, idle between runs; `core` holds its scheduler."""
 
     def __init__(self, folder: Path, work: dict[str, Any]) -> None:
         from vllm import LLM
@@ -52,8 +52,8 @@ class Bench:
             max_model_len=768,
             max_num_seqs=64,
             block_size=work["block_size"],
-            num_gpu_blocks_override=work["kv_tokens"] // work["block_size"]
-            + 1,  # one is never given out
+            # vLLM never uses one of the blocks
+            num_gpu_blocks_override=work["kv_tokens"] // work["block_size"] + 1,
             enforce_eager=True,
             enable_prefix_caching=False,
             disable_log_stats=True,
@@ -63,7 +63,7 @@ class Bench:
         self.core = self.engine.engine_core.engine_core
 
     def fresh(self, kind: type) -> Any:
-        """A scheduler of this class in its first state, in the place of the last one."""
+        """A scheduler of this class in its first state, which replaces the last one."""
         last = self.core.scheduler
         self.core.scheduler = kind(
             vllm_config=last.vllm_config,
@@ -78,7 +78,7 @@ class Bench:
     def run(
         self, scheduler: Any, first: int, last: int
     ) -> tuple[dict[str, float], list[list[int]]]:
-        """The requests from `first` to before `last` served; what came of it, and their tokens."""
+        """Serve the requests from `first` to before `last`; the metrics, and the tokens."""
         requests = last - first
         preempted: list[int] = []
         preempt = scheduler._preempt_request
@@ -88,7 +88,7 @@ class Bench:
             preempt(request, *args, **kwargs)
 
         scheduler._preempt_request = counted
-        scheduler.deciding_s = 0.0  # of ours, vLLM's own has none
+        scheduler.deciding_s = 0.0  # counted by ours; vLLM's own has no such counter
         timers = Timed(scheduler, "schedule"), Timed(scheduler, "update_from_output")
         sent = np.zeros(requests)
         times: list[list[float]] = [[] for _ in range(requests)]
@@ -147,7 +147,9 @@ class Bench:
         return found, tokens
 
     def _send(self, number: int) -> float:
-        """It asks for as much as it may; what ends it earlier, the schedulers are not told."""
+        """Send a request that allows the full limit; the schedulers do not know where it ends
+        earlier.
+        """
         from vllm import SamplingParams, TokensPrompt
         from vllm.sampling_params import RequestOutputKind
 
@@ -176,9 +178,8 @@ def main() -> None:
     from vllm.v1.core.sched.scheduler import Scheduler
 
     bench = Bench(folder, work)
-    from toolkit.inside.vllm_scheduler import (
-        LlmctlScheduler,  # as a server does: once vLLM has loaded the model
-    )
+    # imported as in a server: after vLLM has loaded the model
+    from toolkit.inside.vllm_scheduler import LlmctlScheduler
 
     systems = {"vLLM's own": Scheduler, work["policy"]: LlmctlScheduler}
     total = len(work["outputs"])

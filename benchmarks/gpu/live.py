@@ -1,4 +1,4 @@
-"""Requests at an overload against live workers, through the server's driver, without HTTP or text."""
+"""Requests at an overload against live workers, through the server's driver, without HTTP."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ from toolkit.workers.pool import ProcessWorkers
 from toolkit.workers.protocol import OnEvent, RoundDone, WorkerEvent, WorkerReady, Workers
 from toolkit.workers.supervisor import SilentWorkerError
 
-OVERLOAD = 1.5  # arrivals, over what the best contender is predicted to serve
-SETTLE_S = 60.0  # for rows that were given up to leave their workers
-LAST_BATCH = 1 << 40  # a number that no scheduler gives
-SAMPLE = 300  # requests of the backlog that tells the capacity
+OVERLOAD = 1.5  # arrivals, as a multiple of the best contender's predicted throughput
+SETTLE_S = 60.0  # for cancelled rows to leave their workers
+LAST_BATCH = 1 << 40  # a number that no scheduler uses
+SAMPLE = 300  # requests of the backlog that measures the capacity
 
 
 @dataclass(slots=True, frozen=True)
 class Pace:
-    """Seconds of arrivals, and of one contender: what has not ended by then is given up, and counts
-    as not served.
+    """Seconds of arrivals, and of one contender. Requests that have not ended by then are
+    cancelled, and count as not served.
     """
 
     window_s: float
@@ -53,7 +53,7 @@ class Pace:
 
 @dataclass(slots=True, frozen=True)
 class Contender:
-    """A policy under the name that tables give it; `settings` of SLS's safe batch size."""
+    """A policy, and its name in tables. `settings` are its parameters, given SLS's safe batch size."""
 
     title: str
     policy: str
@@ -74,7 +74,7 @@ class Outcome(Strict):
     evictions: int
     oom_events: int
     worker_restarts: int
-    slowdown: float | None = Field(description="of batches, over what the laws say")
+    slowdown: float | None = Field(description="of batches, over the laws' times")
     deciding_percent: float = Field(description="of engine time")
     hop_percent: float = Field(description="of engine time")
     hop_mean_s: float
@@ -82,7 +82,7 @@ class Outcome(Strict):
 
 
 class LiveFile(Envelope):
-    """slices.json or rounds.json, whole."""
+    """The file slices.json or rounds.json."""
 
     trace: list[str]
     limit_s: float
@@ -121,7 +121,7 @@ def _plan(recipe: Recipe, fit: Fit, contender: Contender, inputs: Mapping[str, P
 
 
 def overload(plans: Sequence[Plan], window_s: float) -> Trace:
-    """Poisson arrivals for `window_s`, `OVERLOAD` times as many as the best of the plans is
+    """Poisson arrivals for `window_s`, at `OVERLOAD` times the rate that the best of the plans is
     predicted to serve.
 
     Prompts and outputs are lognormal with a median of 1/16 of the longest request, up to a quarter
@@ -174,41 +174,39 @@ async def _replay(
     await driver.start()
     start_s = driver.now_s
     limit_at_s = time.monotonic() + limit_s
-    lives = await _send(driver, plan, trace)
-    while len(done) < len(lives) and time.monotonic() < limit_at_s and not driver.bug:
+    requests = await _send(driver, plan, trace)
+    while len(done) < len(requests) and time.monotonic() < limit_at_s and not driver.bug:
         await asyncio.sleep(0.05)
-    for live in lives:
+    for live in requests:
         driver.cancel(live)
     await _until_idle(driver)
     if driver.bug:
         raise driver.bug
     await driver.stop()
     await workers.forget()
-    return _outcome(plan, title, trace, lives, start_s, stats)
+    return _outcome(plan, title, trace, requests, start_s, stats)
 
 
 async def _send(driver: Driver, plan: Plan, trace: Trace) -> list[ActiveRequest]:
-    """Submit every request when it arrives. The scheduler does not learn how long outputs will be."""
+    """Submit every request when it arrives. The scheduler does not know the output lengths."""
     rng = np.random.default_rng(0)
     limit, vocab = plan.recipe.serve.max_new_tokens, plan.fit.engine.vocab_size
     drawn = [tuple(rng.integers(vocab, size=count).tolist()) for count in trace.prompt_tokens]
     sampling = SamplingParams(ignore_eos=True)
-    start_s, lives = time.monotonic(), []
+    start_s, requests = time.monotonic(), []
     for number, (at_s, prompt, output) in enumerate(
         zip(trace.arrival_s, drawn, trace.output_tokens, strict=True)
     ):
         await asyncio.sleep(max(start_s + at_s - time.monotonic(), 0.0))
-        ask = GenerationRequest(
+        request = GenerationRequest(
             str(number), prompt, limit, sampling, end_after=int(min(output, limit))
         )
-        lives.append(driver.submit(ask, TextOutput(NoText()), Reply(1, patient=True), 0))
-    return lives
+        requests.append(driver.submit(request, TextOutput(NoText()), Reply(1, patient=True), 0))
+    return requests
 
 
 async def _until_idle(driver: Driver) -> None:
-    """Rows that were given up leave with their batch; a worker that keeps on is a bug worth an
-    error.
-    """
+    """Cancelled rows leave with their batch; a worker that continues is a bug, hence the error."""
     async with asyncio.timeout(SETTLE_S):
         while driver.flights:
             await asyncio.sleep(0.05)
@@ -218,17 +216,17 @@ def _outcome(
     plan: Plan,
     title: str,
     trace: Trace,
-    lives: Sequence[ActiveRequest],
+    requests: Sequence[ActiveRequest],
     start_s: float,
     stats: Stats,
 ) -> Outcome:
-    ok = np.array([live.status in ("stop", "length") for live in lives])
+    ok = np.array([live.status in ("stop", "length") for live in requests])
     served = Served(
         arrival_s=trace.arrival_s + start_s,
-        first_token_s=np.array([live.first_token_s for live in lives]),
-        finish_s=np.array([live.last_token_s for live in lives]),
-        output_tokens=np.array([len(live.tokens) for live in lives], dtype=np.int64),
-        max_gap_s=np.zeros(len(lives)),  # not followed here
+        first_token_s=np.array([live.first_token_s for live in requests]),
+        finish_s=np.array([live.last_token_s for live in requests]),
+        output_tokens=np.array([len(live.tokens) for live in requests], dtype=np.int64),
+        max_gap_s=np.zeros(len(requests)),  # not measured here
         ok=ok,
     )
     engine_s = max(stats.engine_s, 1e-9)
@@ -236,7 +234,7 @@ def _outcome(
     return Outcome(
         title=title,
         policy=plan.policy,
-        requests=len(lives),
+        requests=len(requests),
         served=int(ok.sum()),
         measured={
             key: value for key, value in summarize(served, {}).items() if math.isfinite(value)
@@ -254,7 +252,7 @@ def _outcome(
 
 
 class NoText:
-    """A detokenizer for requests that nobody reads."""
+    """A detokenizer for requests whose text is not needed."""
 
     def feed(self, tokens: Sequence[int]) -> str:
         return ""
@@ -264,14 +262,14 @@ class NoText:
 
 
 class KeptWorkers:
-    """Workers that outlive a driver: loaded once, and told to whoever drives now."""
+    """Workers that outlive a driver: loaded once, and announced to the current driver."""
 
     def __init__(self, workers: Workers) -> None:
         self.size = workers.size
         self._workers = workers
         self._on_event: OnEvent | None = None
         self._ready: dict[int, WorkerReady] = {}
-        self._rows: dict[int, int] = {}  # by worker: numbers that rows of rounds have had
+        self._rows: dict[int, int] = {}  # by worker: how many row numbers its rounds have used
 
     async def start(self, on_event: OnEvent) -> None:
         self._on_event = on_event
@@ -306,9 +304,7 @@ class KeptWorkers:
         self._workers.run_round(worker, batch_id, plan, estimated_s)
 
     async def forget(self) -> None:
-        """Have idle engines drop the rows that were given up: the next driver's rows get the same
-        numbers.
-        """
+        """Make idle engines drop the cancelled rows: the next driver uses the same numbers."""
         for worker, count in self._rows.items():
             done = asyncio.Event()
             self._on_event = lambda event, done=done: (

@@ -37,15 +37,15 @@ from typing import NamedTuple
 from benchmarks.common import ROOT
 from benchmarks.common.command import make_parser
 
-GRACE_S = 20.0  # for a stage that was told to end
-SMALLER_GPU_GIB = 100.0  # below: the grid of the recipes for 80 GB
+GRACE_S = 20.0  # for a stage to end after a signal
+SMALLER_GPU_GIB = 100.0  # a smaller GPU gets the recipes for 80 GB
 INTERRUPTED = 130
 
 
 @dataclass(slots=True, frozen=True)
 class Stage:
-    """One step: its name, its output, what must be there before, and how long it may take, quick
-    and not.
+    """One step: its name, its output, the stages that it needs, and its time limits with and
+    without --quick.
     """
 
     name: str
@@ -101,15 +101,15 @@ class Run:
 def main() -> int:
     options = _options()
     if options.stage:
-        from benchmarks.gpu.stages import (
-            run_stage,  # torch and all else is imported in the stages' own processes
-        )
+        # torch and the rest are imported only in the stages' own processes
+        from benchmarks.gpu.stages import run_stage
 
         return run_stage(options.stage, options.recipe[0], options.folder, options)
     device = _device(options.device)
     if device is None:
         print(
-            "error: torch finds no CUDA device; --device cpu with a tiny recipe tries the way out",
+            "error: torch finds no CUDA device; --device cpu with a tiny recipe tries"
+            " everything else",
             file=sys.stderr,
         )
         return 1
@@ -121,11 +121,13 @@ def main() -> int:
         Run(path, folder / _model(path), options.device, device.name, options.quick)
         for path in recipes
     ]
-    _say_what_will_be_done(runs)
+    _print_stages(runs)
     try:
         failed = [f"{run.folder.name}: {name}" for run in runs for name in _go(run)]
     except KeyboardInterrupt:
-        print("\ninterrupted: what is done is kept, and the same command goes on", file=sys.stderr)
+        print(
+            "\ninterrupted: finished stages are kept, and the same command resumes", file=sys.stderr
+        )
         return INTERRUPTED
     finally:
         _write_tables(folder)
@@ -137,11 +139,11 @@ def main() -> int:
 def _options() -> argparse.Namespace:
     parser = make_parser(__doc__)
     parser.add_argument(
-        "--out", type=Path, default=Path("profiles"), help="folder of all devices' results"
+        "--out", type=Path, default=Path("profiles"), help="the folder of all devices' results"
     )
-    parser.add_argument("--models", default="7b,13b", help="of Llama-2, with commas")
+    parser.add_argument("--models", default="7b,13b", help="sizes of Llama-2, separated by commas")
     parser.add_argument(
-        "--recipe", type=Path, action="append", help="instead of --models; repeatable"
+        "--recipe", type=Path, action="append", help="a recipe instead of --models; repeatable"
     )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--quick", action="store_true", help="at most ten minutes a model")
@@ -152,14 +154,14 @@ def _options() -> argparse.Namespace:
 
 
 class Device(NamedTuple):
-    """What it runs on."""
+    """The device of the run."""
 
     name: str
     memory_gib: float
 
 
 def _device(kind: str) -> Device | None:
-    """The first device; asked for in another process, so that this one holds no memory of it."""
+    """The first device, found by another process, so that this one holds none of its memory."""
     if kind == "cpu":
         return Device("cpu", 0.0)
     code = "import json; from toolkit.engines.devices import find_devices as f; g = f().gpus; "
@@ -176,12 +178,12 @@ def _recipe_of(model: str, memory_gib: float) -> Path:
     hardware = "a100-80gb" if memory_gib < SMALLER_GPU_GIB else "h200"
     path = ROOT / "recipes" / f"llama-2-{model}-{hardware}-transformers.yaml"
     if not path.is_file():
-        raise SystemExit(f"error: --models {model}: there is no {path.name}; 7b and 13b there are")
+        raise SystemExit(f"error: --models {model}: there is no {path.name}; use 7b or 13b")
     return path
 
 
 def _model(recipe: Path) -> str:
-    """A recipe's name without the hardware, which the folder above has."""
+    """A recipe's name without the hardware, which the folder above names."""
     return re.sub(r"-(h200-transformers|a100-80gb-transformers|cpu-rebatch|cpu)$", "", recipe.stem)
 
 
@@ -193,7 +195,7 @@ def _left(run: Run) -> list[Stage]:
     return [stage for stage in STAGES if not (run.folder / stage.output).is_file()]
 
 
-def _say_what_will_be_done(runs: Sequence[Run]) -> None:
+def _print_stages(runs: Sequence[Run]) -> None:
     for run in runs:
         left = _left(run)
         limit_s = sum(stage.allowed_s(quick=run.quick) for stage in left)
@@ -205,7 +207,7 @@ def _say_what_will_be_done(runs: Sequence[Run]) -> None:
 
 
 def _go(run: Run) -> list[str]:
-    """Run the stages that are left; the names of those that were not done."""
+    """Run the stages that are left; the names of those that failed."""
     failed: list[str] = []
     for stage in _left(run):
         if any(name in failed for name in stage.needs):
@@ -223,21 +225,21 @@ def _go(run: Run) -> list[str]:
 
 
 def _run(command: Sequence[str], limit_s: float) -> str:
-    """Why the stage is not done, or ''. Its processes end with it, also where it is interrupted or
-    out of time.
+    """Why the stage failed, or ''. Its processes end with it, also when it is interrupted or out of
+    time.
     """
     child = subprocess.Popen(command, env=_environment(), start_new_session=True)
     try:
         code = child.wait(limit_s)
     except subprocess.TimeoutExpired:
-        return f"not done within {limit_s:.0f} s; the same command goes on with it"
+        return f"not done within {limit_s:.0f} s; the same command resumes it"
     finally:
         _end(child)
     return f"exit code {code}" if code else ""
 
 
 def _end(child: subprocess.Popen[bytes]) -> None:
-    """End a stage and what it started; workers that are left see their sockets close, and end."""
+    """End a stage and its processes; workers that are left end when their sockets close."""
     if child.poll() is not None:
         return
     for number in (signal.SIGTERM, signal.SIGKILL):

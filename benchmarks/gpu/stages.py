@@ -27,9 +27,9 @@ from toolkit.files.shipped import load_recipe
 from toolkit.files.strict import Envelope, Strict
 from toolkit.profiling.run import ProfileEstimate as Planned
 
-# KV cache of a worker in longest requests: little enough that an overload fills it in seconds
+# KV cache of a worker, in longest requests: small enough for an overload to fill it in seconds
 CONTEXTS = 8
-SHARES = (128, 16, 4)  # a quick grid's lengths, as parts of the longest
+SHARES = (128, 16, 4)  # the longest length over the lengths of a quick grid
 QUICK_SIZES = [1, 4, 16, 64]
 SWAP_ROWS = (1, 8)
 SWAP_REPEATS = 5
@@ -38,17 +38,17 @@ MIB = 1 << 20
 
 class SwapPoint(Strict):
     """N rows of L cached tokens: seconds of a round that only swaps them out, and of one that only
-    brings them back.
+    swaps them in.
     """
 
     rows: int
     length: int
     size_bytes: int
-    out_s: list[float] = Field(description="the first pays for pinning host memory")
+    out_s: list[float] = Field(description="the first includes pinning host memory")
     in_s: list[float]
 
     def gb_per_s(self) -> tuple[float, float]:
-        """Out and in, medians without the first."""
+        """GB/s out and in, medians without the first round."""
         out_s, in_s = (
             statistics.median(seconds[1:] or seconds) for seconds in (self.out_s, self.in_s)
         )
@@ -56,13 +56,13 @@ class SwapPoint(Strict):
 
 
 class SwapFile(Envelope):
-    """swap.json, whole."""
+    """The file swap.json."""
 
     points: list[SwapPoint]
 
 
 def run_stage(name: str, source: Path, folder: Path, options: Namespace) -> int:
-    """One stage; its exit code. What a person can mend is one line."""
+    """Run one stage; its exit code. Errors that a user can mend are one line."""
     pace = Pace(15.0, 30.0) if options.quick else Pace(60.0, 240.0)
     stages: dict[str, Callable[[Path], None]] = {
         "swap": measure_swaps,
@@ -100,9 +100,7 @@ ROUNDS = (
 def write_recipes(
     recipe: Recipe, folder: Path, device: str, device_name: str, *, quick: bool
 ) -> None:
-    """The recipe for both engines, beside what is made from it. `InputError` where other ones are
-    there already.
-    """
+    """Write the recipe for both engines. `InputError` where the folder has other ones."""
     for engine in ("transformers", "rebatch"):
         derived = derive(recipe, engine, device, device_name, quick=quick)
         path = folder / f"recipe-{engine}.json"
@@ -121,7 +119,7 @@ def derive(recipe: Recipe, engine: str, device: str, device_name: str, *, quick:
     if model.kv_bytes_per_token is None:
         raise InputError(
             f"{recipe.name}: model.kv_bytes_per_token is not set",
-            "set it: the KV cache is sized by it",
+            "set it: it determines the size of the KV cache",
         )
     spec = recipe.profile
     if quick:
@@ -169,7 +167,7 @@ def measure_profile(folder: Path, engine: str) -> None:
 
 
 class Printing:
-    """`toolkit.profiling.run.ProfileProgress` for a log: the plan, and a line for every tenth of it."""
+    """A `ProfileProgress` for a log: the plan, and a line for every tenth of it."""
 
     def planned(self, plan: Planned) -> None:
         self._steps, self._done = plan.steps, 0
@@ -185,7 +183,7 @@ class Printing:
 
 
 def fit(folder: Path, engine: str) -> None:
-    """As `llmctl fit`, whose printing needs more than a bare machine has."""
+    """As `llmctl fit`, whose output needs more than a bare machine has."""
     from toolkit.estimators.fitting import fit_file, fit_profile
 
     source = folder / f"profile-{engine}.json"
@@ -200,9 +198,7 @@ def fit(folder: Path, engine: str) -> None:
 
 
 def measure_swaps(folder: Path) -> None:
-    """Rounds that do nothing but swap, with nothing beside them: a cache's way to host memory and
-    back.
-    """
+    """Rounds that only swap, alone on the machine: the bandwidth to host memory and back."""
     from toolkit.engines.rebatch_engine import RebatchEngine
 
     source = folder / "recipe-rebatch.json"
@@ -224,7 +220,7 @@ def measure_swaps(folder: Path) -> None:
 
 
 def _swap(engine: RoundEngine, rows: int, length: int) -> SwapPoint | None:
-    """None where so many rows do not fit."""
+    """One point; None where so many rows do not fit."""
     numbers = tuple(range(rows))
     tokens = tuple(k % engine.facts.vocab_size for k in range(length))
     enter = tuple(
@@ -250,7 +246,7 @@ def _go_on(_: StepOutput) -> bool:
 
 
 def _timed(work: Callable[[], object]) -> float:
-    """Wall seconds until the device is done."""
+    """Wall seconds until the device has finished."""
     import torch
 
     def settle() -> None:

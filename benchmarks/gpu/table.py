@@ -10,7 +10,7 @@ from typing import Any
 
 
 def tables(folder: Path) -> str:
-    """The tables of all models under a device's folder; '' where nothing is done yet."""
+    """The tables of all models in a device's folder; '' where nothing is done yet."""
     parts = [part for model in sorted(folder.glob("*/")) for part in _model(model)]
     return "\n".join(parts)
 

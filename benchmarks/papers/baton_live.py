@@ -72,13 +72,12 @@ MODEL = ModelSpec(
     tokenizer="bytes",
     max_model_len=1024,
 )
-BUDGET_MIB = 1024.0  # never reached: what each way takes of it is shown
+BUDGET_MIB = 1024.0  # never reached; the table shows the peak of each method
 DIVISOR = {1: 64, 2: 4}  # of the queries' lengths, by table
 MIXED = 32  # of Table 1's 120 queries
 SEED = 0
-STEP_LAW = bilinear_law(
-    (0, 0, 0, 0), (0, 0, 0, 1), prefill_emits_token=True
-)  # decides nothing: one worker, no memory
+# decides nothing, since there is one worker and memory is never short
+STEP_LAW = bilinear_law((0, 0, 0, 0), (0, 0, 0, 1), prefill_emits_token=True)
 FREE = SamplingParams(ignore_eos=True)
 METHODS = {
     "static batching": "sequence",
@@ -97,8 +96,8 @@ TABLES = ((1, PAPER_1), (2, PAPER_2))
 Key = tuple[int, int, str]  # table, rows, method
 
 
-class Floor:
-    """The engines, one per way of joining, and what a run needs of the clock and the ledger."""
+class Engines:
+    """The engines, one per way of joining, and the clock of a run."""
 
     def __init__(self, threads: int) -> None:
         cpu = HardwareSpec(device="cpu", name="any CPU")
@@ -115,13 +114,13 @@ class Floor:
         }
 
     def serve(self, method: str, size: int, queries: Lengths) -> dict[str, Any]:
-        """Serve all of `queries` with `size` rows: seconds, the ledger's peak in MiB, and what each
-        query got.
+        """Serve all of `queries` with `size` rows: seconds, the ledger's peak in MiB, and a digest
+        of each query's tokens.
         """
         name = METHODS[method]
         rows = "batch_size" if name == "sequence" else "max_batch_size"
         engine = self._engines["shape" if method == "shaping" else "embed"]
-        desk = Desk(engine, queries)
+        runner = QueryRunner(engine, queries)
         worker = Worker(
             0, STEP_LAW, ZetaMemory(engine.facts.capacity_tokens), joining=engine.facts.joining
         )
@@ -130,21 +129,21 @@ class Floor:
         wave = size if method == "PD" else len(queries)
         start_s = self._clock()
         for first in range(0, len(queries), wave):
-            for request in desk.requests(first, first + wave):
+            for request in runner.requests(first, first + wave):
                 scheduler.submit(request, 0.0)
             while scheduler.jobs:
                 for batch in scheduler.tick(0.0):
-                    scheduler.complete(desk.run(batch), 0.0)
+                    scheduler.complete(runner.run(batch), 0.0)
         took_s = self._clock() - start_s
         return {
             "seconds": took_s,
             "peak_mib": engine.ledger.peak_bytes / 2**20,
-            "tokens": desk.digests(),
+            "tokens": runner.digests(),
         }
 
 
-class Desk:
-    """Runs what a scheduler decides. A query's number is its place among the queries."""
+class QueryRunner:
+    """Runs the scheduler's decisions. A query's number is its index."""
 
     def __init__(self, engine: RebatchEngine, queries: Lengths) -> None:
         rng = np.random.default_rng(SEED)
@@ -154,7 +153,7 @@ class Desk:
             tuple(rng.integers(0, vocabulary, prompt).tolist()) for prompt, _ in queries
         ]
         self._outputs = [output for _, output in queries]
-        self._limit = max(self._outputs)  # what the scheduler knows of every query's output
+        self._limit = max(self._outputs)  # the scheduler's limit of every query's output
         self._got: list[list[int]] = [[] for _ in queries]
 
     def requests(self, first: int, end: int) -> list[Request]:
@@ -165,7 +164,7 @@ class Desk:
         ]
 
     def run(self, batch: Batch) -> BatchResult | RoundResult:
-        """A slice or a round, from the scheduler's words to the engine's and back."""
+        """Run a slice or a round, and translate between scheduler and engine."""
         numbers = tuple(int(job.request_id) for job in batch.jobs)
         rows = tuple(self._row(number) for number in numbers)
         if not batch.keep_cache:
@@ -186,7 +185,7 @@ class Desk:
         )
 
     def digests(self) -> list[str]:
-        """A digest of what each query got, and a proof that it got as much as it wanted."""
+        """A digest of each query's tokens, after a check that it got all of them."""
         assert [len(got) for got in self._got] == self._outputs
         return [hashlib.sha256(str(got).encode()).hexdigest()[:12] for got in self._got]
 
@@ -201,7 +200,7 @@ class Desk:
 
 
 def queries_of(table: int, size: int) -> Lengths:
-    """The paper's queries, shorter: lengths are divided, at least 1 token."""
+    """The paper's queries, with lengths divided, at least 1 token."""
     queries = (
         mixed_queries(SEED, 2 if size == 4 else 1)[:MIXED] if table == 1 else short_queries(SEED)
     )
@@ -210,7 +209,7 @@ def queries_of(table: int, size: int) -> Lengths:
 
 
 def keys_of(tables: Sequence[int]) -> list[Key]:
-    """One round: all ways of one table and size beside each other."""
+    """One round: all methods of a table and size, in turns."""
     return [
         (table, size, method)
         for table, paper in TABLES
@@ -222,17 +221,17 @@ def keys_of(tables: Sequence[int]) -> list[Key]:
 
 
 def measure(out: Path, rounds: int, tables: Sequence[int], threads: int) -> None:
-    """Run what is not yet in `out`."""
+    """Run what `out` does not have yet."""
     done = [tuple(line["key"]) for line in read(out)]
-    floor = Floor(threads)
+    engines = Engines(threads)
     for method in METHODS:
-        floor.serve(method, 4, short_queries(1)[:8])  # warms up
+        engines.serve(method, 4, short_queries(1)[:8])  # warms up
     for turn in range(rounds):
         for key in keys_of(tables):
             if done.count(key) > turn:
                 continue
             table, size, method = key
-            line = {"key": key, **floor.serve(method, size, queries_of(table, size))}
+            line = {"key": key, **engines.serve(method, size, queries_of(table, size))}
             print(
                 f"round {turn + 1}: table {table}, {size} rows, {method}: {line['seconds']:.2f} s",
                 flush=True,

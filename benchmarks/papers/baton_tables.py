@@ -73,7 +73,7 @@ Run = tuple[float, float]  # completion time in seconds, peak of the KV cache in
 
 
 def law(bandwidth: float, flops: float) -> SegmentedLaw:
-    """The assumed law of a GPU with so many bytes/s and FLOP/s."""
+    """The assumed law of a GPU with this many bytes/s and FLOP/s."""
     rate = 0.6 * flops
     prefill = Segment(
         batch_size_min=1,
@@ -92,7 +92,7 @@ RTX_4090 = law(1008e9, 165.2e12)
 
 
 def mixed_queries(seed: int, scale: int) -> Lengths:
-    """Table 1's queries: prompt and output tokens of each."""
+    """Prompt and output tokens of each query of Table 1."""
     rng = np.random.default_rng(seed)
     long, short = rng.integers(3600, 4401, (2, 30)), rng.integers(24, 401, (6, 30))
     pairs = [(long[0], short[0]), (short[1], long[1]), (short[2], short[3]), (short[4], short[5])]
@@ -101,7 +101,7 @@ def mixed_queries(seed: int, scale: int) -> Lengths:
 
 
 def short_queries(seed: int) -> Lengths:
-    """Table 2's."""
+    """Prompt and output tokens of each query of Table 2."""
     return [
         (int(prompt), int(output))
         for prompt, output in np.random.default_rng(seed).integers(24, 201, (30, 2))
@@ -121,11 +121,11 @@ def simulated(method: str, size: int, queries: Lengths, latency: SegmentedLaw) -
 
 
 def kept_padding(size: int, queries: Lengths, latency: SegmentedLaw) -> Run:
-    """Vector shaping as in section 4.1: each pass leaves its padding in the cache, columns are
+    """Vector shaping as in section 4.1: each pass leaves its padding in the cache, and columns are
     released from the left.
 
-    A row is the column where its padding ends, and how many tokens it will still get. Before who
-    waits enters, the columns before the first row's are released.
+    A row is the column where its padding ends, and the number of tokens that it will still get.
+    Before waiting queries enter, the columns before the first row's are released.
     """
     waiting = deque(queries)
     first = [waiting.popleft() for _ in range(min(size, len(waiting)))]
@@ -166,10 +166,10 @@ def mean_run(method: str, size: int, table: int, seeds: int) -> Run:
 
 
 def most_gained_in_pairs(seeds: int) -> float:
-    """Steps of static batches of 2 in the order that is worst for them, over those of batches that
-    never idle.
+    """The most that re-batching can gain with 2 rows: steps of static batches in the worst order
+    over those of batches that never idle.
 
-    No order of Table 2's outputs gains more, as long as a step takes the same time.
+    No order of Table 2's outputs gains more, as long as a step takes constant time.
     """
     gains = []
     for seed in range(seeds):
@@ -179,7 +179,7 @@ def most_gained_in_pairs(seeds: int) -> float:
 
 
 def beside(paper: float | None, ours: float, form: str) -> str:
-    """The paper's figure, if it has one, and ours."""
+    """The paper's figure, if there is one, and ours."""
     return f"{'' if paper is None else format(paper, form)} / {ours:{form}}"
 
 

@@ -86,8 +86,8 @@ COLUMNS = {
 
 
 class Waits:
-    """A policy that decides like another, and notes the longest wait of one who does not run, and
-    the longest round.
+    """A policy that decides as another does, and records the longest wait of a job that does not
+    run, and the longest round.
     """
 
     def __init__(self, policy: Policy) -> None:
@@ -151,7 +151,7 @@ def table(
 
 
 def broken(rows: Mapping[tuple[str, str], Mapping[str, float]]) -> list[str]:
-    """What does not hold of the order, and of the limit of starvation."""
+    """What contradicts the order or the starvation limit."""
     found = []
     for swap in ("reactive", "proactive"):
         times = [rows[name, swap if name != "fcfs" else ""]["e2e_mean_s"] for name in ORDER]
@@ -160,7 +160,7 @@ def broken(rows: Mapping[tuple[str, str], Mapping[str, float]]) -> list[str]:
     for (name, swap), row in rows.items():
         if "MLFQ" in name and row["longest_wait_s"] > STARVATION_S + row["longest_round_s"]:
             found.append(
-                f"{name}, {swap}: somebody waited {row['longest_wait_s']:.2f} s; the"
+                f"{name}, {swap}: a request waited {row['longest_wait_s']:.2f} s; the"
                 f" limit is {STARVATION_S} s"
             )
     return found
@@ -200,7 +200,9 @@ def main() -> None:
         print(json.dumps({"rows": named, "broken": wrong}))
     else:
         print(text)
-        print("\n".join(wrong) or "the order holds in both ways of swapping, and nobody starved")
+        print(
+            "\n".join(wrong) or "the order holds in both ways of swapping, and no request starved"
+        )
     sys.exit(bool(wrong))
 
 

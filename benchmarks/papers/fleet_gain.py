@@ -61,7 +61,7 @@ POLICIES: dict[str, dict[str, bool | int | float | str]] = {
 
 @dataclass(frozen=True)
 class Mean:
-    """The mean of several workers' laws, each counted as often as it stands here."""
+    """The mean of several workers' laws, each counted as often as it occurs."""
 
     laws: tuple[LatencyLaw, ...]
 
@@ -97,7 +97,7 @@ class Mean:
 
 
 def believed(world: World, belief: str) -> list[Worker]:
-    """The workers as a scheduler has them that believes so."""
+    """The workers as a scheduler with this belief has them."""
     if belief == "own":
         return world.scheduled()
     slow = world.kinds[-1]
@@ -107,9 +107,7 @@ def believed(world: World, belief: str) -> list[Worker]:
 
 
 def outcome(trace: Trace, policy: Policy, world: World, belief: str) -> dict[str, float]:
-    """Metrics of the trace served by workers as they are, under a scheduler that believes what it
-    does.
-    """
+    """Metrics of the trace on the actual workers, under a scheduler with this belief."""
     return summarize(served(trace, policy, world, belief), SLA)
 
 
@@ -126,15 +124,15 @@ def served(trace: Trace, policy: Policy, world: World, belief: str) -> Served:
 
 
 def best_split(trace: Trace, policy: Policy, world: World) -> tuple[str, dict[str, float]]:
-    """The static split with the least mean E2E, in words, and its metrics."""
+    """A description of the static split with the least mean E2E, and its metrics."""
     first, second = (replace(kind, others=()) for kind in world.kinds)
     shortest = np.argsort(np.argsort(trace.prompt_tokens, kind="stable"))
-    anyhow = np.random.default_rng(0).permutation(len(trace))
+    random_rank = np.random.default_rng(0).permutation(len(trace))
     found = []
     for which, rank in (
         ("the shortest", shortest),
         ("the longest", len(trace) - 1 - shortest),
-        ("any", anyhow),
+        ("any", random_rank),
     ):
         for percent in range(30, 90, 5):
             mask = rank < len(trace) * percent // 100
@@ -150,7 +148,7 @@ def best_split(trace: Trace, policy: Policy, world: World) -> tuple[str, dict[st
 
 
 def part(trace: Trace, mask: NDArray[np.bool_]) -> Trace:
-    """Some of its requests."""
+    """The requests of the mask."""
     return Trace(
         trace.arrival_s[mask],
         trace.prompt_tokens[mask],
@@ -200,9 +198,8 @@ def main() -> None:
             for name, count in KINDS.items()
         ]
     )
-    world = fleet(
-        [replace(kind, runs_out=None) for kind in world.kinds]
-    )  # the same luck with memory for all: none
+    # memory never runs out by chance, so that no belief has better luck
+    world = fleet([replace(kind, runs_out=None) for kind in world.kinds])
     whole, _ = read_trace(arguments.trace)
     whole = scale_lengths(whole, fits[next(iter(KINDS))].engine.max_model_len, LIMIT)
     chosen = slice(arguments.first, arguments.first + arguments.requests)

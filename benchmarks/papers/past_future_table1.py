@@ -114,8 +114,8 @@ class Row:
         ]
 
     def tolerance(self, measure: str) -> float:
-        """3 % of the steps, 0.7 points of memory; of evictions 2, more where the paper's is one
-        run's noise.
+        """3 % of the steps, 0.7 points of memory, 2 points of evictions; more where the paper's
+        figure is one run's noise.
         """
         if measure == "decoding_steps":
             return 0.03 * self.paper[measure]

@@ -60,7 +60,7 @@ AIMS = {
 
 @dataclass(slots=True, frozen=True)
 class Run:
-    """One simulation: what the loop took, and how much there was to do."""
+    """One simulation: the time of the loop, and its amount of work."""
 
     seconds: float
     batches_per_request: float  # rounds, of a continuous policy
@@ -68,9 +68,7 @@ class Run:
 
 
 def once(trace: Trace, policy: str, workers: int, *, longer: int = 1, traced: bool = False) -> Run:
-    """Simulate `trace`; outputs, their limit and the memory are `longer` times as large, and time
-    has as much more.
-    """
+    """Simulate `trace`, with outputs, their limit, memory and time `longer` times as large."""
     requests, outputs = requests_of(trace, MAX_NEW_TOKENS * longer)
     outputs = [tokens * longer for tokens in outputs]
     requests = [replace(request, arrival_s=request.arrival_s * longer) for request in requests]
@@ -91,7 +89,7 @@ def once(trace: Trace, policy: str, workers: int, *, longer: int = 1, traced: bo
 
 
 def repeated(trace: Trace, times: int) -> Trace:
-    """The trace, `times` over, one after the other."""
+    """The trace, repeated `times` times in sequence."""
     span_s = float(trace.arrival_s[-1]) + 1.0
     arrival_s = np.concatenate([trace.arrival_s + k * span_s for k in range(times)])
     _, prompts, outputs, limits = (np.tile(column, times) for column in columns_of(trace))
@@ -109,9 +107,7 @@ def columns_of(trace: Trace) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any], 
 
 
 def past_future_decision(rows: int) -> Callable[[], object]:
-    """One attempt of Past-Future to admit where `rows` are resident, one request having ended since
-    the last.
-    """
+    """One admission decision of Past-Future with `rows` resident rows, after a request ended."""
     rng = np.random.default_rng(0)
     worker = Worker(0, LAW, ZetaMemory(10_000 * rows))
     for k in range(rows):
@@ -134,7 +130,7 @@ def past_future_decision(rows: int) -> Callable[[], object]:
 
 
 def algorithm_1(requests: int) -> Callable[[], object]:
-    """SCLS's dynamic programming over so many pooled requests, slices of 128 tokens."""
+    """SCLS's dynamic programming over this many pooled requests, slices of 128 tokens."""
     lengths = np.sort(np.random.default_rng(0).lognormal(6, 1, requests).astype(np.int64) + 1)
     max_batch = np.maximum(MEMORY.max_batch(lengths, 128, 0.1), 1)
     table = LAW.serve_table(int(max_batch.max()), 128)
@@ -142,7 +138,7 @@ def algorithm_1(requests: int) -> Callable[[], object]:
 
 
 def microseconds(call: Callable[[], object], repeats: int = 2000) -> float:
-    """The median of `repeats` calls, each timed by itself; the first compiles."""
+    """The median of `repeats` calls, each timed separately; a first call compiles."""
     call()
     seconds = []
     for _ in range(repeats):
@@ -175,7 +171,7 @@ def print_policies(trace: Trace, workers: int, repeats: int) -> None:
 
 
 def print_vllm(trace: Trace, workers: int, repeats: int) -> None:
-    """vLLM's own scheduler, with the flags that it has by default."""
+    """Print the row of vLLM's own scheduler, with its default flags."""
     engine = PagedEngine(StepLaw(0.022956, 2e-4, 1e-3, 3.5421e-6, 0.0, (1.3e-4,)), 2112, 16)
     requests, outputs = requests_of(trace, MAX_NEW_TOKENS)
     rates = []
