@@ -18,7 +18,7 @@ def make_parser(description: str | None) -> argparse.ArgumentParser:
 
 
 def add_markdown(parser: argparse.ArgumentParser) -> None:
-    """Add `--markdown FILE`, whose section the benchmark replaces."""
+    """Add `--markdown FILE`: the benchmark replaces its section in that file."""
     parser.add_argument(
         "--markdown", type=Path, metavar="FILE", help="replace this file's section with the table"
     )

@@ -86,7 +86,7 @@ def _start(server: str, model: Path, slots: int, work: Mapping[str, Any]) -> int
         len(prompt) + output
         for prompt, output in zip(work["prompts"], work["outputs"], strict=True)
     )
-    # with room for it each slot has a cache of its own, whose attention reads no other's
+    # with room for it each slot has a cache of its own, and attention reads no other slot's
     shared = work["kv_tokens"] // slots < longest
     command.append("--kv-unified" if shared else "--no-kv-unified")
     process = subprocess.Popen(

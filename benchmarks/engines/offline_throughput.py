@@ -50,7 +50,7 @@ SYSTEMS = (
     *("generate_batch-0", "generate_batch-8", "generate_batch-16", "generate_batch-32"),
     *("rebatch-slab", "rebatch", "llama.cpp-32", "llama.cpp-64", "vllm"),
 )
-REFERENCE = "generate"  # the system whose tokens all others must match
+REFERENCE = "generate"  # all other systems must match its tokens
 SAMPLE = 10
 WARM_UP = 6  # requests
 SECTION = "offline-throughput"

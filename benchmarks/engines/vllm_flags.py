@@ -263,7 +263,7 @@ def options(words: Sequence[str] | None = None) -> argparse.Namespace:
         help="start no run after this; the same command continues with the next",
     )
     parser.add_argument("--stage", choices=STAGES, help="run only this stage; default: all")
-    parser.add_argument("--write", type=Path, help="a file of results whose section is replaced")
+    parser.add_argument("--write", type=Path, help="replace the section of this file of results")
     parser.add_argument("--section", default="vllm_flags", help="that section's name")
     found = parser.parse_args(words)
     found.work, found.recipe = found.work.absolute(), found.recipe.absolute()

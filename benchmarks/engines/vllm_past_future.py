@@ -190,7 +190,7 @@ def options(words: Sequence[str] | None = None) -> argparse.Namespace:
         "--mtpot-s", type=float, default=0.25, help="the paper's 1.5 s for 7B, about 30 steps"
     )
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--write", type=Path, help="a file of results whose section is replaced")
+    parser.add_argument("--write", type=Path, help="replace the section of this file of results")
     return parser.parse_args(words)
 
 

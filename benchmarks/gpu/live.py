@@ -43,8 +43,8 @@ SAMPLE = 300  # requests of the backlog that measures the capacity
 
 @dataclass(slots=True, frozen=True)
 class Pace:
-    """Seconds of arrivals, and of one contender. Requests that have not ended by then are
-    cancelled, and count as not served.
+    """Seconds of arrivals, and of one contender. A request that has not ended by then is cancelled,
+    and is not served.
     """
 
     window_s: float
@@ -53,7 +53,7 @@ class Pace:
 
 @dataclass(slots=True, frozen=True)
 class Contender:
-    """A policy, and its name in tables. `settings` are its parameters, given SLS's safe batch size."""
+    """A policy and its name in tables. `settings` are its parameters, by SLS's safe batch size."""
 
     title: str
     policy: str
@@ -252,7 +252,7 @@ def _outcome(
 
 
 class NoText:
-    """A detokenizer for requests whose text is not needed."""
+    """A detokenizer for requests that need no text."""
 
     def feed(self, tokens: Sequence[int]) -> str:
         return ""

@@ -183,7 +183,7 @@ class Printing:
 
 
 def fit(folder: Path, engine: str) -> None:
-    """As `llmctl fit`, whose output needs more than a bare machine has."""
+    """As `llmctl fit`; that command's output needs more than a bare machine has."""
     from toolkit.estimators.fitting import fit_file, fit_profile
 
     source = folder / f"profile-{engine}.json"

@@ -283,7 +283,7 @@ def seconds_of(runs: Mapping[Key, Sequence[Mapping[str, Any]]], key: Key) -> flo
 HEAD = (
     "| rows | method | seconds | lowest to highest | tokens/s | speed over static"
     " batching | peak MiB "
-    "| queries whose tokens differ |"
+    "| queries with other tokens |"
 )
 
 

@@ -13,8 +13,8 @@ a command. The first trace and row of D3:
         --policy past-future-oracle --seed 0
 
 3,000 requests wait from the start; their lengths are uniform between the bounds below.
-`conservative` assumes everywhere that outputs end at 4,096 tokens. For D2, whose outputs end at
-5,000 tokens, the others assume that: `--max-new-tokens 5000`. The exit code is 1 if a row is
+`conservative` assumes everywhere that outputs end at 4,096 tokens. Outputs of D2 end at 5,000
+tokens, and the others assume that: `--max-new-tokens 5000`. The exit code is 1 if a row is
 outside the tolerances.
 """
 

@@ -49,7 +49,7 @@ from toolkit.traces.types import Trace
 LAW = bilinear_law(p=(1.3e-4, 1e-3, 1e-5, 0.03), d=(3.5421e-6, 2e-4, 5e-7, 0.022956))
 MEMORY = ZetaMemory(33_792, zeta=0.9)
 MAX_NEW_TOKENS = 1024
-TRACED_REQUESTS = 4000  # of the run whose memory is traced, which takes several times as long
+TRACED_REQUESTS = 4000  # of the run with traced memory, which takes several times as long
 AIMS = {
     "conservative": 150_000,
     "fcfs": 150_000,

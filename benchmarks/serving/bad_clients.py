@@ -4,7 +4,7 @@
 
 Takes about a minute. Needs nothing but the package: two workers with fake engines, 4 ms a step.
 
-First streams run alone and beside streams whose clients never read, in turns. Then clients
+First streams run alone and beside streams that their clients never read, in turns. Then clients
 disconnect in the middle of a stream, one after the other; measured is the time until the server
 runs no request (`llmctl_requests_running`), beside the longest batch. Prints one JSON object.
 """
@@ -54,8 +54,8 @@ def stall(port: int, tokens: int) -> socket.socket:
 
 
 async def beside(port: int, clients: int, stalled: int) -> float:
-    """Median seconds of streams of 128 tokens beside so many that nobody reads, which stand still
-    from their start.
+    """Median seconds of streams of 128 tokens beside this many unread ones, which stall from their
+    start.
     """
     stuck = [stall(port, 8) for _ in range(stalled)]
     await asyncio.sleep(0.5)
@@ -73,7 +73,7 @@ async def running(http: httpx.AsyncClient) -> float:
 
 
 async def leave(port: int, http: httpx.AsyncClient) -> float:
-    """Seconds from a client's end until nothing runs."""
+    """Seconds from a client's disconnect until the server runs no request."""
     reader, writer = await send(port, streamed(250))
     while b"data: {" not in await reader.read(1 << 14):
         pass

@@ -34,8 +34,8 @@ HEAD = """\
 ```
 """
 PROMISE, END = "^what tune promised", r"^rc \d|^real\t"
-# Parts of the output: from the first line that matches to the next that matches the second pattern,
-# that one left out.
+# Parts of the output: from a line that matches the first pattern to before the next line that
+# matches the second.
 PROFILE = [
     ("== 1/6", r"^\d+ points skipped|^\d+ points,"),
     (r"points, .*measurements to go", r"^tiny"),
@@ -58,7 +58,7 @@ PICTURE = [("== 4/6", r"^\$ "), ("^warm-up: batches", "^during the replay"), (PR
 
 
 def part(lines: Sequence[str], start: str, end: str, after: int) -> tuple[list[str], int]:
-    """The lines of a part that begins behind line `after`, and where it ends. `SystemExit` where
+    """The lines of a part that begins after line `after`, and where it ends. `SystemExit` where
     there is none.
     """
     begin = next((k for k in range(after, len(lines)) if re.search(start, lines[k])), None)
@@ -71,7 +71,7 @@ def part(lines: Sequence[str], start: str, end: str, after: int) -> tuple[list[s
 
 
 def parts(lines: Sequence[str], wanted: Sequence[tuple[str, str]], dots: bool) -> Iterator[str]:
-    """Their lines, one after the other, never two empty ones in a row."""
+    """The lines of the parts in sequence, without two empty lines in a row."""
     position, last = 0, ""
     for number, (start, end) in enumerate(wanted):
         found, position = part(lines, start, end, position)
@@ -82,7 +82,7 @@ def parts(lines: Sequence[str], wanted: Sequence[tuple[str, str]], dots: bool) -
 
 
 def picture(lines: Sequence[str]) -> str:
-    """The tuned server held to its promise, and the end, as the SVG of a terminal."""
+    """The tables of the tuned server and of the end, as the SVG of a terminal."""
     console = Console(record=True, width=WIDTH, file=io.StringIO(), force_terminal=True)
     for line in parts(lines, PICTURE, dots=False):
         console.print(Text(line, style="bold" if line.startswith("==") else ""))
@@ -95,7 +95,7 @@ def transcript(lines: Sequence[str]) -> str:
 
 
 def read(path: Path) -> list[str]:
-    """The lines of an output, folders taken off the names of recipes."""
+    """The lines of an output, without the folders of recipes."""
     text = re.sub(r"\S*/recipes/(\S+)\.yaml", r"\1", path.read_text(encoding="utf-8"))
     return [line.rstrip() for line in text.splitlines()]
 

@@ -130,7 +130,7 @@ def make_plan(stage: Stages, out: Path) -> Path:
 
 
 class Replay:
-    """One server and one replay against it, whose own output goes to a file."""
+    """One server and one replay against it; the replay's output goes to a file."""
 
     def __init__(self, stage: Stages, plan: Path, out: Path, arguments: argparse.Namespace) -> None:
         self._stage, self._plan, self._out = stage, plan, out

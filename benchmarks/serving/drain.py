@@ -31,8 +31,8 @@ CLIENTS = 48
 
 
 async def ask(port: int, rng: random.Random) -> str:
-    """How one request ended: 'complete', 'final error', 'refused' (503), 'no connection', or what
-    went wrong.
+    """How one request ended: 'complete', 'final error', 'refused' (503), 'no connection', or an
+    error.
     """
     tokens = rng.randint(8, 250)
     asked = request(
@@ -60,7 +60,7 @@ async def ask(port: int, rng: random.Random) -> str:
 
 
 async def not_ready_s(port: int, signalled_s: float) -> float:
-    """Seconds until /ready says 503 or nobody is there to ask."""
+    """Seconds until /ready answers 503 or refuses connections."""
     while True:
         try:
             reader, writer = await asyncio.open_connection("127.0.0.1", port)

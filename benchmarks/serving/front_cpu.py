@@ -26,7 +26,7 @@ from benchmarks.common.serving import fake_plan
 
 
 async def stream(port: int, tokens: int) -> int:
-    """One streamed request; how many events it took."""
+    """One streamed request; its number of events."""
     asked = request(prompt="x" * 50, max_tokens=tokens, stream=True, temperature=0)
     reader, writer = await send(port, asked)
     events = (await reader.read(-1)).count(b"data: {")

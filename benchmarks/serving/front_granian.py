@@ -28,7 +28,7 @@ from toolkit.serve.http import BACKLOG
 
 
 async def serve(driver: Driver, app: ASGIApp, listener: socket.socket, *_: object) -> None:
-    """In place of `toolkit.serve.server.serve`; ends at once with SIGTERM."""
+    """Replaces `toolkit.serve.server.serve`; ends at once on SIGTERM."""
     from granian.constants import Interfaces
     from granian.server.embed import Server
 

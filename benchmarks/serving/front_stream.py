@@ -69,7 +69,7 @@ async def raw(scope, receive, send):
 
 
 class Run(NamedTuple):
-    """One crowd at one server."""
+    """One crowd of clients at one server."""
 
     tokens_per_s: float
     events: int
@@ -77,7 +77,7 @@ class Run(NamedTuple):
 
 
 class Served:
-    """A server process of ours or a bare one, until `end`."""
+    """A process of our server or of a bare one, until `end`."""
 
     def __init__(self, name: str, command: Sequence[str], folder: str, port: int) -> None:
         self.name = name
@@ -99,8 +99,8 @@ class Served:
                 time.sleep(0.1)
 
     def cpu_s(self) -> float:
-        """Of the process that serves, and for granian of its worker; not of ours' workers, whose
-        engine is a fake.
+        """CPU seconds of the serving process, and for granian of its worker. Our workers do not
+        count, since their engine is a fake.
         """
         one = psutil.Process(self.process.pid)
         parts = [
@@ -119,7 +119,7 @@ class Served:
 
 
 async def stream(port: int, tokens: int) -> tuple[int, bool]:
-    """One streamed request; how many events it took, and whether it was whole."""
+    """One streamed request: its number of events, and whether it was complete."""
     asked = request(prompt="x" * 50, max_tokens=tokens, stream=True, temperature=0)
     reader, writer = await send(port, asked)
     received = await reader.read(-1)
@@ -148,7 +148,7 @@ def free_port() -> int:
 
 
 def write_plan(folder: Path, flush_s: float) -> str:
-    """Where the plan of our server lies, whose workers report this often."""
+    """The path of our server's plan; its workers report at this interval."""
     folder.mkdir()
     plan = fake_plan(folder, eos_one_in=0)
     engine = plan.recipe.engine.model_copy(update={"flush_s": flush_s})

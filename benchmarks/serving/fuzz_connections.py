@@ -40,7 +40,7 @@ from benchmarks.common.serving import Server, fake_plan
 from toolkit.serve import http as wire
 
 AT_ONCE = 100
-# connections whose clients read nothing or say nothing, at a time; then the oldest is dropped
+# connections of silent clients at a time; beyond that the oldest is dropped
 MAX_SILENT = 400
 MEMORY_MIB = 50
 SILENCE_S = (
@@ -58,7 +58,7 @@ TRAILERS = (
 
 
 def chunks(rng: random.Random, body: bytes, trailer: bytes = b"") -> bytes:
-    """A body in pieces of any size."""
+    """A body in chunks of any size."""
     found: list[bytes] = []
     at = 0
     while at < len(body):
@@ -69,7 +69,7 @@ def chunks(rng: random.Random, body: bytes, trailer: bytes = b"") -> bytes:
 
 
 def good(rng: random.Random) -> bytes:
-    """A request that is answered with 200, the connection kept."""
+    """A request that gets 200, with the connection kept."""
     kind = rng.randrange(5)
     path = fuzzing.SENT[0]
     if kind == 0:
@@ -86,7 +86,7 @@ def good(rng: random.Random) -> bytes:
 
 
 def large(rng: random.Random) -> bytes:
-    """A body that is read beside the event loop."""
+    """A body that is read outside the event loop."""
     text = b"a" * rng.randint(1 << 15, 1 << 18)
     body = rng.choice(
         [
@@ -104,8 +104,8 @@ def large(rng: random.Random) -> bytes:
 
 
 def answers(received: bytes) -> list[tuple[int, str, bytes]]:
-    """Status, type and body of each answer; the last may be cut off. `ValueError` for what is no
-    HTTP.
+    """Status, type and body of each answer; the last may be cut off. `ValueError` for data that is
+    not HTTP.
     """
     found: list[tuple[int, str, bytes]] = []
     while received:
@@ -133,7 +133,7 @@ def answers(received: bytes) -> list[tuple[int, str, bytes]]:
 
 
 def unchunked(data: bytes) -> tuple[bytes, bytes]:
-    """The body, and what follows it."""
+    """The body, and the data after it."""
     body = b""
     while data:
         line, end, rest = data.partition(b"\r\n")
@@ -178,7 +178,7 @@ class Crowd:
     async def talk(
         self, kind: str, data: bytes, *, ends: bool = False, patience_s: float = 20.0
     ) -> None:
-        """Send, end this side or not, read, and look at what came."""
+        """Send, close this side or not, read, and check the answers."""
         reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
         received = b""
         try:
@@ -226,7 +226,7 @@ class Crowd:
         await self.talk("half-closed", data, ends=True)
 
     async def left(self) -> None:
-        """Gone in the middle of its answer, by either way."""
+        """Disconnect in the middle of the answer, in either way."""
         body = LONG if self.rng.random() < 0.1 else STREAM
         reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
         writer.write(
@@ -254,7 +254,7 @@ class Crowd:
         await self.talk("large", large(self.rng), patience_s=10.0, ends=True)
 
     async def fall_silent(self, kind: str, data: bytes) -> None:
-        """Say this, and then nothing more, nor read."""
+        """Send this, and then neither write nor read."""
         one = socket.socket()
         one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 12)
         one.setblocking(False)

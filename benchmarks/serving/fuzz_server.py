@@ -40,7 +40,7 @@ Asked = TypeVar("Asked")
 
 
 class Tally:
-    """What came back, by kind of request, and what should not have."""
+    """The statuses by kind of request, and the wrong answers."""
 
     def __init__(self) -> None:
         self.statuses: dict[str, Counter[int]] = {}
@@ -60,7 +60,7 @@ def generated(
     count: int,
     seed: int,
 ) -> None:
-    """`count` requests that hypothesis makes, into one application."""
+    """Send `count` requests that hypothesis makes to one application."""
 
     async def one(http: Client, asked: Asked) -> None:
         response = await http.request(**ask(asked))
@@ -94,7 +94,7 @@ def generated(
 
 
 def torn(tally: Tally, count: int, seed: int) -> None:
-    """`count` connections with damaged requests, and the named ones before."""
+    """Open `count` connections with damaged requests, the named ones first."""
     rng = random.Random(seed)
 
     async def one(port: int, data: bytes) -> None:

@@ -155,7 +155,7 @@ class Peer:
         self.writer.transport.abort()
 
     async def read(self, seconds: float = PATIENCE_S) -> tuple[bytes, bool]:
-        """What comes until the server closes, and whether it did in time."""
+        """The data until the server closes, and whether it closed in time."""
         received = b""
         try:
             async with asyncio.timeout(seconds):
@@ -227,7 +227,7 @@ async def trailer(port: int) -> str:
 
 
 async def dripped(port: int, first: bytes, drop: bytes) -> str:
-    """A byte a second after `first`: does any timer end it?"""
+    """A byte a second after `first`: does any timer end the connection?"""
     async with Peer(port) as peer:
         peer.writer.write(first)
         for _ in range(int(PATIENCE_S)):

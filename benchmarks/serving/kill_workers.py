@@ -6,7 +6,7 @@
 Takes about 20 s per round on two shared, busy cores. Needs nothing but the package; `--plan
 plan.json` uses that plan's real model.
 
-Without a plan the engines are fakes whose next token is a hash of all tokens before it: a token
+Without a plan the engines are fakes: their next token is a hash of all tokens before it. A token
 that was lost, doubled or made from something else changes all that follow. With a plan its real
 model serves greedy requests. 16 clients stream without a pause; each compares text and usage of
 every answer with what the same server sent before the first kill. In a round some tokens flow, one

@@ -32,7 +32,7 @@ LIMIT_MS = 50.0
 
 
 def items(item: bytes, size: int = LARGEST) -> bytes:
-    """As many of these, with commas, as fit."""
+    """As many of these, separated by commas, as fit."""
     return b",".join([item] * ((size - 100) // (len(item) + 1)))
 
 
@@ -92,7 +92,7 @@ def in_chunks_of_a_byte() -> bytes:
 
 
 def sent(address: tuple[str, int], request: bytes) -> bytes:
-    """The answer, read to its end by a client that is written to while it writes."""
+    """The answer, read to its end, while the client still writes."""
     with socket.create_connection(address, timeout=120) as one:
         writing = threading.Thread(target=lambda: one.sendall(request))
         writing.start()
@@ -104,8 +104,8 @@ def sent(address: tuple[str, int], request: bytes) -> bytes:
 
 
 @contextmanager
-def asked_all_the_while(address: tuple[str, int]) -> Iterator[list[float]]:
-    """How long answers of `/health` took, in ms, as they come."""
+def health_latencies(address: tuple[str, int]) -> Iterator[list[float]]:
+    """The latencies of `/health` in ms, one after the other."""
     took: list[float] = []
     stop = threading.Event()
 
@@ -129,7 +129,7 @@ def asked_all_the_while(address: tuple[str, int]) -> Iterator[list[float]]:
 
 def main() -> int:
     parser = make_parser(__doc__)
-    parser.add_argument("--only", default="", help="those whose name has this in it")
+    parser.add_argument("--only", default="", help="only bodies with this in their name")
     options = parser.parse_args()
     requests = {name: whole(*body) for name, body in bodies().items()}
     requests["8 MiB in chunks of a byte"] = in_chunks_of_a_byte()
@@ -151,7 +151,7 @@ def main() -> int:
             for name, request in requests.items():
                 if options.only not in name:
                     continue
-                with asked_all_the_while(address) as took:
+                with health_latencies(address) as took:
                     time.sleep(1.0)
                     before_ms = max(took[1:])
                     took.clear()

@@ -59,8 +59,8 @@ from toolkit.tuning.evaluate import capacity_rps, make_world
 
 POLICIES = ("past-future", "aggressive", "conservative", "mlfq", "slice")
 LOADS = (50, 80, 100, 120)  # percent of the capacity
-BACKLOG_S = 15.0  # predicted seconds of the backlog that shows the capacity
-TARGETS = ("ttft_p99_s=1", "mtpot_p99_s=0.5")  # the recipe's are met by nearly all
+BACKLOG_S = 15.0  # predicted seconds of the backlog that measures the capacity
+TARGETS = ("ttft_p99_s=1", "mtpot_p99_s=0.5")  # nearly all requests meet the recipe's
 SEED = 0
 
 
@@ -79,7 +79,7 @@ class Case:
 
 @dataclass(slots=True, frozen=True)
 class Lab:
-    """A folder with a recipe and its fit, and how runs are made there."""
+    """A folder with a recipe and its fit, and the runs in it."""
 
     folder: Path
     stages: Stages
@@ -87,13 +87,13 @@ class Lab:
     seconds: float
     warmup: float
     sla: Sequence[str]
-    quiet: float  # percent of the CPUs that others may use during a run
+    quiet: float  # percent of the CPUs that other programs may use during a run
 
     def file(self, name: str) -> Path:
         return self.folder / name
 
     def fit_engine(self) -> None:
-        """Profile and fit, where they are missing."""
+        """Profile and fit, where these are missing."""
         recipe, profile, fit = (
             self.file("recipe.yaml"),
             self.file("profile.json"),
@@ -114,9 +114,7 @@ class Lab:
         return path
 
     def trace(self, rate_rps: float, seconds: float) -> Trace:
-        """The first requests of the lengths as a Poisson process of so many seconds; they repeat
-        where they end.
-        """
+        """Requests of these lengths, repeated as needed, as a Poisson process of `seconds`."""
         count = int(rate_rps * seconds) + 1
         rows = np.arange(count) % len(self.lengths)
         own = self.lengths
@@ -127,10 +125,10 @@ class Lab:
 
     def replay(self, name: str, policy: str, trace: Trace, seconds: float) -> None:
         """Serve `trace` live: name.json is the report, name.events.jsonl and name.requests.jsonl
-        the details.
+        have the details.
 
-        Where others used too much of the CPUs meanwhile, the report is name.disturbed.json, and the
-        run has to be made again.
+        Where other programs used too much of the CPUs meanwhile the report is name.disturbed.json,
+        and the run has to be repeated.
         """
         load = OtherLoad()
         plan, requests = self.plan(policy), self.file(f"{name}.trace.jsonl")
@@ -169,7 +167,7 @@ class Lab:
             )
 
     def capacity(self, policy: str) -> float:
-        """Requests per second that `policy` completes while all workers have enough to do."""
+        """Requests per second that `policy` completes while all workers are busy."""
         name = "capacity"
         if not self.file(f"{name}.json").exists():
             recipe, fit = self.recipe(), read_file(Fit, self.file("fit.json"))
@@ -190,13 +188,13 @@ class Lab:
         return load_recipe(self.file("recipe.yaml"))
 
     def run(self, case: Case, rate_rps: float) -> None:
-        """The case's live run, where it is missing."""
+        """Make the case's live run, where it is missing."""
         if not self.file(f"{case.name}.json").exists():
             trace = self.trace(rate_rps, self.seconds + 2 * self.warmup)
             self.replay(case.name, case.policy, trace, self.seconds)
 
     def outcome(self, case: Case) -> Outcome | None:
-        """What came of a run; None: it has not been made."""
+        """The outcome of a run; None: it has not been made."""
         path = self.file(f"{case.name}.json")
         if not path.exists():
             return None
@@ -212,8 +210,8 @@ class Lab:
 
 
 def steady_rps(requests: Path) -> float:
-    """Completions per second between the first fifth of them and the last: all workers have enough
-    to do.
+    """Completions per second between the first and the last fifth of them, while all workers are
+    busy.
     """
     lines = map(msgspec.json.Decoder(TraceLine).decode, requests.read_bytes().splitlines())
     ended_ms = sorted(line.timestamp + line.e2e_ms for line in lines if line.e2e_ms is not None)
@@ -222,7 +220,7 @@ def steady_rps(requests: Path) -> float:
 
 
 def cases(policies: Sequence[str], loads: Sequence[int], own: str, repeats: int) -> list[Case]:
-    """Round by round, so that what is left out when time is short are repeats."""
+    """All cases, round by round, so that a lack of time costs repeats."""
     return [
         Case(policy, load, repeat)
         for repeat in range(repeats)
@@ -233,7 +231,7 @@ def cases(policies: Sequence[str], loads: Sequence[int], own: str, repeats: int)
 
 
 def open_lab(options: argparse.Namespace) -> Lab:
-    """The folder with its recipe, which is the given one with another KV budget."""
+    """The folder with its recipe: the given one with another KV budget."""
     folder: Path = options.out
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "recipe.yaml"
@@ -257,7 +255,7 @@ def open_lab(options: argparse.Namespace) -> Lab:
 
 
 def text_of(lab: Lab, found: Sequence[Outcome], rate_rps: float, command: str) -> str:
-    """The section: what was measured, then all runs, then how the prediction did."""
+    """The section: the setting, all runs, and the errors of the predictions."""
     recipe, engine, lengths = lab.recipe(), read_file(Fit, lab.file("fit.json")).engine, lab.lengths
     prompt, output = lengths.prompt_tokens.mean(), lengths.output_tokens.mean()
     about = [
@@ -296,7 +294,7 @@ def main() -> None:
     parser.add_argument("--recipe", default="tiny-llama-cpu-rebatch")
     parser.add_argument("--kv-mib", type=float, default=16.0, help="KV budget of a worker")
     parser.add_argument("--workers", type=int, default=1, help="0: as many as the recipe has")
-    parser.add_argument("--trace", default="chat-small", help="whose lengths are taken")
+    parser.add_argument("--trace", default="chat-small", help="the trace of the lengths")
     parser.add_argument("--out", type=Path, default=Path("runs/online"))
     parser.add_argument("--policies", nargs="+", default=POLICIES)
     parser.add_argument(
@@ -349,7 +347,7 @@ def main() -> None:
 
 
 def order(policies: Sequence[str]) -> Callable[[Case], tuple[int, int, int]]:
-    """As tables have it: by policy, load and repeat."""
+    """The order in tables: by policy, load and repeat."""
     return lambda case: (list(policies).index(case.policy), case.load, case.repeat)
 
 

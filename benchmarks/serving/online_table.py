@@ -28,7 +28,7 @@ COLUMNS = (
 
 @dataclass(slots=True, frozen=True)
 class Outcome:
-    """A live run: its report, and what happened to caches in the replay."""
+    """A live run: its report, and the dropped, swapped and paused caches of the replay."""
 
     policy: str
     load: int  # percent of the capacity
@@ -44,7 +44,7 @@ class Outcome:
         return 100.0 * (predicted / measured - 1.0)
 
     def hindsight_percent(self, metric: str) -> float | None:
-        """The same had the prediction known the replay's own speed; None where nobody can tell."""
+        """The error of the prediction at the replay's own speed; None where that is unknown."""
         measured, predicted = (
             self.found.measured[metric],
             self.found.predicted_in_hindsight.get(metric),
@@ -118,7 +118,7 @@ def _spread(errors: Sequence[float], limit: float) -> str:
 
 
 def verdict(outcomes: Sequence[Outcome]) -> list[str]:
-    """How often the targets were met, and by how much the worst missed, per policy."""
+    """How often the aims were met, and the worst miss, per policy."""
     lines = [
         "| policy | runs | "
         + " | ".join(f"{metric} within {limit:g} %" for metric, limit in TARGETS.items())

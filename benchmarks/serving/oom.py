@@ -43,7 +43,7 @@ from toolkit.files.io import read_file
 from toolkit.files.plan import Plan
 
 CLIENTS = 24
-TIE = 1e-5  # of logits in float32, whose last bits hang on who else was in the batch
+TIE = 1e-5  # of float32 logits, whose last bits depend on the other rows of the batch
 
 
 class Ask(NamedTuple):
@@ -63,8 +63,8 @@ class Run(NamedTuple):
 
 
 class Difference(NamedTuple):
-    """An answer that is not the first run's: the first character, and the distance of the largest
-    logits there.
+    """An answer that differs from the first run's: the first character, and the distance of the
+    largest logits there.
     """
 
     request: int
@@ -138,8 +138,8 @@ def differences(
 
 
 def logits_apart(plan: Plan, ask: Ask, position: int) -> float:
-    """Of the two largest logits, where the model alone says the character at `position`, or has
-    none for its token.
+    """The distance of the two largest logits where the model alone produces the character at
+    `position`, or has no token for it.
     """
     import torch
 

@@ -46,7 +46,7 @@ CLOSED_LOOP = 256
 
 @dataclass
 class Got:
-    """One request: what became of it, in seconds since it was sent."""
+    """The outcome of one request, in seconds since it was sent."""
 
     status: int = 0
     first_s: float = math.nan
@@ -57,7 +57,7 @@ class Got:
 
 @dataclass
 class Phase:
-    """What one phase gave."""
+    """The results of one phase."""
 
     got: list[Got] = field(default_factory=list)
     rss_mib: list[float] = field(default_factory=list)
@@ -117,9 +117,7 @@ async def ask(port: int, rng: random.Random) -> Got:
 
 
 async def closed_loop(port: int, seconds: float, rng: random.Random) -> float:
-    """Requests per second that end while so many are always on their way, the first third not
-    counted.
-    """
+    """Requests per second with this many always in flight, without the first third of them."""
     ends: list[float] = []
     stop_s = time.perf_counter() + seconds
 
@@ -136,7 +134,7 @@ async def closed_loop(port: int, seconds: float, rng: random.Random) -> float:
 async def open_loop(
     port: int, rate_rps: float, seconds: float, rng: random.Random, front: psutil.Process
 ) -> Phase:
-    """Poisson arrivals for so long; then all that was sent is waited for."""
+    """Poisson arrivals for this long, then wait for all requests."""
     phase, tasks, begin_s = Phase(seconds=seconds), [], time.perf_counter()
 
     async def watch() -> None:

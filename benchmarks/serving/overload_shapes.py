@@ -41,11 +41,11 @@ GENERATED = {
 }
 LONGEST = {"bursts": 240, "long": 250}  # tokens
 SHAPES = (*GENERATED, "chat", "azure")
-NOBODY = Target("", "", "", None, own=True)
+NO_SERVER = Target("", "", "", None, own=True)
 
 
 def prepare(stages: Stages, work: Path, shape: str, azure: str) -> tuple[Path, str]:
-    """The tuned plan of a shape, and its trace; what is there is not made again."""
+    """The tuned plan of a shape, and its trace; existing files are used again."""
     fit = work / "fit.json"
     if not fit.exists():
         stages.llmctl("profile", RECIPE, "--out", work / "profile.json")
@@ -71,11 +71,11 @@ def prepare(stages: Stages, work: Path, shape: str, azure: str) -> tuple[Path, s
 def without_arrivals(
     plan: Plan, trace: str, excerpt: list[str], report: BenchReport
 ) -> dict[str, float]:
-    """The prediction of a replay that takes the warm-up's mean slowdown alone."""
+    """The prediction of a replay by the warm-up's mean slowdown alone."""
     options = dict(zip(excerpt[::2], excerpt[1::2], strict=True))
     whole = read_trace(trace_path(trace))[0]
     part = cut(
-        fitted(whole, limits_of(plan, NOBODY), float(options["--rate"])),
+        fitted(whole, limits_of(plan, NO_SERVER), float(options["--rate"])),
         0.0,
         float(options["--duration"]),
     )
@@ -90,7 +90,7 @@ def ratio(warm: Warmup) -> float:
 
 
 def row(name: str, before: dict[str, float], report: BenchReport) -> list[object]:
-    """A replay in the table: each metric measured, and its errors before and after."""
+    """The row of a replay: each metric measured, and its errors before and after."""
     errors = [
         f"{percent(100.0 * (before[metric] / report.measured[metric] - 1.0))} -> "
         f"{percent(100.0 * (report.predicted[metric] / report.measured[metric] - 1.0))}"

@@ -81,7 +81,7 @@ def main() -> None:
 
 
 def kill_a_worker() -> None:
-    """One worker of the server that this process has started."""
+    """Kill one worker of the server that this process started."""
     below = psutil.Process().children(recursive=True)
     server = next(one for one in below if "serve" in one.cmdline())
     workers = [

@@ -57,7 +57,7 @@ async def app(scope, receive, send):
 
 
 class Took(NamedTuple):
-    """A request's seconds from before it connects to its first byte, and to its last."""
+    """Seconds of a request from before it connects to its first and to its last byte."""
 
     first_s: float
     whole_s: float
@@ -77,7 +77,7 @@ async def ask(port: int, tokens: int, *, stream: bool) -> Took:
 
 
 async def crowd(port: int, clients: int, tokens: int, *, stream: bool) -> float:
-    """Seconds for all."""
+    """Seconds for all clients."""
     begin_s = time.perf_counter()
     await asyncio.gather(*[ask(port, tokens, stream=stream) for _ in range(clients)])
     return time.perf_counter() - begin_s
@@ -88,7 +88,7 @@ def quantile(values: list[float], share: float) -> float:
 
 
 def throughput(ports: dict[str, int], options: argparse.Namespace, recorder: psutil.Process) -> int:
-    """Print both, for streams and whole answers; how many went through the recorder."""
+    """Print it for streams and whole answers; the number of requests through the recorder."""
     through = 0
     for stream in (True, False):
         rates: dict[str, list[float]] = {name: [] for name in ports}
@@ -121,7 +121,7 @@ def throughput(ports: dict[str, int], options: argparse.Namespace, recorder: psu
 
 
 def latency(ports: dict[str, int], count: int, tokens: int) -> int:
-    """Print what a lone stream waits longer; how many went through the recorder."""
+    """Print the added latency of a single stream; the number of requests through the recorder."""
     found: dict[str, list[Took]] = {name: [] for name in ports}
 
     async def one_by_one() -> None:

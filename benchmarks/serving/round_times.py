@@ -29,7 +29,7 @@ ROWS = (1, 4, 8, 16, 32, 64)  # the groups' lower bounds
 
 @dataclass(slots=True, frozen=True)
 class RoundTime:
-    """A round that ended well: when and how long, in seconds, and what the laws say."""
+    """A round that ended well: its start and duration in seconds, and the time by the laws."""
 
     start_s: float
     took_s: float
@@ -45,7 +45,7 @@ def read_events(path: Path) -> list[Event]:
 
 
 def first_after(events: Iterable[Event], requests: int) -> float:
-    """When request number `requests`, from 0, was submitted; infinity where there were fewer."""
+    """When request number `requests`, from 0, was submitted; infinity if there were fewer."""
     times = [event.now_s for event in events if isinstance(event, Submit)]
     return times[requests] if requests < len(times) else float("inf")
 

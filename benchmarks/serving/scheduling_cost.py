@@ -50,8 +50,8 @@ def fastest_us(work: Callable[[], object], repeats: int) -> float:
 
 
 def frames_us(rows: int, repeats: int) -> dict[str, float]:
-    """A round with four newcomers of 250 tokens goes out; its end, with six steps of `rows` rows,
-    comes back.
+    """Send a round with four new rows of 250 tokens, and receive its end with six steps of `rows`
+    rows.
     """
     new = tuple(
         Row(f"cmpl-{k:032d}-0", tuple(range(250)), 0, 256, SamplingParams()) for k in range(4)
@@ -81,7 +81,7 @@ def frames_us(rows: int, repeats: int) -> dict[str, float]:
 
 
 class Server:
-    """A scheduler under a backlog, and what its one worker would answer."""
+    """A scheduler under a backlog, with the replies of its one worker."""
 
     def __init__(self, policy: str) -> None:
         self._scheduler = Scheduler(make_policy(policy, {}), [Worker(0, LAW, ZetaMemory(CAPACITY))])
@@ -102,7 +102,7 @@ class Server:
             )
 
     def turn(self) -> None:
-        """One batch, from the tick to its end; for each that ends another arrives."""
+        """One batch, from the tick to its end; each request that ends is replaced by a new one."""
         self._now_s += 1.0
         start_s = time.perf_counter()
         batches = self._scheduler.tick(self._now_s)

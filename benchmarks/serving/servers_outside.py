@@ -50,12 +50,9 @@ Arguments = argparse.Namespace
 
 
 def run(folder: Path, *words: str) -> None:
-    """A command of llmctl's in a folder."""
+    """Run an llmctl command in a folder."""
     print("$ llmctl", *words, file=sys.stderr, flush=True)
     subprocess.run([*LLMCTL, *words], cwd=folder, check=True)
-
-
-# The servers
 
 
 @contextmanager
@@ -66,11 +63,9 @@ def process(
     *,
     piped: bool = False,
 ) -> Iterator[subprocess.Popen[str]]:
-    """A server, for as long as the block lasts; its words are in serve.log, those of its stdout too
-    unless `piped`.
+    """A server until the block ends, with its output in serve.log, except stdout if `piped`.
 
-    A pipe that nobody reads is full after 64 KiB of a log of requests, and then the server stands
-    still.
+    An unread pipe is full after 64 KiB of a request log, and then the server stalls.
     """
     with (folder / "serve.log").open("a") as log:
         stdout = subprocess.PIPE if piped else log
@@ -132,7 +127,7 @@ def transformers(arguments: Arguments) -> Iterator[str]:
 
 @contextmanager
 def llmctl(arguments: Arguments) -> Iterator[str]:
-    """`llmctl serve` with the engine that keeps its rows, under Past-Future; its URL."""
+    """`llmctl serve` with the engine `rebatch`, under Past-Future; its URL."""
     folder = arguments.work / "llmctl"
     words = [
         "serve",
@@ -205,11 +200,8 @@ SERVERS: dict[str, Callable[[Arguments], Any]] = {
 }
 
 
-# What is measured
-
-
 def prepare(arguments: Arguments, server: str) -> None:
-    """Recipes, the model on disk, and the fit that llmctl's own server needs. What is there stays."""
+    """Recipes, the model on disk, and the fit for llmctl's own server. Existing files stay."""
     folder = arguments.work / server
     folder.mkdir(parents=True, exist_ok=True)
     if server == "llmctl" and not (folder / "server-fit.json").exists():
@@ -271,7 +263,7 @@ def recipe_of(arguments: Arguments, server: str, url: str) -> str:
 
 
 def profile(arguments: Arguments, server: str, url: str) -> None:
-    """From its recipe to a plan."""
+    """The steps from a recipe to a plan."""
     folder = arguments.work / server
     (folder / "outside.yaml").write_text(recipe_of(arguments, server, url))
     run(folder, "profile", "outside.yaml", "--out", "profile.json", "--fresh")
@@ -280,7 +272,7 @@ def profile(arguments: Arguments, server: str, url: str) -> None:
 
 
 def validate(arguments: Arguments, server: str, url: str) -> None:
-    """The windows."""
+    """Replay the windows."""
     words = ["--url", url, "--trace", str(arguments.trace), "--rate", f"{arguments.rate:g}"]
     words += ["--windows", str(arguments.windows), "--window", f"{arguments.window:g}"]
     words += ["--warmup", f"{arguments.warmup:g}", "--seed", str(arguments.seed)]
@@ -292,8 +284,8 @@ def validate(arguments: Arguments, server: str, url: str) -> None:
 
 
 def save_model(folder: Path) -> None:
-    """The tiny Llama with a tokenizer of words, those that `llmctl` sends where a server takes no
-    token ids.
+    """The tiny Llama with a tokenizer of words, which llmctl sends to a server that takes no token
+    ids.
     """
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
@@ -321,9 +313,6 @@ def save_model(folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
-# What is reported
-
-
 def report(arguments: Arguments) -> str:
     """The tables as markdown."""
     lines = [
@@ -347,7 +336,7 @@ def report(arguments: Arguments) -> str:
 
 
 def options(words: Sequence[str] | None = None) -> Arguments:
-    """The command's, or those of `words`."""
+    """The options of the command line, or of `words`."""
     parser = make_parser(__doc__)
     parser.add_argument(
         "--work", type=Path, required=True, help="a folder for all that is made and measured"
@@ -377,7 +366,7 @@ def options(words: Sequence[str] | None = None) -> Arguments:
     )
     parser.add_argument("--port", type=int, default=8771, help="of servers that take no free one")
     parser.add_argument("--stages", nargs="+", choices=STAGES, metavar="NAME", default=list(STAGES))
-    parser.add_argument("--write", type=Path, help="a file of results whose section is replaced")
+    parser.add_argument("--write", type=Path, help="replace the section of this file of results")
     found = parser.parse_args(words)
     found.work, found.trace, found.accelerate = (
         path.absolute() for path in (found.work, found.trace, found.accelerate)

@@ -33,11 +33,10 @@ LIMIT_PERCENT = 15.0
 
 
 def between(folder: Path, found: Validation, seed: int) -> list[dict[str, float]]:
-    """Every window predicted once more, with the mean of what the warm-ups before and after it
-    showed.
+    """Predict every window again, with the mean of the warm-ups before and after it.
 
-    It tells the laws' error from that of a machine which changes its speed between a warm-up and
-    its window. The last window has one before it only.
+    This separates the laws' error from that of a machine that changes its speed between a warm-up
+    and its window. The last window has only the warm-up before it.
     """
     plan = read_file(Plan, folder / "plan.json")
     lines = [

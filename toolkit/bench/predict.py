@@ -137,7 +137,7 @@ def _first_s(requests: Served, chosen: Chosen) -> float:
     return float((requests.first_token_s - requests.arrival_s)[chosen].mean())
 
 
-COUNTED = {  # field of `Scheduling`, and the series (docs/serving.md) whose growth it is
+COUNTED = {  # field of `Scheduling`: the growth of this series (docs/serving.md)
     "batches": "llmctl_batches_total",
     "steps": "llmctl_engine_steps_total",
     "engine_s": "llmctl_engine_seconds_total",

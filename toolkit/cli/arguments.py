@@ -28,7 +28,7 @@ Options = TypeVar("Options")
 def command_of(
     options: type[Options],
 ) -> Callable[[Callable[[Options], None]], Callable[..., None]]:
-    """Make a typer command of a function of one dataclass, whose fields are its arguments and
+    """Make a typer command of a function of one dataclass: its fields are the arguments and
     options.
     """
     hints = get_type_hints(options, include_extras=True)
@@ -86,7 +86,7 @@ RecipeArgument = Annotated[
         help="A recipe's file, or the name of a shipped recipe.",
     ),
 ]
-FIT_HELP = "fit.json, from `llmctl fit`, or the name of a recipe whose fit ships."
+FIT_HELP = "fit.json, from `llmctl fit`, or the name of a recipe that has a shipped fit."
 SET_HELP = "Set a parameter of the policy, like slice_tokens=64; repeatable."
 JsonOption = Annotated[
     bool, typer.Option("--json", help="Print one JSON object to stdout; notes go to stderr.")

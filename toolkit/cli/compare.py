@@ -280,7 +280,7 @@ def _panels(runs: Sequence[PolicyRun]) -> list[FigurePanel]:
         ),
         FigurePanel("E2E, p99, s", bars={run.policy: run.metrics["e2e_p99_s"] for run in done}),
         FigurePanel(
-            "requests whose E2E is at most x, %", curves=curves, x_name="E2E, s (log)", log_x=True
+            "requests with an E2E of at most x, %", curves=curves, x_name="E2E, s (log)", log_x=True
         ),
     ]
 

@@ -27,7 +27,7 @@ def recipes_and_plans(incomplete: str) -> list[str]:
 
 
 def fits(incomplete: str) -> list[str]:
-    """Recipes whose fits ship, and JSON files of the current folder."""
+    """Recipes with a shipped fit, and JSON files of the current folder."""
     from toolkit.files.shipped import shipped_profiles
 
     return _words(

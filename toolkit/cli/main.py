@@ -37,7 +37,7 @@ class CommandEntry:
 COMMANDS = {
     "doctor": CommandEntry("Check this machine, and whether it can run a recipe."),
     "profile": CommandEntry(
-        "Measure an engine: prefill, decode, slices and the memory limit.",
+        "Measure an engine: prefill, decode, slices and the memory edge.",
         "the points measured so far are kept; the same command resumes",
     ),
     "fit": CommandEntry("Fit the laws of time and memory to a profile."),

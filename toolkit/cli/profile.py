@@ -52,7 +52,7 @@ def command(
     as_json: JsonOption = False,
 ) -> None:
     """Measure an engine: prefills and decode steps over a grid, whole slices on all workers, and
-    the memory limit.
+    the memory edge.
 
     The same command resumes an interrupted run, even after kill -9: the measurements so far are in
     a file beside the profile until that is written.
@@ -160,7 +160,7 @@ def show(profile: Profile) -> None:
     ]
     if edges:
         table(
-            [">L", ">S", ">largest batch that ran", ">smallest that did not"], edges, "memory limit"
+            [">L", ">S", ">largest batch that ran", ">smallest that did not"], edges, "memory edge"
         )
     if facts.max_rows is not None:
         note(f"at most {facts.max_rows} requests ran at once")

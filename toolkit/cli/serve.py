@@ -66,7 +66,7 @@ class ServeOptions:
             "--fit",
             callback=resolve_fit,
             autocompletion=completion.fits,
-            help="The fit of a recipe: fit.json, or the name of a recipe whose fit ships. "
+            help="The fit of a recipe: fit.json, or the name of a recipe that has a shipped fit. "
             "The plan is made here.",
         ),
     ] = None

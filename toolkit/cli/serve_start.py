@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     Access = tuple[Callers, WatchedFiles[Callers] | None]  # the keys, and the file to watch
 
-IN_PROCESS = ("local", "ray")  # targets whose server is this process
+IN_PROCESS = ("local", "ray")  # the server of these targets is this process
 MANAGED = ("systemd", "compose")  # targets of a service manager
 ELSEWHERE = {  # targets that serve does not start, and the command that does
     "kubernetes": "kubectl apply -k {folder}",

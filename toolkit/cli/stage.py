@@ -36,7 +36,8 @@ FitOption = Annotated[
     str,
     typer.Option(
         autocompletion=completion.fits_and_clock,
-        help="fit.json, the name of a recipe whose fit ships, or 'unit-step': a clock of steps.",
+        help="fit.json, the name of a recipe that has a shipped fit, or 'unit-step' (a"
+        " clock of steps).",
     ),
 ]
 WorkersOption = Annotated[
@@ -75,8 +76,8 @@ class Stage:
 
     trace: Trace
     fit: Fit | None
-    max_new_tokens: int  # of requests whose trace names no limit; 0: the token-step world's own
-    kinds: Sequence[Kind] = ()  # of a fleet, whose first kind has the fit
+    max_new_tokens: int  # of requests without a limit in the trace; 0: the token-step world's
+    kinds: Sequence[Kind] = ()  # of a fleet; the first kind has the fit
 
     @property
     def engines(self) -> list[str]:

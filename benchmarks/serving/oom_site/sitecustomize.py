@@ -1,9 +1,9 @@
 """`benchmarks.serving.oom` puts this on the workers' path: every n-th batch of several rows fails.
 
-It does so after a pass and not at its first allocation, so that what it had computed is to be
-computed again. In a round some passes in a row fail: with one of them, making it again helps; with
-two it takes parts, and with six somebody has to go. Batches of one row are spared: one that fails
-alone twice is given up, which is another promise.
+A batch runs out of memory after a pass and not at its first allocation, so that computed work is
+lost. In a round several passes in a row fail: with one of them, repeating the pass helps; with two
+the engine computes it in parts, and with six a row has to be evicted. Batches of one row are
+spared: a row that fails alone twice is given up, which is another promise.
 """
 
 import os
@@ -18,9 +18,7 @@ LATEST = 16  # the pass or step of a batch at which it fails, at the latest
 
 
 def install() -> None:
-    """Engines that the factory makes from now on fail so. Nothing heavy is imported before it makes
-    one.
-    """
+    """Make the engines of the factory fail. Imports nothing heavy before the first engine."""
     from toolkit.engines import factory
 
     make = factory.make_engine
@@ -44,7 +42,7 @@ class Turns:
         self._rng, self._crowded, self._due = random.Random(0), 0, 0
 
     def begin(self, rows: int) -> int:
-        """A batch of so many rows begins; after which of its passes it fails, 0: after none."""
+        """The pass after which a batch of this many rows fails; 0: it does not fail."""
         self._crowded += rows > 1
         self._due += rows > 1 and self._crowded % EVERY == 0
         return self._rng.randint(1, LATEST) if self._due and rows > 1 else 0
