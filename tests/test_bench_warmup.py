@@ -300,5 +300,5 @@ def test_the_command_warms_up_and_predicts_at_the_speed_that_it_saw(capsys, tmp_
     assert report["predicted_in_hindsight"]["e2e_mean_s"] == pytest.approx(
         report["predicted"]["e2e_mean_s"]
     )
-    assert "had it known that speed, the prediction's errors were: throughput_rps" in err
+    assert "at that speed the prediction's errors would be: throughput_rps" in err
     assert "batches take 1.25 times as long as fitted" in err

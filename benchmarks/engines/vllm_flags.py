@@ -19,7 +19,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -156,9 +156,24 @@ def report(arguments: argparse.Namespace) -> str:
                 format(value, spec) for value, (_, spec) in zip(values, SHOWN.values(), strict=True)
             )
             lines.append(f"| {system} | {repeat} | {what} | {cells} |")
+    lines += _errors(found)
+    paired = [repeat for repeat in repeats if all((system, repeat) in found for system in SYSTEMS)]
+    ratios = [_goodput(found["tuned", r]) / _goodput(found["defaults", r]) for r in paired]
+    shown = ", ".join(f"{ratio:.2f}" for ratio in ratios)
+    lines += [
+        "",
+        f"Goodput of the tuned flags over that of vLLM's defaults, repeat by repeat: {shown}.",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _errors(found: Mapping[tuple[str, int], Validation]) -> list[str]:
+    """The table of the prediction's errors, of each run and their medians."""
+    runs = sorted(found)
     titles = " | ".join(f"{system} {repeat}" for system, repeat in runs)
     medians = " | ".join(f"{system}, median" for system in SYSTEMS)
-    lines += [
+    lines = [
         "",
         f"| prediction's error, % | {titles} | {medians} | limit |",
         "|" + "---|" * (4 + len(found)),
@@ -182,15 +197,7 @@ def report(arguments: argparse.Namespace) -> str:
     lines.append(f"| slowdown before/in each window | {' | '.join(slow)} | | | |")
     front = [", ".join(f"{1e3 * one.front_first_s:.1f}" for one in found[r].windows) for r in runs]
     lines.append(f"| front before each window, ms | {' | '.join(front)} | | | |")
-    paired = [repeat for repeat in repeats if all((system, repeat) in found for system in SYSTEMS)]
-    ratios = [_goodput(found["tuned", r]) / _goodput(found["defaults", r]) for r in paired]
-    shown = ", ".join(f"{ratio:.2f}" for ratio in ratios)
-    lines += [
-        "",
-        f"Goodput of the tuned flags over that of vLLM's defaults, repeat by repeat: {shown}.",
-        "",
-    ]
-    return "\n".join(lines)
+    return lines
 
 
 def _error_percent(found: Validation, name: str, what: str) -> float:

@@ -69,8 +69,10 @@ def make_work(arguments: argparse.Namespace) -> dict[str, Any]:
     prompt = np.clip(lengths.prompt_tokens[:count] // 16, 4, 128)
     output = np.clip(lengths.output_tokens[:count], 8, 384)
     rng = np.random.default_rng(0)
-    keys = ("policy", "warm", "repeats", "clients", "kv_tokens", "block_size")
-    keys += ("ttft_s", "mtpot_s", "threads")
+    keys = (
+        *("policy", "warm", "repeats", "clients", "kv_tokens", "block_size"),
+        *("ttft_s", "mtpot_s", "threads"),
+    )
     return {key: getattr(arguments, key) for key in keys} | {
         "prompts": [rng.integers(SHORTEST, VOCAB, size).tolist() for size in prompt],
         "outputs": output.tolist(),

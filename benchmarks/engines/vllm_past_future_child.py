@@ -121,20 +121,26 @@ class Bench:
             max_gap_s=np.array([max(np.diff(one), default=0.0) for one in times]),
             ok=np.ones(requests, dtype=bool),
         )
+        found = self._served_metrics(served, seconds) | {
+            "preemptions": len(preempted),
+            "recomputed_tokens": sum(preempted),
+            "rows": row_steps / steps,
+            "scheduling_us": 1e6 * sum(timer.seconds for timer in timers) / steps,
+            "deciding_us": 1e6 * scheduler.deciding_s / steps,
+            "step_ms": 1e3 * stepping_s / steps,
+        }
+        return found, tokens
+
+    def _served_metrics(self, served: Served, seconds: float) -> dict[str, float]:
+        """Rates, and latencies with the goodput under each bound of MTPOT."""
         good = meets_sla(
             served, {"ttft_p99_s": self.work["ttft_s"], "mtpot_p99_s": self.work["mtpot_s"]}
         )
         found = {
             "seconds": seconds,
-            "preemptions": len(preempted),
-            "recomputed_tokens": sum(preempted),
             "tokens_per_s": int(served.output_tokens.sum()) / seconds,
             "goodput": int(served.output_tokens[good].sum()) / seconds,
             "attained_percent": 100.0 * float(good.mean()),
-            "rows": row_steps / steps,
-            "scheduling_us": 1e6 * sum(timer.seconds for timer in timers) / steps,
-            "deciding_us": 1e6 * scheduler.deciding_s / steps,
-            "step_ms": 1e3 * stepping_s / steps,
         }
         for name, values in latencies(served).items():
             found |= {
@@ -144,7 +150,7 @@ class Bench:
         for bound_s in self.work["bounds_s"]:
             good = meets_sla(served, {"ttft_p99_s": self.work["ttft_s"], "mtpot_p99_s": bound_s})
             found[f"goodput_{bound_s:g}"] = int(served.output_tokens[good].sum()) / seconds
-        return found, tokens
+        return found
 
     def _send(self, number: int) -> float:
         """Send a request that allows the full limit; the schedulers do not know where it ends

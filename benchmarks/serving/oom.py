@@ -162,6 +162,28 @@ def logits_apart(plan: Plan, ask: Ask, position: int) -> float:
     return least
 
 
+def run_pairs(options: argparse.Namespace, asks: list[Ask]) -> dict[int, list[Run]]:
+    """The runs by --every, 0 without errors; the order alternates from pair to pair."""
+    command = ["--policy", options.policy] if options.policy else []
+    command += ["--admission", "queue", "--port", "0"]
+    command += [part for setting in options.set for part in ("--set", setting)]
+    runs: dict[int, list[Run]] = {0: [], options.every: []}
+    with tempfile.NamedTemporaryFile() as log:
+        injected = {
+            "LLMCTL_BENCH_OOM_LOG": log.name,
+            "LLMCTL_BENCH_OOM_FAILURES": str(options.failures),
+            "PYTHONPATH": f"{Path(__file__).parent / 'oom_site'}:{ROOT}",
+        }
+        errors = lambda: Path(log.name).stat().st_size  # noqa: E731
+        for pair in range(options.pairs):
+            for every in sorted(runs, reverse=bool(pair % 2)):
+                injected["LLMCTL_BENCH_OOM_EVERY"] = str(every)
+                with Server(options.plan, *command, **injected) as server:
+                    runs[every].append(asyncio.run(replay(server.url, asks, errors)))
+                    server.end()
+    return runs
+
+
 def main() -> int:
     parser = make_parser(__doc__)
     parser.add_argument("--plan", type=Path, required=True)
@@ -180,51 +202,31 @@ def main() -> int:
         Ask("".join(rng.choices("abcdefgh ", k=rng.randint(10, 120))), rng.randint(16, 128))
         for _ in range(options.requests)
     ]
-    command = [
-        *(("--policy", options.policy) if options.policy else ()),
-        "--admission",
-        "queue",
-        "--port",
-        "0",
-    ]
-    command += [part for one in options.set for part in ("--set", one)]
-    runs: dict[int, list[Run]] = {0: [], options.every: []}
-    with tempfile.NamedTemporaryFile() as log:
-        injected = {
-            "LLMCTL_BENCH_OOM_LOG": log.name,
-            "LLMCTL_BENCH_OOM_FAILURES": str(options.failures),
-            "PYTHONPATH": f"{Path(__file__).parent / 'oom_site'}:{ROOT}",
-        }
-        errors = lambda: Path(log.name).stat().st_size  # noqa: E731
-        for pair in range(options.pairs):
-            for every in sorted(runs, reverse=bool(pair % 2)):
-                injected["LLMCTL_BENCH_OOM_EVERY"] = str(every)
-                with Server(options.plan, *command, **injected) as server:
-                    runs[every].append(asyncio.run(replay(server.url, asks, errors)))
-                    server.end()
-    calm, troubled = runs[0], runs[options.every]
+    runs = run_pairs(options, asks)
+    without, with_errors = runs[0], runs[options.every]
     losses = [
         100 * (1 - bad.tokens_per_s / good.tokens_per_s)
-        for good, bad in zip(calm, troubled, strict=True)
+        for good, bad in zip(without, with_errors, strict=True)
     ]
-    others = differences(plan, asks, calm[0].texts, (*calm, *troubled))
+    others = differences(plan, asks, without[0].texts, (*without, *with_errors))
     found = {
         "engine": plan.recipe.engine.name,
         "policy": options.policy or plan.policy.name,
-        "requests": len(asks) * len(troubled),
-        "failed": sum(run.failed for run in (*calm, *troubled)),
+        "requests": len(asks) * len(with_errors),
+        "failed": sum(run.failed for run in (*without, *with_errors)),
         "failures_in_a_row": options.failures,
         "same_texts": not others,
         "other_texts": [one._asdict() for one in others],
         "tokens_per_s": [
-            round(statistics.median(run.tokens_per_s for run in part)) for part in (calm, troubled)
+            round(statistics.median(run.tokens_per_s for run in part))
+            for part in (without, with_errors)
         ],
         "loss_percent": [round(loss, 1) for loss in losses],
         "loss_percent_median": round(statistics.median(losses), 1),
-        "errors": sum(run.errors for run in troubled),
-        "oom_events": sum(run.oom_events for run in troubled),
-        "batches": sum(run.batches for run in troubled),
-        "batches_calm": sum(run.batches for run in calm),
+        "errors": sum(run.errors for run in with_errors),
+        "oom_events": sum(run.oom_events for run in with_errors),
+        "batches": sum(run.batches for run in with_errors),
+        "batches_calm": sum(run.batches for run in without),
     }
     print(json.dumps(found))
     return int(bool(found["failed"]) or any(one.logits_apart > TIE for one in others))

@@ -62,7 +62,7 @@ HIDDEN = "the scheduler knows each request's limit; only the engine knows the le
 
 
 @dataclass(slots=True, frozen=True)
-class Wanted:
+class RequestSettings:
     """What the user sets for the requests; None: the plan's value, else one that any server
     accepts.
 
@@ -106,7 +106,7 @@ def look_at(
     target: Target,
     trace: Trace,
     plan: Plan | None,
-    wanted: Wanted,
+    settings: RequestSettings,
     on_foreign: OnForeign | None = None,
 ) -> Subject:
     """Ask the server what it accepts, with a few requests.
@@ -116,17 +116,17 @@ def look_at(
     """
     if plan is not None:
         check_server(plan, target, on_foreign)
-    limits = limits_of(plan, target, wanted.max_new_tokens, wanted.vocab_size)
-    whole = fitted(trace, limits, wanted.rate)
-    lengths, dialect = try_out(target, wanted.lengths, limits.output)
-    asked = (
+    limits = limits_of(plan, target, settings.max_new_tokens, settings.vocab_size)
+    whole = fitted(trace, limits, settings.rate)
+    lengths, dialect = try_out(target, settings.lengths, limits.output)
+    limits_named = (
         whole.output_tokens
         if lengths == "given"
         else np.where(whole.max_tokens, whole.max_tokens, limits.output)
     )
-    whole = replace(whole, max_tokens=asked)
+    whole = replace(whole, max_tokens=limits_named)
     load = LoadSpec(
-        lengths, limits.output, limits.vocabulary, wanted.timeout_s, wanted.seed, dialect
+        lengths, limits.output, limits.vocabulary, settings.timeout_s, settings.seed, dialect
     )
     return Subject(target, whole, load)
 
@@ -177,8 +177,8 @@ class Measurement:
             return False
         self._finished = trace.output_tokens.tolist()
         if warm:
-            shown = conditions(warm.slowdown, warm.front, self._finished, warm.arrival_cost_s)
-            found = predicted(self._plan, self._part, shown)
+            current = conditions(warm.slowdown, warm.front, self._finished, warm.arrival_cost_s)
+            found = predicted(self._plan, self._part, current)
         metrics, targets = (
             found.metrics(self._sla),
             values_of(found.sla_ratios(self._sla), self._sla),
@@ -229,9 +229,9 @@ class Measurement:
         times = times_between(counted, later, replay.samples) if self._predicted.warmup else None
         slowdown, front = (times.slowdown, times.front) if times else (None, None)
         cost_s = times.arrivals.cost_s if times else 0.0
-        known: dict[str, float] = {}
+        hindsight: dict[str, float] = {}
         if self._plan and slowdown:
-            known = predict(
+            hindsight = predict(
                 self._plan,
                 self._part,
                 self._sla,
@@ -248,7 +248,7 @@ class Measurement:
             replay_slowdown=slowdown,
             replay_arrival_cost_s=cost_s,
             replay_front=front,
-            in_hindsight=known,
+            in_hindsight=hindsight,
             scheduling=scheduling(counted, later) if counted else None,
             policy=self._plan.policy.name if self._plan else None,
             request_rate_rps=mean_rate(self._whole) or None,
@@ -278,8 +278,8 @@ class Session:
     def run(self, windows: Sequence[TraceWindow]) -> bool:
         """Replay the windows; whether that was interrupted."""
         for number, window in enumerate(windows, start=1):
-            shown = self._warm_up(number, window)
-            if shown is None or self._replay(number, len(windows), window, shown):
+            current = self._warm_up(number, window)
+            if current is None or self._replay(number, len(windows), window, current):
                 return True
         return False
 
@@ -330,10 +330,10 @@ class Session:
         return seen_by_clients(self._plan, trace, replay.samples, self._finished), False
 
     def _replay(
-        self, number: int, count: int, window: TraceWindow, shown: ServerConditions
+        self, number: int, count: int, window: TraceWindow, current: ServerConditions
     ) -> bool:
         """Replay one window; whether that was interrupted."""
-        simulated = predicted(self._plan, window.trace, shown)
+        simulated = predicted(self._plan, window.trace, current)
         before = counts_or_none(self._target) if self._reports_batches else {}
         with self._progress(f"window {number} of {count}", len(window.trace)) as advance:
             replay = run(self._target, window.trace, self._load, advance)
@@ -348,7 +348,7 @@ class Session:
         self._finished += window.trace.output_tokens.tolist()
         self._pairs.append(pair)
         self.lines += request_lines(number, "window", window.trace, pair)
-        self.results.append(self._result(window, replay, simulated, shown, times))
+        self.results.append(self._result(window, replay, simulated, current, times))
         return False
 
     def _result(
@@ -356,28 +356,30 @@ class Session:
         window: TraceWindow,
         replay: Replay,
         simulated: SimResult,
-        shown: ServerConditions,
+        current: ServerConditions,
         times: ServerTimes | None,
     ) -> WindowResult:
-        sla, meanwhile = self._plan.recipe.sla, times.slowdown if times else None
-        known: dict[str, float] = {}
-        if times and meanwhile:
-            then = conditions(meanwhile, times.front, shown.finished, times.arrivals.cost_s)
-            known = predicted(self._plan, window.trace, then).metrics(sla)
+        sla, replay_slowdown = self._plan.recipe.sla, times.slowdown if times else None
+        hindsight: dict[str, float] = {}
+        if times and replay_slowdown:
+            during_replay = conditions(
+                replay_slowdown, times.front, current.finished, times.arrivals.cost_s
+            )
+            hindsight = predicted(self._plan, window.trace, during_replay).metrics(sla)
         return WindowResult(
             start_s=window.start_s,
             end_s=window.end_s,
             requests=len(replay.samples),
             failed=sum(bool(sample.failure) for sample in replay.samples),
             refused=sum(sample.refused for sample in replay.samples),
-            slowdown=shown.slowdown,
-            arrival_cost_s=shown.arrival_cost_s,
-            front_first_s=shown.front.first_s if shown.front else 0.0,
-            front_last_s=shown.front.last_s if shown.front else 0.0,
+            slowdown=current.slowdown,
+            arrival_cost_s=current.arrival_cost_s,
+            front_first_s=current.front.first_s if current.front else 0.0,
+            front_last_s=current.front.last_s if current.front else 0.0,
             measured=summarize(served(replay.samples), sla),
             predicted=simulated.metrics(sla),
-            slowdown_meanwhile=meanwhile,
-            predicted_in_hindsight=known,
+            slowdown_meanwhile=replay_slowdown,
+            predicted_in_hindsight=hindsight,
         )
 
 

@@ -109,7 +109,7 @@ def command(
     times. Ctrl-C ends the replay early and reports the requests that were answered.
     """
     from toolkit.bench.report import request_lines
-    from toolkit.bench.session import Measurement, Wanted, hold, look_at
+    from toolkit.bench.session import Measurement, RequestSettings, hold, look_at
     from toolkit.cli.basis import note_trace, plan_address, warn_of_foreign
     from toolkit.cli.output import emit, note, progress
     from toolkit.endpoints.target import find_target
@@ -126,11 +126,11 @@ def command(
     targets = parse_sla(sla) or (planned.recipe.sla if planned else {})
     path = trace_path(trace)
     loaded, _ = read_trace(path)
-    wanted = Wanted(rate, lengths, max_new_tokens, vocab_size, timeout, seed)
+    settings = RequestSettings(rate, lengths, max_new_tokens, vocab_size, timeout, seed)
     address = url or (plan_address(planned) if planned else LOCAL)
     served_model = model or (planned.recipe.engine.served_model if planned else None)
     target = find_target(address, served_model, api_key)
-    subject = look_at(target, loaded, planned, wanted, warn_of_foreign if force else None)
+    subject = look_at(target, loaded, planned, settings, warn_of_foreign if force else None)
     part = _excerpt(subject.trace, start, duration)
     note_trace(part)
     for line in (*subject.notes, *_rate_notes(planned, subject.trace)):
@@ -146,7 +146,7 @@ def command(
     if out:
         write_file(result, out)
     emit(as_json, result, lambda: _show(result))
-    _remark(result)
+    _print_notes(result)
     if replay.interrupted:
         raise typer.Exit(130)
     if not result.measured["throughput_rps"]:
@@ -220,8 +220,8 @@ def _share(percent: float | None) -> str | None:
     return None if percent is None else f"{percent:.1f} %"
 
 
-def _remark(result: BenchReport) -> None:
-    """What a reader must know before believing the table."""
+def _print_notes(result: BenchReport) -> None:
+    """Print what a reader must know before trusting the table."""
     from toolkit.cli.output import note, seconds
 
     if result.warmup and result.replay_slowdown:
@@ -247,11 +247,10 @@ def _remark(result: BenchReport) -> None:
     for reason, count in result.failures.items():
         note(f"{count:,} requests failed: {reason}")
     if result.refused:
-        counted = "attainment and goodput count them as missed"
-        told = "; the prediction serves every request" if result.predicted else ""
+        prediction = "; the prediction serves every request" if result.predicted else ""
         note(
             f"{result.refused:,} of {result.requests:,} requests were refused for load:"
-            f" {counted}{told}"
+            f" attainment and goodput count them as missed{prediction}"
         )
     if result.wrong_length:
         note(f"{result.wrong_length:,} outputs had another length than in the trace")
@@ -263,16 +262,14 @@ def _remark(result: BenchReport) -> None:
 
 
 def _hindsight(result: BenchReport) -> str:
-    """The prediction's errors with the speed of the replay known in advance: these are the laws'
-    errors.
-    """
+    """The prediction's errors at the speed of the replay, which are the laws' errors."""
     from toolkit.cli.output import percent
 
     names = ("throughput_rps", "ttft_mean_s", "e2e_mean_s")
-    found, told = result.predicted_in_hindsight, result.measured
+    predicted, measured = result.predicted_in_hindsight, result.measured
     errors = [
-        f"{name} {percent(100.0 * (found[name] / told[name] - 1.0))}"
+        f"{name} {percent(100.0 * (predicted[name] / measured[name] - 1.0))}"
         for name in names
-        if told.get(name)
+        if measured.get(name)
     ]
-    return f"had it known that speed, the prediction's errors were: {', '.join(errors)}"
+    return f"at that speed the prediction's errors would be: {', '.join(errors)}"

@@ -113,7 +113,7 @@ def command(
         interrupted = True
     runs.sort(key=lambda run: (run.rate_rps, -run.metrics.get("goodput_rps", -1.0)))
     shown = _columns(columns, runs)
-    _remark(runs, world, targets)
+    _print_notes(runs, world, targets)
     result = Comparison(
         sla=targets,
         workers=world.size,
@@ -164,11 +164,11 @@ def _columns(text: str | None, runs: Sequence[PolicyRun]) -> Sequence[str]:
     if text is None:
         many = _rates_of(runs) > 1  # the column of rates leaves room for one metric less
         return [name for name in COLUMNS if not many or name != "e2e_mean_s"]
-    known, wanted = {name for run in runs for name in run.metrics}, _words("--columns", text)
-    for name in wanted:
-        if name not in known:
-            raise InputError(f"--columns: there is no metric '{name}'", nearest(name, known))
-    return wanted
+    metrics, columns = {name for run in runs for name in run.metrics}, _words("--columns", text)
+    for name in columns:
+        if name not in metrics:
+            raise InputError(f"--columns: there is no metric '{name}'", nearest(name, metrics))
+    return columns
 
 
 def _of_run(run: PolicyRun, engines: Sequence[str]) -> ComparedRun:
@@ -187,7 +187,7 @@ def _of_run(run: PolicyRun, engines: Sequence[str]) -> ComparedRun:
     )
 
 
-def _remark(runs: Sequence[PolicyRun], world: World, sla: Mapping[str, float]) -> None:
+def _print_notes(runs: Sequence[PolicyRun], world: World, sla: Mapping[str, float]) -> None:
     """Print what a reader must know before trusting the table."""
     from toolkit.cli.output import note, number
 

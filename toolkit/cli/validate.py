@@ -91,7 +91,7 @@ def command(
     is now. The result is written beside the plan; `tune` and `render` show it if it is about their
     fit. Ctrl-C ends the command early; the windows that were replayed are reported.
     """
-    from toolkit.bench.session import Session, Wanted, hold, look_at
+    from toolkit.bench.session import RequestSettings, Session, hold, look_at
     from toolkit.cli.basis import note_trace
     from toolkit.cli.output import emit, note, progress
     from toolkit.endpoints.target import find_target
@@ -111,9 +111,9 @@ def command(
         url or plan_address(planned), model or planned.recipe.engine.served_model, api_key
     )
     tuned = _tuning(tuning, path) if tuning else None
-    wanted = Wanted(tuned.request_rate_rps if tuned else rate, seed=seed)
+    settings = RequestSettings(tuned.request_rate_rps if tuned else rate, seed=seed)
     subject = look_at(
-        target, read_trace(path)[0], planned, wanted, warn_of_foreign if force else None
+        target, read_trace(path)[0], planned, settings, warn_of_foreign if force else None
     )
     if tuned:
         chosen = _held_out(tuned, subject.trace)
