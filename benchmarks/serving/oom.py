@@ -19,6 +19,7 @@ batch: such a difference is listed, any other makes the exit code 1.
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
 import math
