@@ -73,7 +73,7 @@ def test_a_plan_s_prediction_stands_beside_what_was_measured(capsys, tmp_path, t
     assert {body["max_tokens"] for body in bodies} == {128}
 
 
-def test_the_table_fits_80_columns_and_says_what_was_done(capsys, trace, plan):
+def test_the_table_fits_80_columns_with_notes_on_the_replay(capsys, trace, plan):
     with sse_server() as server:
         code, out, err = llmctl(capsys, "--url", server.url, "--trace", trace, "--plan", plan)
     assert code == 0
@@ -84,7 +84,7 @@ def test_the_table_fits_80_columns_and_says_what_was_done(capsys, trace, plan):
     assert "replaying 5 requests against tiny" in err
 
 
-def test_another_server_is_told_the_lengths_and_the_report_says_so(capsys, trace):
+def test_another_server_gets_the_lengths_and_the_report_says_so(capsys, trace):
     with sse_server(
         models={"data": [{"id": "m", "owned_by": "vllm", "max_model_len": 4096}]}
     ) as server:
@@ -185,7 +185,7 @@ def without_end_after(body: dict) -> bytes | None:
     return NO_END_AFTER if "llmctl_end_after" in body else serve_request(body)
 
 
-def test_a_server_that_does_not_hide_lengths_is_asked_for_exactly_the_outputs(capsys, trace, plan):
+def test_a_server_without_hidden_lengths_gets_the_outputs_as_limits(capsys, trace, plan):
     with sse_server(without_end_after) as server:
         options = ["--trace", trace, "--plan", plan, "--warmup", 0, "--json"]
         code, printed, err = llmctl(capsys, "--url", server.url, *options)
@@ -206,7 +206,7 @@ def test_a_server_that_does_not_hide_lengths_is_asked_for_exactly_the_outputs(ca
     )
 
 
-def test_the_prediction_knows_as_limits_what_the_requests_ask_for(capsys, tmp_path):
+def test_the_prediction_uses_the_limits_of_the_requests(capsys, tmp_path):
     """A policy that reserves each request's limit has room for more at once where the limit is the
     output.
     """
@@ -227,7 +227,7 @@ def test_the_prediction_knows_as_limits_what_the_requests_ask_for(capsys, tmp_pa
     )
 
 
-def test_lengths_that_must_be_hidden_and_cannot_be_name_the_flag(capsys, trace):
+def test_hidden_lengths_that_the_server_refuses_name_the_flag(capsys, trace):
     with sse_server(without_end_after) as server:
         code, out, err = llmctl(
             capsys, "--url", server.url, "--trace", trace, "--lengths", "hidden"
@@ -266,9 +266,7 @@ def test_refused_requests_are_counted_and_the_prediction_says_that_it_serves_the
     assert "the prediction serves every request" in err
 
 
-def test_every_target_stands_with_its_limit_what_was_measured_and_predicted_and_whether_it_was_kept(
-    capsys, trace, plan
-):
+def test_every_target_is_shown_with_limit_measurement_prediction_and_verdict(capsys, trace, plan):
     with sse_server() as server:
         options = ["--trace", trace, "--plan", plan, "--warmup", 0]
         sla = ["--sla", "ttft_p99_s=30", "--sla", "e2e_p95_s=0.000001"]
@@ -291,7 +289,7 @@ def test_every_target_stands_with_its_limit_what_was_measured_and_predicted_and_
     assert within.count("%") == 2
 
 
-def test_another_rate_than_the_plan_was_tuned_for_is_said(capsys, tmp_path, trace):
+def test_a_rate_other_than_the_tuned_one_is_noted(capsys, tmp_path, trace):
     plan = tmp_path / "plan.json"
     tuned = make_plan(samples.recipe(), samples.fit(), None, {})
     workload = PlannedWorkload(trace="trace.jsonl", request_rate_rps=50.0)

@@ -1,4 +1,4 @@
-"""The command line's edge: what is imported, what is printed where, and exit codes."""
+"""The command line: imports, output streams, and exit codes."""
 
 import io
 import subprocess
@@ -119,7 +119,7 @@ def test_a_wrong_word_is_one_line_a_hint_and_exit_2(
         ("xyz", "valid: bench, "),
     ],
 )
-def test_a_misspelt_command_is_told_the_nearest_one(
+def test_a_misspelt_command_names_the_nearest_one(
     word: str, hint: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert llmctl(word) == 2
@@ -160,7 +160,7 @@ def test_several_problems_are_several_lines(
     assert capsys.readouterr().err == "error: a: wrong\nerror: b: wrong\n"
 
 
-def test_a_bug_stays_loud(command: Callable[..., None]) -> None:
+def test_a_bug_shows_its_traceback(command: Callable[..., None]) -> None:
     def fail() -> None:
         raise ZeroDivisionError
 
@@ -198,7 +198,7 @@ def test_a_command_may_choose_its_exit_code(command: Callable[..., None]) -> Non
         ("None", ["tune", "--help"]),
     ],
 )
-def test_a_reader_that_leaves_is_no_error(printed: str, words: list[str]) -> None:
+def test_a_closed_pipe_on_stdout_is_no_error(printed: str, words: list[str]) -> None:
     script = f"""
 import sys, types
 from toolkit.cli.output import table
@@ -246,7 +246,7 @@ def test_every_text_is_printed_where_stdout_is_no_utf_8(
     assert "?" not in text
 
 
-def test_another_pipe_that_breaks_is_a_bug(
+def test_another_broken_pipe_is_a_bug(
     command: Callable[..., None], capfd: pytest.CaptureFixture[str]
 ) -> None:
     def fail() -> None:

@@ -1,5 +1,5 @@
-"""`llmctl render --target`: folders that are written whole, compared, and never over what somebody
-edited.
+"""`llmctl render --target`: folders are written whole and compared; edited files are not
+overwritten.
 """
 
 import json
@@ -87,7 +87,7 @@ def test_check_shows_a_diff_and_writes_nothing(capsys: pytest.CaptureFixture[str
 
 
 @pytest.mark.usefixtures("plan")
-def test_what_was_edited_by_hand_stays(capsys: pytest.CaptureFixture[str]) -> None:
+def test_files_edited_by_hand_stay(capsys: pytest.CaptureFixture[str]) -> None:
     render("--target", "compose")
     edited = Path("compose/compose.yaml")
     edited.write_text(edited.read_text() + "# mine\n")
@@ -111,7 +111,7 @@ def test_a_file_that_was_there_before_stays() -> None:
 
 
 @pytest.mark.usefixtures("plan")
-def test_what_is_rendered_no_more_is_removed() -> None:
+def test_files_that_are_no_longer_rendered_are_removed() -> None:
     render("--target", "kubernetes", "--out", "x")
     assert render("--target", "local", "--out", "x") == 0
     left = {path.name for path in Path("x").rglob("*") if path.is_file()}
@@ -148,7 +148,7 @@ def test_templates_have_plain_names(name: str) -> None:
         fill(name)
 
 
-def test_a_plan_that_is_given_is_taken_as_it_is(plan: Plan) -> None:
+def test_a_given_plan_stays_unchanged(plan: Plan) -> None:
     render("--target", "local")
     other = plan.model_copy(
         update={"environment": plan.environment.model_copy(update={"processor": "another"})}
@@ -228,7 +228,7 @@ def test_a_secret_in_a_plan_is_refused_and_not_repeated(
     assert not Path("local").exists()
 
 
-def test_from_a_recipe_the_plan_is_made_too_and_on_another_machine_is_the_same(
+def test_the_plan_of_a_recipe_is_the_same_on_another_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
