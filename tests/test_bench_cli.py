@@ -315,7 +315,7 @@ def test_a_rate_other_than_the_tuned_one_is_noted(capsys, tmp_path, trace):
         "the plan was tuned for 50 requests/s, and this replays 100; for the tuned rate: --rate 50"
         in err
     )
-    assert "its promise" not in same
+    assert "for the tuned rate" not in same
 
 
 def test_without_a_url_the_plans_own_address_is_asked(capsys, tmp_path, trace):

@@ -35,7 +35,7 @@ def test_it_needs_a_plan(capsys: pytest.CaptureFixture[str]):
 
 
 def test_a_plan_and_a_fit_are_one_too_many(capsys: pytest.CaptureFixture[str], plan: str):
-    assert "one or the other" in fails(capsys, "--plan", plan, "--fit", "fit.json")
+    assert "either the plan or these" in fails(capsys, "--plan", plan, "--fit", "fit.json")
 
 
 def test_other_machines_are_not_served_without_a_key(capsys: pytest.CaptureFixture[str], plan: str):
