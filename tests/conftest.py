@@ -5,7 +5,9 @@ import signal
 import tempfile
 
 import pytest
+from hypothesis import HealthCheck, settings
 
+pytest_plugins = ["lanes"]
 STATE = pytest.StashKey[tempfile.TemporaryDirectory[str]]()
 
 
@@ -15,6 +17,11 @@ def pytest_configure(config: pytest.Config) -> None:
     """
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    # how long an example takes says how busy the machine is
+    settings.register_profile(
+        "patient", deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    )
+    settings.load_profile("patient")
     # servers that tests start remember themselves: not where those of whoever runs the tests are
     # remembered
     os.environ["XDG_STATE_HOME"] = config.stash.setdefault(

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import samples
 
-from toolkit.inside.setup import make_worker, read_setup
+from toolkit.backends.vllm.setup import make_worker, read_setup
 from toolkit.sched.eventlog import EventLogHeader, from_lines, replay
 from toolkit.sched.policies import make_policy
 from toolkit.sched.scheduler import Scheduler

@@ -34,6 +34,7 @@ def llmctl(capsys, *args: object) -> tuple[int, str, str]:
     return (commands.llmctl("bench", *args), *capsys.readouterr())
 
 
+@pytest.mark.slow
 def test_a_plan_s_prediction_stands_beside_what_was_measured(capsys, tmp_path, trace, plan):
     out = tmp_path / "bench.json"
     with sse_server() as server:
@@ -73,6 +74,7 @@ def test_a_plan_s_prediction_stands_beside_what_was_measured(capsys, tmp_path, t
     assert {body["max_tokens"] for body in bodies} == {128}
 
 
+@pytest.mark.slow
 def test_the_table_fits_80_columns_with_notes_on_the_replay(capsys, trace, plan):
     with sse_server() as server:
         code, out, err = llmctl(capsys, "--url", server.url, "--trace", trace, "--plan", plan)

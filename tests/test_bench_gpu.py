@@ -80,6 +80,7 @@ def test_quick_limits_come_to_ten_minutes_a_model():
     assert sum(stage.quick_limit_s for stage in gpu.STAGES) <= 600
 
 
+@pytest.mark.slow
 def test_a_stage_that_takes_too_long_is_ended_with_what_it_started(tmp_path):
     started = tmp_path / "started"
     grandchild = f"import time, pathlib; pathlib.Path({str(started)!r}).touch(); time.sleep(600)"
@@ -92,6 +93,7 @@ def test_a_stage_that_takes_too_long_is_ended_with_what_it_started(tmp_path):
     ]
 
 
+@pytest.mark.slow
 def test_it_needs_no_more_than_a_bare_gpu_machine_has():
     code = (
         "import sys\n"
@@ -117,6 +119,7 @@ def fake_folder(tmp_path):
     return tmp_path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("contenders", "titles"),
     [(SLICES, ["SLS", "SCLS"]), (ROUNDS[:2], ["conservative", "aggressive"])],
@@ -132,6 +135,7 @@ def test_contenders_serve_the_same_requests_on_live_workers(fake_folder, contend
     assert found["environment"]["packages"].keys() >= {"torch", "transformers"}
 
 
+@pytest.mark.slow
 def test_rows_of_one_contender_are_dropped_before_the_next(fake_folder):
     """No time at all: every request is given up, some of them on their way."""
     gpu_live.replay_all(fake_folder, "fake", ROUNDS, gpu_live.Pace(0.2, 0.0), "live.json")

@@ -196,6 +196,7 @@ workloads = st.lists(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=120, deadline=None)
 @given(
     lengths=workloads,

@@ -35,6 +35,7 @@ def stage(tmp_path: Path) -> list[object]:
     return ["compare", *files, "--max-new-tokens", "256"]
 
 
+@pytest.mark.slow
 def test_a_run_is_what_simulate_gives(stage, capsys):
     words = [
         "--policies",
@@ -198,6 +199,7 @@ def test_without_matplotlib_a_picture_is_refused_before_anything_runs(
     ]
 
 
+@pytest.mark.slow
 def test_a_picture_is_a_png(tmp_path):
     pytest.importorskip("matplotlib")
     panels = [

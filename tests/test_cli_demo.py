@@ -36,6 +36,7 @@ serve: {max_new_tokens: 64}
 """
 
 
+@pytest.mark.slow
 def test_the_demo_compares_the_tuned_server_with_the_promise_and_prints_the_result(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ):

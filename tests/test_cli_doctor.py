@@ -56,6 +56,7 @@ def test_this_machine_can_run_the_demo(capsys: pytest.CaptureFixture[str]) -> No
     } <= {check["name"] for check in result["checks"]}
 
 
+@pytest.mark.slow
 def test_a_recipe_for_another_machine_fails_only_with_strict(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -83,12 +83,14 @@ def completed(*words: str, cwd: Path | None = None) -> list[str]:
     return [word for word in found if word]
 
 
+@pytest.mark.slow
 def test_completion_of_commands_and_options_imports_nothing_heavy() -> None:
     assert completed("tu") == ["tune"]
     assert "--trace" in completed("tune", "tiny-llama-cpu", "--t")
     assert completed("trace", "insp") == ["inspect"]
 
 
+@pytest.mark.slow
 def test_completion_offers_shipped_names_and_local_files(tmp_path: Path) -> None:
     (tmp_path / "tiny-mine.yaml").touch()
     here = [name for name in shipped_names() if name.startswith("tiny-")]

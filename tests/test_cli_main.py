@@ -57,6 +57,7 @@ def modules_of(*words: str) -> set[str]:
     return set(done.stdout.splitlines()[-1].split()[1:])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command_name", ["", *NAMES])
 def test_help_loads_nothing_heavy(command_name: str) -> None:
     loaded = modules_of(*command_name.split(), "--help")
@@ -188,6 +189,7 @@ def test_a_command_may_choose_its_exit_code(command: Callable[..., None]) -> Non
     assert llmctl("schema") == 7
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("printed", "words"),
     [
@@ -257,6 +259,7 @@ def test_another_broken_pipe_is_a_bug(
         main.run(["schema"])
 
 
+@pytest.mark.slow
 def test_a_full_disk_under_stdout_is_one_line() -> None:
     """As in `llmctl schema > file`; what is not printed must not be complained of again at exit."""
     with open("/dev/full", "w") as full:

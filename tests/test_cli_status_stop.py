@@ -72,6 +72,7 @@ def gone(pid: int = 1) -> Running:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_status_shows_running_servers(
     keyed: Keyed, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -87,6 +88,7 @@ def test_status_shows_running_servers(
     assert "/metrics needs the key" in err
 
 
+@pytest.mark.slow
 def test_the_key_is_required_and_stored_nowhere(keyed: Keyed) -> None:
     url = f"{keyed.server.url}/v1/models"
     assert httpx.get(url).status_code == 401
@@ -96,11 +98,13 @@ def test_the_key_is_required_and_stored_nowhere(keyed: Keyed) -> None:
     assert CANARY not in written[0] + json.dumps(keyed.server.ready)
 
 
+@pytest.mark.slow
 def test_a_service_manager_is_told_when_it_is_ready(keyed: Keyed) -> None:
     assert keyed.told == b"READY=1"
     assert all("NOTIFY_SOCKET" not in worker.environ() for worker in keyed.server.workers())
 
 
+@pytest.mark.slow
 def test_stop_waits_for_the_drain_and_counts_it(
     states: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -130,6 +134,7 @@ def test_stop_waits_for_the_drain_and_counts_it(
     assert llmctl("status") == 1
 
 
+@pytest.mark.slow
 def test_a_killed_server_is_noticed(states: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
         started_s = psutil.Process(process.pid).create_time()
@@ -244,6 +249,7 @@ def test_a_target_that_serve_cannot_start_names_the_command_that_can(
         assert said in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_managers_are_asked_in_this_order(
     rendered: Path, states: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -274,6 +280,7 @@ def test_status_wants_the_url_of_a_server(url: str, capsys: pytest.CaptureFixtur
     assert f"error: '{url}' is not " in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("log", "said"),
     [
@@ -316,6 +323,7 @@ def test_a_unit_that_does_not_start_is_an_error_with_its_own_message(
     assert (rendered / "asked").read_text().splitlines() == [link, f"start {unit}", f"stop {unit}"]
 
 
+@pytest.mark.slow
 def test_a_rendered_script_starts_a_server(states: Path, tmp_path: Path) -> None:
     """serve.sh, with a `llmctl` on the path that is this one; then bench.sh against it."""
     fake_plan(tmp_path)

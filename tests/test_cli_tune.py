@@ -75,6 +75,7 @@ def test_the_output_fits_80_columns_and_has_the_results(
     assert not Path("tuning.json.partial").exists()
 
 
+@pytest.mark.slow
 def test_the_number_of_processes_changes_no_byte_of_the_file(files: Path) -> None:
     assert tune("--out", "one.json") == tune("--jobs", "2", "--out", "two.json") == 0
     assert Path("one.json").read_bytes() == Path("two.json").read_bytes()
@@ -107,6 +108,7 @@ def test_the_best_is_one_that_the_engine_runs_and_the_best_of_all_is_named(
     assert read_file(Plan, "plan.json").policy.name == "slice"
 
 
+@pytest.mark.slow
 def test_by_default_every_policy_is_searched_and_the_cost_is_noted(
     files: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -166,6 +168,7 @@ def test_a_tuning_that_breaks_limits_is_written_and_printed_with_an_error(
     assert all(one["kept"] == (one["predicted"] <= one["limit"]) for one in printed["limits"])
 
 
+@pytest.mark.slow
 def test_every_kind_of_limit_is_judged_by_the_recommendation(files: Path) -> None:
     extra = "tune: {max_evicted_percent: 5, min_attainment_percent: 99.9,"
     Path("recipe.yaml").write_text(RECIPE.replace("tune: {", extra))

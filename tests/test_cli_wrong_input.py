@@ -51,6 +51,43 @@ def test_the_number_of_workers_has_a_limit(
     ]
 
 
+@pytest.mark.parametrize(
+    ("words", "error", "hint"),
+    [
+        (
+            ["--trials", 10**9],
+            "--trials 1000000000: the limit is 100,000",
+            "the default is the recipe's",
+        ),
+        (
+            ["--draws", 10**9],
+            "--draws 1000000000: the limit is 10,000",
+            "the default is the recipe's",
+        ),
+        (
+            ["--rate", "1e-300"],
+            "a rate of 1e-300 requests/s is not possible",
+            "give a rate from 1e-06 to 1,000,000",
+        ),
+        (
+            ["--rate", "1e12"],
+            "a rate of 1e+12 requests/s is not possible",
+            "give a rate from 1e-06 to 1,000,000",
+        ),
+        (
+            ["--rate", "nan"],
+            "a rate of nan requests/s is not possible",
+            "give a rate from 1e-06 to 1,000,000",
+        ),
+    ],
+)
+def test_a_search_has_bounds(
+    words: list[str], error: str, hint: str, stage: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert llmctl("tune", "recipe.yaml", *words) == 2
+    assert lines_of(capsys) == [f"error: {error}", f"hint: {hint}"]
+
+
 def test_the_number_of_workers_in_a_recipe_has_a_limit(
     stage: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

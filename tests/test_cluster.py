@@ -43,6 +43,8 @@ from toolkit.workers.protocol import (
     WorkerReady,
 )
 
+pytestmark = pytest.mark.slow
+
 CRASH = 200
 CANARY = "canary-7f3a"
 BODY = {"model": "toy", "temperature": 0, "max_tokens": 200, "ignore_eos": True}

@@ -52,6 +52,7 @@ def preferred(pod: dict[str, Any]) -> list[str]:
     return wanted["values"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", TARGETS)
 def test_nodes_are_asked_for_by_what_they_call_their_gpus(measured: Plan, target: str) -> None:
     assert preferred(rendered(target, measured)[1]) == ["NVIDIA-H200"]
@@ -87,6 +88,7 @@ def test_what_is_no_label_is_refused_and_a_fleet_names_its_nodes_itself(tmp_path
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", TARGETS)
 def test_the_hubs_token_is_in_the_secrets_command_and_in_no_file(
     measured: Plan, target: str

@@ -96,6 +96,7 @@ def test_every_panel_shows_the_chosen_deployment_alone(names):
         assert expr.count("{") == expr.count('job=~"$job"') >= 1, expr
 
 
+@pytest.mark.slow
 def test_every_target_whose_metrics_are_known_has_a_board(tmp_path):
     order = orders.order(orders.plan(tmp_path, **orders.GPU))
     boards = {target: "dashboard.json" in render_target(target, order) for target in TARGETS}

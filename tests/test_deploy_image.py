@@ -10,8 +10,9 @@ import pytest
 import toolkit
 from toolkit.deploy.kinds.compose import ComposeService
 from toolkit.deploy.kinds.kubernetes import PodSecurity
-from toolkit.deploy.order import IN_EXTRAS, llmctl_image
+from toolkit.deploy.order import llmctl_image
 from toolkit.deploy.targets.kuberay import EXTRA
+from toolkit.engine_traits import ENGINES
 
 ROOT = Path(toolkit.__file__).parent.parent
 DOCKERFILE = (ROOT / "Dockerfile").read_text(encoding="utf-8")
@@ -19,7 +20,7 @@ DOCKERFILE = (ROOT / "Dockerfile").read_text(encoding="utf-8")
 
 def test_it_starts_from_a_version_and_ends_as_the_user_of_the_deployments() -> None:
     (base,) = re.findall(r"^FROM (.+)$", DOCKERFILE, re.MULTILINE)
-    assert re.fullmatch(r"python:3\.11\.[0-9]+-slim-[a-z]+", base)
+    assert re.fullmatch(r"python:3\.11\.[0-9]+-slim-[a-z]+@sha256:[0-9a-f]{64}", base)
     (user,) = re.findall(r"^USER (.+)$", DOCKERFILE, re.MULTILINE)
     pod = PodSecurity()
     assert (
@@ -55,7 +56,8 @@ def test_every_extra_of_an_image_is_one_of_the_package() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"][
         "optional-dependencies"
     ]
-    assert {*IN_EXTRAS, EXTRA} <= extras.keys()
+    needed = {traits.extra for traits in ENGINES.values()} - {""}
+    assert {*needed, EXTRA} <= extras.keys()
 
 
 @pytest.mark.parametrize(

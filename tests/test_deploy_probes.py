@@ -44,6 +44,7 @@ def probes(target: str, folder: Path) -> dict[str, Probe]:
     return {name: Probe(data) for name, data in container.items() if name.endswith("Probe")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", ["kubernetes", "kuberay"])
 def test_a_killed_worker_costs_the_pod_its_traffic_and_not_its_life(
     target: str, tmp_path: Path

@@ -51,6 +51,7 @@ def scripts(order: Order) -> dict[str, str]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("shellcheck"), reason=NEEDS)
 def test_shellcheck_has_nothing_to_say_about_any_script(order: Order, tmp_path: Path) -> None:
     for name, text in scripts(order).items():

@@ -51,5 +51,5 @@ def test_vllm_reads_every_flag(tmp_path: Path) -> None:
         90,
     )
     assert parsed["max_num_queued_tokens"] > 0
-    assert parsed["scheduler_cls"] == "toolkit.inside.vllm_scheduler.LlmctlScheduler"
+    assert parsed["scheduler_cls"] == "toolkit.backends.vllm.scheduler.LlmctlScheduler"
     assert parsed["async_scheduling"] is False

@@ -25,8 +25,11 @@ from typing import TypeVar
 import certificates
 import fake_vllm_server
 import pytest
+from filelock import FileLock
 
 from toolkit.files.io import processor
+
+pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -40,8 +43,10 @@ SHORTER = {
     "--duration 30": "--duration 2 --warmup 1",
     "--windows 3 --window 20 --max-error 15": "--windows 2 --window 2 --warmup 1 --max-error 1000",
     "--check 8 --strict": "--check 2",
+    # so many that one of the only policy that the engine runs is within the limits
     "llmctl tune fleet.yaml --trace chat-small": "llmctl tune fleet.yaml --trace chat-small --trials 40 --draws 0",
 }
+FEW_TRIALS = " --trials 8 --draws 2"  # for other searches that do not say how many
 CLUSTER = "needs a Ray cluster; tests/test_cluster.py starts one"
 T = TypeVar("T")
 
@@ -129,6 +134,8 @@ class Folder:
     def _words(self, command: str) -> list[str]:
         for long, short in SHORTER.items():
             command = command.replace(long, short)
+        if command.startswith("llmctl tune ") and "--trials" not in command:
+            command += FEW_TRIALS
         for named, port in self.installed.ports.items():
             command = command.replace(f":{named}", f":{port}")
         words = [self.words.get(word, word) for word in shlex.split(command)]
@@ -163,30 +170,50 @@ def free_port() -> str:
         return str(one.getsockname()[1])
 
 
+def install(folder: Path) -> Path:
+    """The wheel, built and unpacked in `folder`, by the first process of a parallel run that asks."""
+    with FileLock(folder / "wheel.lock"):
+        site = folder / "site"
+        if not site.exists():
+            pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
+            build = [
+                *pip,
+                "wheel",
+                "--no-deps",
+                "--no-build-isolation",
+                "--no-index",
+                "--wheel-dir",
+                folder,
+                ROOT,
+            ]
+            subprocess.run(build, check=True, capture_output=True)
+            [wheel] = folder.glob("*.whl")
+            unpack = [
+                *pip,
+                "install",
+                "--no-deps",
+                "--no-index",
+                "--target",
+                folder / "unpacked",
+                wheel,
+            ]
+            subprocess.run(unpack, check=True, capture_output=True)
+            assert not (folder / "unpacked" / "benchmarks").exists()  # they are for a checkout
+            (folder / "unpacked").rename(site)
+    return site
+
+
 @pytest.fixture(scope="session")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
-    """The wheel, built and unpacked; its recipes name a free port, so that no other server is met."""
-    folder = tmp_path_factory.mktemp("wheel")
-    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
-    build = [
-        *pip,
-        "wheel",
-        "--no-deps",
-        "--no-build-isolation",
-        "--no-index",
-        "--wheel-dir",
-        folder,
-        ROOT,
-    ]
-    subprocess.run(build, check=True, capture_output=True)
-    [wheel] = folder.glob("*.whl")
-    install = [*pip, "install", "--no-deps", "--no-index", "--target", folder / "site", wheel]
-    subprocess.run(install, check=True, capture_output=True)
-    assert not (folder / "site" / "benchmarks").exists()  # they are for a checkout
+    """The wheel's files; its recipes name a free port, so that no other server is met."""
+    shared = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        shared = shared.parent
+    site = shutil.copytree(install(shared), tmp_path_factory.mktemp("installed") / "site")
     ports = {"8000": free_port(), "8100": free_port()}
-    for recipe in (folder / "site" / "toolkit" / "_data" / "recipes").glob("*.yaml"):
+    for recipe in (site / "toolkit" / "_data" / "recipes").glob("*.yaml"):
         recipe.write_text(recipe.read_text().replace("port: 8000", f"port: {ports['8000']}"))
-    return Installed(folder / "site", ports)
+    return Installed(site, ports)
 
 
 @pytest.fixture(scope="session")
@@ -200,7 +227,7 @@ def tuned(installed: Installed, tmp_path_factory: pytest.TempPathFactory) -> Pat
     write_traffic(folder)
     measured_here(folder)
     folder.run("llmctl fit profile.json")
-    folder.run("llmctl tune tiny-llama-cpu --trace traffic.jsonl --trials 8 --draws 2")
+    folder.run("llmctl tune tiny-llama-cpu --trace traffic.jsonl")
     folder.run("llmctl render tiny-llama-cpu --fit fit.json --tuning tuning.json --force")
     return folder.path
 

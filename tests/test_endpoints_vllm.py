@@ -9,7 +9,7 @@ import psutil
 import pytest
 import samples
 
-from toolkit.endpoints.vllm import VllmCommand, vllm_server, vllm_version
+from toolkit.backends.vllm.command import VllmCommand, vllm_server, vllm_version
 from toolkit.errors import EngineError, InputError
 
 
@@ -23,6 +23,7 @@ def python(tmp_path: Path) -> str:
     return fake_vllm_server.install(tmp_path)
 
 
+@pytest.mark.slow
 def test_flags_are_the_recipe_s(python: str):
     recipe = recipe_for(python, kv_cache_memory_mib=16, threads=1)
     command = VllmCommand(recipe, "folder", "toy", ["--max-num-seqs", "8"])
@@ -46,10 +47,11 @@ def test_threads_are_bound_and_what_else_lies_beside_llmctl_is_not_shown(
     assert environment["PYTHONPATH"] == str(tmp_path)
 
 
+@pytest.mark.slow
 def test_one_that_does_not_end_is_killed_with_its_engine(
     python: str, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("toolkit.endpoints.vllm.END_S", 0.1)
+    monkeypatch.setattr("toolkit.backends.vllm.command.END_S", 0.1)
     command = VllmCommand(recipe_for(python), "engine-stubborn", "toy")
     others = set(
         psutil.Process().children(recursive=True)
@@ -61,6 +63,7 @@ def test_one_that_does_not_end_is_killed_with_its_engine(
     assert not server.running
 
 
+@pytest.mark.slow
 def test_a_server_that_dies_says_why(python: str):
     with (
         pytest.raises(
@@ -71,6 +74,7 @@ def test_a_server_that_dies_says_why(python: str):
         pass
 
 
+@pytest.mark.slow
 def test_a_version_that_was_not_tried_is_refused_before_anything_starts(tmp_path: Path):
     python = fake_vllm_server.install(tmp_path, "0.31.0")
     with pytest.raises(
@@ -80,6 +84,7 @@ def test_a_version_that_was_not_tried_is_refused_before_anything_starts(tmp_path
     assert "pip install 'vllm==0.32.*'" in refusal.value.hint
 
 
+@pytest.mark.slow
 def test_a_python_without_vllm_says_where_to_name_another(tmp_path: Path):
     script = tmp_path / "python"
     script.write_text("#!/bin/sh\nexit 1\n")

@@ -55,6 +55,7 @@ def test_inputs_longer_than_deepspeeds_own_limit_run() -> None:
     assert len(engine.run_slice([row], 3, lambda step: True).tokens[0]) == 3
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_installed")
 def test_what_kernel_injection_does_to_a_model_is_found_out_in_another_process() -> None:
     from toolkit.engines.deepspeed_engine import probe_injection
@@ -62,6 +63,7 @@ def test_what_kernel_injection_does_to_a_model_is_found_out_in_another_process()
     assert probe_injection(tiny.model_spec(), tiny.CPU).startswith("kernel injection ")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_installed")
 def test_a_worker_process_serves_slices_of_it_with_the_tokens_of_transformers() -> None:
     rows = [Row("a", (1, 2, 3, 4, 5), 0, 24), Row("b", (6, 7), 0, 24)]
@@ -94,6 +96,7 @@ def test_without_the_package_one_line_says_what_to_install(monkeypatch: pytest.M
     assert "pip install" in caught.value.hint
 
 
+@pytest.mark.slow
 def test_nobody_else_imports_it() -> None:
     code = "import sys, toolkit.engines.transformers_engine; sys.exit('deepspeed' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

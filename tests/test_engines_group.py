@@ -33,6 +33,7 @@ def pair(kind: str) -> ProcessWorkers:
     return ProcessWorkers(tiny.model_spec(kind), engine, tiny.CPU, 1, backoff_s=0.0)
 
 
+@pytest.mark.slow
 def test_two_processes_give_the_tokens_of_one_and_are_lost_and_replaced_as_one_worker() -> None:
     alone = make_engine(tiny.model_spec(), tiny.engine_spec(budget_mib=0.5), tiny.CPU)
 
@@ -76,6 +77,7 @@ def test_two_processes_give_the_tokens_of_one_and_are_lost_and_replaced_as_one_w
     with_workers(scenario, pair("llama"))
 
 
+@pytest.mark.slow
 def test_rounds_are_shared_too() -> None:
     alone = make_engine(tiny.model_spec("rebatch"), tiny.engine_spec("rebatch"), tiny.CPU)
     plans = [

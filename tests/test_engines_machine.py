@@ -9,6 +9,7 @@ import functools
 import os
 import random
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
@@ -24,6 +25,8 @@ from rounds import (
     random_rows,
     rebatch_engine,
 )
+
+pytestmark = pytest.mark.slow
 
 ROWS = random_rows(1, 16)
 KINDS = [

@@ -36,6 +36,7 @@ def alone(kind: str) -> list[tuple[int, ...]]:
     return generated_alone(kind, ROWS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ARCHITECTURES)
 @pytest.mark.parametrize(
     ("chunk_tokens", "changes"),

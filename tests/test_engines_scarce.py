@@ -101,6 +101,7 @@ def play(desk: Desk, scarce: Scarce) -> None:
             scarce.relent()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lasting", [False, True], ids=["once", "for the rest of the round"])
 @pytest.mark.parametrize(("layout", "chunk_tokens"), CASES)
 def test_no_allocation_that_fails_costs_a_token(
@@ -120,6 +121,7 @@ def test_no_allocation_that_fails_costs_a_token(
         assert desk.engine.ledger.used_bytes == desk.engine.host_ledger.used_bytes == 0, fails_at
 
 
+@pytest.mark.slow
 def test_an_allocation_that_fails_once_in_a_step_costs_no_row() -> None:
     """Whatever it is: the step is made again."""
     desk = make_desk("slab", 0)

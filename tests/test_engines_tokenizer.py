@@ -197,6 +197,7 @@ def test_a_template_that_cannot_be_used(source: str) -> None:
         ChatTemplate(source)
 
 
+@pytest.mark.slow
 def test_the_front_needs_no_torch() -> None:
     code = (
         "import sys, toolkit.engines.tokenizer, toolkit.engines.fake, toolkit.engines.factory;"

@@ -125,6 +125,7 @@ profile:
 """
 
 
+@pytest.mark.slow
 def test_profile_writes_a_profile_and_leaves_no_journal(folder, capsys):
     (folder / "fake.yaml").write_text(RECIPE)
     assert run("profile", "fake.yaml", "--out", "new.json") == 0
@@ -137,6 +138,7 @@ def test_profile_writes_a_profile_and_leaves_no_journal(folder, capsys):
     assert max(map(len, shown.out.splitlines())) <= 80
 
 
+@pytest.mark.slow
 def test_profile_prints_one_json_object(folder, capsys):
     (folder / "fake.yaml").write_text(RECIPE)
     run("profile", "fake.yaml", "--json")

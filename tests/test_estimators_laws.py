@@ -43,6 +43,7 @@ def at(law_segments: tuple[Segment, ...], size: int) -> Segment:
     return [segment for segment in law_segments if segment.batch_size_min <= size][-1]
 
 
+@pytest.mark.slow
 @given(laws, batches)
 def test_prefill_is_equation_3_with_the_square_of_its_segment(law, batch):
     size, length, _ = batch

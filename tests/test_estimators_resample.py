@@ -41,6 +41,7 @@ def test_resampled_laws_lie_around_the_fitted_one_and_closer_with_less_noise():
     assert 0 < 5 * spread[0] < spread[1]
 
 
+@pytest.mark.slow
 def test_the_truth_is_within_what_resampling_spans():
     covered = []
     for seed in range(12):

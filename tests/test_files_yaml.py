@@ -30,6 +30,7 @@ def test_scalars_are_read_as_yaml_1_2_does(tmp_path: Path, text: str, expected: 
     assert type(actual["key"]) is type(expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("text", "problem"),
     [

@@ -126,6 +126,7 @@ def run(*words: str) -> int:
     return llmctl(*words)
 
 
+@pytest.mark.slow
 def test_commands_take_a_fleet_where_they_take_a_recipe(unequal, monkeypatch, capsys):
     monkeypatch.chdir(unequal.parent)
     assert run("simulate", "--fleet", "fleet.yaml", "--trace", "chat-small", "--json") == 0

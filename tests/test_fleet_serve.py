@@ -66,6 +66,7 @@ class UnequalWorkers(ThreadWorkers):
         super().revive(worker, failure)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_a_live_run_of_unequal_workers_replays_exactly(
     case: str, monkeypatch: pytest.MonkeyPatch
@@ -92,6 +93,7 @@ def test_a_live_run_of_unequal_workers_replays_exactly(
     assert list(replay(events, Scheduler(policy, planned(joining)))) == []
 
 
+@pytest.mark.slow
 def test_a_fleet_is_served_by_processes_and_its_log_replays(tmp_path: Path) -> None:
     fast = {"name": "fake", "kv_cache_memory_mib": 64.0}
     write_kind(tmp_path, "large", 8192, 4.0, engine=fast, serve={"port": 0, "max_new_tokens": 64})

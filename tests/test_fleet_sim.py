@@ -125,6 +125,7 @@ class Counting(Watch):
         return decision
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["slice", "slice, in turn", "sequence", "conservative", "baton", "fcfs",
                                   "aggressive, least-loaded", "conservative, max-min",
                                   "past-future, future-memory"])  # fmt: skip
@@ -151,6 +152,7 @@ def test_what_fits_nowhere_is_refused_with_the_most_that_fits():
     ]
 
 
+@pytest.mark.slow
 def test_knowing_each_workers_law_is_better_than_one_for_all():
     known = unequal(1, 1)
     slow = known.others[0]

@@ -4,8 +4,8 @@ tokens.
 
 import pytest
 
+from toolkit.backends.vllm.pass_counts import PassCounts
 from toolkit.estimators.steps import StepLaw, StepShape
-from toolkit.inside.pass_counts import PassCounts
 from toolkit.sched.iterations import LoggedPass, LoggedRow
 
 LAW = StepLaw(1e-2, 1e-3, 0.0, 0.0, 0.0, (1e-4,), host_s=2e-3)

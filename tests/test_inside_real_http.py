@@ -14,7 +14,7 @@ import samples
 from openai import AsyncOpenAI
 from real_vllm import differences, needed, recipe
 
-from toolkit.endpoints.vllm import VllmCommand, VllmServer, vllm_server
+from toolkit.backends.vllm.command import VllmCommand, VllmServer, vllm_server
 from toolkit.engines.loading import saved_model
 from toolkit.files.io import write_file
 
@@ -148,7 +148,7 @@ def test_clients_get_what_vllm_gives_them(policy: str, own, tmp_path: Path):
     write_file(samples.fit(), tmp_path / "fit.json")
     log = tmp_path / "events.jsonl"
     variables = {"LLMCTL_VLLM_POLICY": policy, "LLMCTL_VLLM_FIT": str(tmp_path / "fit.json")}
-    scheduler = ["--scheduler-cls", "toolkit.inside.vllm_scheduler.LlmctlScheduler"]
+    scheduler = ["--scheduler-cls", "toolkit.backends.vllm.scheduler.LlmctlScheduler"]
     with serving(
         [*scheduler, *POLICIES[policy]], variables | {"LLMCTL_VLLM_EVENT_LOG": str(log)}
     ) as server:

@@ -14,14 +14,14 @@ from fake_vllm import FullAttentionSpec, Request, UniformTypeKVCacheSpecs, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from toolkit.backends.vllm.setup import make_worker, read_setup
 from toolkit.errors import InputError
 from toolkit.files.io import write_file
-from toolkit.inside.setup import make_worker, read_setup
 from toolkit.sched.eventlog import CompleteRound, EventLogHeader, Tick, from_lines, replay
 from toolkit.sched.policies import make_policy
 from toolkit.sched.scheduler import Scheduler
 
-NAME = "toolkit.inside.vllm_scheduler"
+NAME = "toolkit.backends.vllm.scheduler"
 POLICIES = [
     "past-future",
     "aggressive",
@@ -122,6 +122,7 @@ def test_the_books_hold_the_tokens_that_are_there(make, policy, ahead):
     )
 
 
+@pytest.mark.slow
 @given(
     shapes=st.lists(
         st.tuples(st.integers(1, 12), st.integers(1, 16), st.integers(1, 16), st.integers(0, 9)),
@@ -373,6 +374,7 @@ def test_a_log_that_cannot_be_written_is_refused(make, tmp_path):
         make(log=str(tmp_path / "no" / "such"))
 
 
+@pytest.mark.slow
 def test_it_brings_nothing_heavy_that_vllm_would_not_have_loaded():
     code = (
         f"import sys, fake_vllm; fake_vllm.install(); import {NAME};"

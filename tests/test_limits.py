@@ -164,6 +164,7 @@ def test_serve_refuses_a_recipe_a_plan_and_a_folder(capsys: pytest.CaptureFixtur
         refused(capsys, f"{target}/plan.json", "serve", target)
 
 
+@pytest.mark.slow
 def test_a_running_server_says_what_its_plan_breaks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

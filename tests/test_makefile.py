@@ -12,7 +12,10 @@ import pytest
 ROOT = Path(__file__).parent.parent
 NAMES = ("python3", "python3.13", "python3.12", "python3.11")
 
-pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(shutil.which("make") is None, reason="needs make"),
+]
 
 
 def install(folder: Path, name: str, version: tuple[int, int], *, venv: bool = True) -> None:

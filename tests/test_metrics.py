@@ -90,6 +90,15 @@ def test_a_ratio_above_one_is_a_miss(key, ratio):
     assert sla_ratios(TWO, {key: 2.0}) == {key: ratio}
 
 
+def test_where_no_request_is_served_every_target_is_missed():
+    """It is no latency of 0 s."""
+    refused = served((0, np.nan, np.nan, 0, 0), (1, np.nan, np.nan, 0, 0), ok=[False, False])
+    assert (
+        min(sla_ratios(refused, {"ttft_p99_s": 2.0, "tpot_mean_s": 9.0, "itl_max_s": 1.0}).values())
+        > 1
+    )
+
+
 @given(
     st.lists(
         st.tuples(

@@ -10,6 +10,7 @@ import samples
 from sse_server import chunked, serve_request, sse_server, tokens_event, usage_event, whole
 
 from benchmarks.common.serving import Server, fake_plan
+from toolkit.backends.openai import EndpointBench, OpenaiBackend, kv_tokens
 from toolkit.cli.main import run
 from toolkit.endpoints.target import Metric
 from toolkit.endpoints.wire import Sample
@@ -17,7 +18,6 @@ from toolkit.errors import EngineError, InputError
 from toolkit.estimators.fitting import fit_profile
 from toolkit.files.recipe import Recipe
 from toolkit.profiling.bench import Unmeasurable
-from toolkit.profiling.endpoint import EndpointBench, kv_tokens
 from toolkit.profiling.grid import GridPoint
 from toolkit.profiling.run import profile
 
@@ -61,11 +61,12 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield running
 
 
+@pytest.mark.slow
 def test_a_server_is_profiled_and_fitted_like_an_engine(server: Server, tmp_path: Path):
     recipe = recipe_for(server.url)
     source = tmp_path / "recipe.yaml"
     source.write_text(recipe.model_dump_json(exclude_defaults=True))
-    found = profile(recipe, source, tmp_path / "profile.json", Watch())
+    found = profile(recipe, source, tmp_path / "profile.json", Watch(), timed=OpenaiBackend().timed)
     assert (found.engine.engine, found.engine.capacity_tokens, found.engine.model_type) == (
         "openai",
         131_072,

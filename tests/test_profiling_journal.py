@@ -19,6 +19,16 @@ RESULTS = {
     "slice/7": SlicePoint(batch_size=2, input_length=16, steps=16, seconds=0.25),
 }
 
+DAMAGED = (
+    b"\x00" * 64,
+    b"\xff\xfe no UTF-8",
+    b"[" * 200_000,
+    b'{"key":' * 100_000,
+    # of tune's journal
+    b'["k", {"policy": "slice", "parameters": {}, "metrics": {}}, {"ttft_p99_s": 1.0}]',
+    b"",
+)
+
 
 @pytest.fixture
 def path(tmp_path):
@@ -55,9 +65,31 @@ def test_a_torn_line_is_cut_off_wherever_it_was_torn(path):
 
 def test_what_follows_a_damaged_line_is_measured_again(path):
     lines = path.read_bytes().splitlines(keepends=True)
-    path.write_bytes(b"".join([*lines[:2], b"\x00\xff damage\n", *lines[2:]]))
-    with Journal(path, NOW) as journal:
-        assert list(journal.results) == ["prefill/1/16/0"]
+    for damage in DAMAGED:
+        content = b"".join([*lines[:2], damage + b"\n", *lines[2:]])
+        path.write_bytes(content)
+        with Journal(path, NOW) as journal:
+            assert list(journal.results) == ["prefill/1/16/0"]
+            assert journal.set_aside == "from line 3 on, which cannot be read"
+        assert path.with_name("profile.json.partial.old").read_bytes() == content
+
+
+def test_a_first_line_that_is_damaged_sets_the_file_aside(path):
+    rest = path.read_bytes().splitlines(keepends=True)[1:]
+    for damage in DAMAGED:
+        path.write_bytes(b"".join([damage + b"\n", *rest]))
+        with Journal(path, NOW) as journal:
+            assert (journal.results, journal.set_aside) == ({}, "its first line cannot be read")
+
+
+def test_a_first_line_that_a_kill_has_torn_is_written_again(path):
+    first = path.read_bytes().splitlines(keepends=True)[0]
+    for torn in (first[:-1], first[:20], b"\x00" * 4096):
+        path.write_bytes(torn)
+        with Journal(path, NOW) as journal:
+            journal.put("slice/8", RESULTS["slice/7"])
+        with Journal(path, NOW) as journal:
+            assert (list(journal.results), journal.set_aside) == (["slice/8"], "")
 
 
 @pytest.mark.parametrize(

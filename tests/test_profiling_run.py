@@ -150,6 +150,7 @@ class InMemory:
         self.stopped = True
 
 
+@pytest.mark.slow
 def test_a_profile_holds_what_its_recipe_asks_for(source):
     watch = Watching()
     found = run(source, watch)
@@ -186,6 +187,7 @@ def test_a_profile_holds_what_its_recipe_asks_for(source):
     assert found.inputs["recipe"].name == "fake.yaml"
 
 
+@pytest.mark.slow
 def test_an_interrupted_profile_goes_on_and_measures_nothing_twice(source):
     first, second = Watching(until=30), Watching()
     with pytest.raises(KeyboardInterrupt):
@@ -201,6 +203,7 @@ def test_an_interrupted_profile_goes_on_and_measures_nothing_twice(source):
     assert len(keys) == len(set(keys)) == first.plan.steps
 
 
+@pytest.mark.slow
 def test_a_profile_that_is_killed_goes_on(source):
     script = f"""
 import os, signal
@@ -223,6 +226,7 @@ profile(load_recipe(source), source, source.with_name("profile.json"), Watch())
     assert watch.plan.resumed == 25
 
 
+@pytest.mark.slow
 def test_a_changed_grid_begins_anew_and_says_why(source):
     with pytest.raises(KeyboardInterrupt):
         run(source, Watching(until=5))
@@ -233,6 +237,7 @@ def test_a_changed_grid_begins_anew_and_says_why(source):
     assert watch.plan.set_aside == "changed since: 'profile' of the recipe"
 
 
+@pytest.mark.slow
 def test_a_changed_latency_target_changes_nothing(source):
     with pytest.raises(KeyboardInterrupt):
         run(source, Watching(until=5))
@@ -242,6 +247,7 @@ def test_a_changed_latency_target_changes_nothing(source):
     assert watch.plan.resumed == 5
 
 
+@pytest.mark.slow
 def test_a_profile_of_the_pool_of_processes_can_be_fitted(source):
     source.write_text(
         RECIPE.replace("model_type: fake", "model_type: fake, prefill_s: 0.001, decode_s: 0.0005")
@@ -256,6 +262,7 @@ def _pool(recipe):
     return ProcessWorkers(recipe.model, recipe.engine, recipe.hardware, recipe.workers)
 
 
+@pytest.mark.slow
 def test_an_engine_that_cannot_be_loaded_is_the_users_to_mend(source):
     source.write_text(RECIPE.replace("model_type: fake", "model_type: fake, eos_one_inn: 3"))
     with pytest.raises(InputError, match="eos_one_inn") as error:
@@ -306,6 +313,7 @@ def fake_recipe(**config):
     )
 
 
+@pytest.mark.slow
 def test_a_point_that_kills_its_process_gets_a_new_one():
     with engine_process(fake_recipe()) as bench:
         bench._child.kill()
@@ -314,6 +322,7 @@ def test_a_point_that_kills_its_process_gets_a_new_one():
         assert bench.time(GridPoint("prefill", 1, 16), 0)
 
 
+@pytest.mark.slow
 def test_a_probe_that_kills_its_process_did_not_fit():
     with engine_process(fake_recipe()) as bench:
         bench._child.kill()
@@ -321,6 +330,7 @@ def test_a_probe_that_kills_its_process_did_not_fit():
         assert bench.fits(SliceShape(1, 16, 16))
 
 
+@pytest.mark.slow
 def test_an_engine_that_keeps_dying_ends_the_profile():
     bench = EngineProcess(fake_recipe())
     bench._deaths = DEATHS_MAX - 1
@@ -331,6 +341,7 @@ def test_an_engine_that_keeps_dying_ends_the_profile():
         bench.time(GridPoint("decode", 1, 16), 0)
 
 
+@pytest.mark.slow
 def test_what_an_engine_raises_is_the_points_own_failure():
     with (
         engine_process(fake_recipe(crash_token=1)) as bench,
@@ -339,6 +350,7 @@ def test_what_an_engine_raises_is_the_points_own_failure():
         bench.fits(SliceShape(1, 16, 16))
 
 
+@pytest.mark.slow
 def test_neighbours_end_with_the_measurement():
     started = []
 
@@ -404,6 +416,7 @@ def test_no_slices_need_no_workers():
     asyncio.run(run_slices(None, {}, 95, None))
 
 
+@pytest.mark.slow
 def test_a_grid_of_which_nothing_can_be_measured_is_an_error(source):
     source.write_text(RECIPE.replace("batch_sizes: [1, 2, 8, 32]", "batch_sizes: [500]"))
     with pytest.raises(EngineError, match="not one prefill"):

@@ -8,11 +8,12 @@ import fake_vllm_server
 import pytest
 import samples
 
+from toolkit.backends.vllm.backend import VllmBackend
+from toolkit.backends.vllm.profile import points, timed
 from toolkit.errors import EngineError
 from toolkit.estimators.fitting import fit_profile
 from toolkit.estimators.steps import StepShape, law_of_steps, shape_of_rows
 from toolkit.profiling.run import profile
-from toolkit.profiling.vllm import points, timed
 from toolkit.sched.iterations import LoggedPass, LoggedRow
 
 
@@ -47,9 +48,10 @@ class Watch:
 def profiled(recipe, folder: Path):
     source = folder / "recipe.yaml"
     source.write_text(recipe.model_dump_json(exclude_defaults=True))
-    return profile(recipe, source, folder / "profile.json", Watch())
+    return profile(recipe, source, folder / "profile.json", Watch(), timed=VllmBackend().timed)
 
 
+@pytest.mark.slow
 def test_vllm_is_profiled_and_fitted_pass_by_pass(tmp_path: Path):
     found = profiled(recipe_for(fake_vllm_server.install(tmp_path)), tmp_path)
     assert (found.engine.engine, found.engine.capacity_tokens, found.engine.max_rows) == (
@@ -67,6 +69,7 @@ def test_vllm_is_profiled_and_fitted_pass_by_pass(tmp_path: Path):
     assert law_of_steps(fitted.steps).forward_s(StepShape(4, 400, 1, 64, 64 * 32)) > 0.0
 
 
+@pytest.mark.slow
 def test_an_interrupted_profile_keeps_its_passes(tmp_path: Path):
     class Stops(Watch):
         left = 12
@@ -80,13 +83,14 @@ def test_an_interrupted_profile_keeps_its_passes(tmp_path: Path):
     source = tmp_path / "recipe.yaml"
     source.write_text(recipe.model_dump_json(exclude_defaults=True))
     with pytest.raises(KeyboardInterrupt):
-        profile(recipe, source, tmp_path / "profile.json", Stops())
+        profile(recipe, source, tmp_path / "profile.json", Stops(), timed=VllmBackend().timed)
     watch = Watch()
-    found = profile(recipe, source, tmp_path / "profile.json", watch)
+    found = profile(recipe, source, tmp_path / "profile.json", watch, timed=VllmBackend().timed)
     assert watch.plan.resumed >= 11
     assert len(found.decode) == 9
 
 
+@pytest.mark.slow
 def test_a_point_that_fails_is_marked_and_the_profile_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -104,6 +108,7 @@ def test_a_point_that_fails_is_marked_and_the_profile_goes_on(
     assert {point.batch_size for point in found.decode} == {1, 2}
 
 
+@pytest.mark.slow
 def test_a_server_that_cannot_load_says_why(tmp_path: Path):
     with pytest.raises(EngineError, match="the fake dies"):
         profiled(recipe_for(fake_vllm_server.install(tmp_path), "dies"), tmp_path)

@@ -130,6 +130,7 @@ def test_a_person_sets_what_set_names_whatever_the_recipe_has(
         assert value == by_hand.get(name, defaults(KNOWN[policy])[name])
 
 
+@pytest.mark.slow
 @EVERY
 @QUICK
 @given(data=st.data())
@@ -195,6 +196,7 @@ def test_a_recipe_that_names_no_policy_is_not_said_to_have() -> None:
     assert plan.explained["policy"].source == "default of recipes that name no policy, not tuned"
 
 
+@pytest.mark.slow
 @EVERY
 @QUICK
 @given(data=st.data())

@@ -16,6 +16,8 @@ import pytest
 
 from toolkit.traces.write import TraceLine, write_lines
 
+pytestmark = pytest.mark.slow
+
 README = Path(__file__).parent.parent / "README.md"
 RECIPE = "own.yaml"
 TRACE = "traffic.jsonl"

@@ -74,6 +74,7 @@ def test_a_recipe_is_valid_and_named_as_its_file(path: Path) -> None:
     assert path.read_text().startswith("# yaml-language-server: $schema=recipe.schema.json\n")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", GPU_RECIPES, ids=lambda path: path.stem)
 def test_a_gpu_recipe_has_the_published_sizes(path: Path) -> None:
     model = open_recipe(path).model
@@ -99,6 +100,7 @@ def test_the_demo_recipe_counts_its_weights() -> None:
     assert model.weight_bytes == 4 * parameters_of(model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_a_recipe_fits_its_own_hardware(path: Path) -> None:
     recipe = open_recipe(path)
@@ -115,6 +117,7 @@ def test_a_recipe_fits_its_own_hardware(path: Path) -> None:
     )  # a note where this machine has fewer CPUs than threads
 
 
+@pytest.mark.slow
 def test_a_recipe_for_vllm_asks_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LLMCTL_VLLM_PYTHON", "/nowhere/python")
     found = {
@@ -126,6 +129,7 @@ def test_a_recipe_for_vllm_asks_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "pip install 'vllm" in found["engine"].remedy
 
 
+@pytest.mark.slow
 def test_7b_on_an_a100_holds_the_papers_120_000_tokens() -> None:
     path = shipped_recipes() / "llama-2-7b-a100-80gb.yaml"
     found = {check.name: check.found for check in check_recipe(open_recipe(path), CPU_ONLY)}

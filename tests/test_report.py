@@ -434,6 +434,7 @@ def test_charts_of_any_numbers_can_be_drawn(values, log):
         assert text == "" or text.startswith("<svg ")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("width", "scheme"), [(360, "dark"), (1200, "light")])
 def test_a_browser_shows_it_without_a_complaint_or_a_request(folder: Path, width, scheme):
     (folder / "report.html").write_text(report(gather(str(folder / "plan.json"))), encoding="utf-8")

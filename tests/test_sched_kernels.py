@@ -1,6 +1,7 @@
 """The compiled arithmetic against what it means, spelled out."""
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -20,6 +21,7 @@ def columns(rows: list[tuple[int, ...]], width: int) -> np.ndarray:
     return np.array(rows, dtype=np.int64).reshape(-1, width).T
 
 
+@pytest.mark.slow
 @settings(max_examples=50, deadline=None)  # the first call compiles
 @given(rows=jobs)
 def test_the_future_peak_is_the_peak_of_running_them(rows):
@@ -27,6 +29,7 @@ def test_the_future_peak_is_the_peak_of_running_them(rows):
     assert future_peak(used, remaining) == peak_by_running(rows)
 
 
+@pytest.mark.slow
 @settings(max_examples=50, deadline=None)  # the first call compiles
 @given(rows=jobs, waiting=jobs, limit=st.integers(1, 400))
 def test_known_lengths_admit_while_the_peak_stays_below(rows, waiting, limit):
@@ -37,6 +40,7 @@ def test_known_lengths_admit_while_the_peak_stays_below(rows, waiting, limit):
     assert admit_knowing(used, remaining, columns(waiting, 2), float(limit)) == expected
 
 
+@pytest.mark.slow
 @settings(max_examples=50, deadline=None)  # the first call compiles
 @given(rows=jobs, waiting=jobs, limit=st.integers(1, 400), seed=st.integers(0, 2**63 - 1))
 def test_a_history_of_one_length_leaves_nothing_to_chance(rows, waiting, limit, seed):
@@ -50,6 +54,7 @@ def test_a_history_of_one_length_leaves_nothing_to_chance(rows, waiting, limit, 
     )
 
 
+@pytest.mark.slow
 @settings(max_examples=50, deadline=None)  # the first call compiles
 @given(
     history=st.lists(st.integers(1, 60), min_size=1, max_size=30),

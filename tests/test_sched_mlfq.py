@@ -189,6 +189,7 @@ def test_no_server_runs_the_oracle():
         refuse_oracle("srpt-oracle")
 
 
+@pytest.mark.slow
 def test_the_order_of_the_paper_holds_on_heavy_tails_and_nobody_starves(bench):
     """One of the seeds that the bench averages; of single seeds, one in eight has naive ahead of
     skip-join.

@@ -268,6 +268,7 @@ def test_a_batch_of_prompts_is_taken_whole_or_not_at_all():
     ask(test, capacity=50)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_request_that_cannot_be_served_is_told_so(stream: bool):
     async def test(http: httpx.AsyncClient) -> None:

@@ -371,6 +371,7 @@ NAMES = st.sampled_from(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(st.dictionaries(NAMES, VALUES, max_size=4))
 def test_no_field_gives_a_server_error(fields: dict):

@@ -45,6 +45,21 @@ def test_other_machines_are_not_served_without_a_key(capsys: pytest.CaptureFixtu
         )
 
 
+@pytest.mark.parametrize(("words", "share"), [((), 0.5), (("--client-share", "1"), 1.0)])
+def test_a_client_has_half_unless_it_is_said(
+    monkeypatch: pytest.MonkeyPatch, plan: str, words: tuple, share: float
+):
+    started = []
+    monkeypatch.setattr("toolkit.cli.serve_start.start", lambda order, **_: started.append(order))
+    assert llmctl("serve", plan, *words) == 0
+    assert [order.client_share for order in started] == [share]
+
+
+def test_a_share_of_nothing_is_refused(capsys: pytest.CaptureFixture[str], plan: str):
+    assert llmctl("serve", plan, "--client-share", "0") == 2
+    assert "--client-share" in capsys.readouterr().err
+
+
 def test_a_port_that_is_taken(capsys: pytest.CaptureFixture[str], plan: str):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -69,12 +84,14 @@ def test_a_log_that_cannot_be_written(
     )
 
 
+@pytest.mark.slow
 def test_an_engine_that_cannot_load_ends_it(capsys: pytest.CaptureFixture[str], tmp_path: Path):
     fake_plan(tmp_path, no_such_key=1)
     assert llmctl("serve", tmp_path / "plan.json") == 3
     assert "model.config.no_such_key: the fake engine has no such key" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_fit_of_another_engine_is_refused_with_both_sides(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ):

@@ -190,6 +190,7 @@ def test_strictly_a_fit_that_does_not_hold_is_refused():
     assert "without --strict" in error.value.hint
 
 
+@pytest.mark.slow
 def test_the_server_refuses_strictly_and_leaves_no_worker_behind(tmp_path):
     """The fake engine takes no time at all, the fit says that it does."""
     fake_plan(tmp_path)

@@ -12,6 +12,8 @@ from schemathesis import GenerationMode
 from benchmarks.common import fuzzing
 from benchmarks.common.serving import Server, ToyWorkers, client, fake_plan
 
+pytestmark = pytest.mark.slow
+
 few = settings(
     max_examples=80, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
 )

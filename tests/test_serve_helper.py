@@ -15,6 +15,8 @@ from toolkit.files.recipe import ModelSpec
 from toolkit.serve.errors import ApiError
 from toolkit.serve.helper import Helper
 
+pytestmark = pytest.mark.slow
+
 MODEL = ModelSpec(
     source="random",
     config={"model_type": "fake"},

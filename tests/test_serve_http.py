@@ -15,7 +15,13 @@ from typing import Any
 import pytest
 import uvloop
 
-from toolkit.serve.http import MAX_PIPELINED_REQUESTS, SMALL_BODY_BYTES, HttpServer, WireLimits
+from toolkit.serve.http import (
+    MAX_PIPELINED_REQUESTS,
+    SMALL_BODY_BYTES,
+    HttpServer,
+    WireLimits,
+    client_of,
+)
 
 KEPT = b"GET /echo HTTP/1.1\r\nHost: x\r\n\r\n"
 STREAM = b"GET /stream HTTP/1.1\r\nHost: x\r\n\r\n"
@@ -85,12 +91,18 @@ class Desk:
 class Wire:
     """A server with a clock that a test sets, and connections to it."""
 
-    def __init__(self, server: HttpServer, port: int, clock: list[float], desk: Desk) -> None:
+    def __init__(
+        self, server: HttpServer, port: int, clock: list[float], desk: Desk, shares: list[str]
+    ) -> None:
         self.server, self.port, self.clock, self.desk = server, port, clock, desk
+        self.shares = shares  # what clients wanted too much of
         self.peers: list[Peer] = []
 
-    async def open(self, data: bytes = b"", *, receive_buffer: int = 0) -> "Peer":
+    async def open(
+        self, data: bytes = b"", *, receive_buffer: int = 0, client: str = "127.0.0.1"
+    ) -> "Peer":
         sock = socket.socket()
+        sock.bind((client, 0))
         if receive_buffer:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
         sock.setblocking(False)
@@ -100,9 +112,9 @@ class Wire:
         self.peers.append(Peer(reader, writer))
         return self.peers[-1]
 
-    async def say(self, data: bytes) -> bytes:
+    async def say(self, data: bytes, client: str = "127.0.0.1") -> bytes:
         """All that the server says to these bytes until it closes."""
-        peer = await self.open(data)
+        peer = await self.open(data, client=client)
         return await peer.rest()
 
     def pass_time(self, seconds: float) -> None:
@@ -143,14 +155,17 @@ async def until(done: Callable[[], bool]) -> None:
 
 
 def serve(test: Callable[[Wire], Coroutine[Any, Any, None]], **limits: float) -> None:
+    """Each of this machine's addresses is a client of its own here."""
+
     async def run() -> None:
-        clock, desk = [0.0], Desk()
+        clock, desk, shares = [0.0], Desk(), list[str]()
         raised: list[object] = []
         asyncio.get_running_loop().set_exception_handler(lambda _, context: raised.append(context))
-        server = HttpServer(desk, WireLimits(**limits), now_s=lambda: clock[0])
+        told = {"client_of": lambda address: address, "on_share": shares.append}
+        server = HttpServer(desk, WireLimits(**limits), now_s=lambda: clock[0], **told)
         with socket.create_server(("127.0.0.1", 0)) as listener:
             await server.start(listener)
-            wire = Wire(server, listener.getsockname()[1], clock, desk)
+            wire = Wire(server, listener.getsockname()[1], clock, desk, shares)
             try:
                 async with asyncio.timeout(30):
                     await test(wire)
@@ -161,6 +176,7 @@ def serve(test: Callable[[Wire], Coroutine[Any, Any, None]], **limits: float) ->
                 await server.stop(1.0)
             assert not server.tasks
             assert server.body_bytes == 0
+            assert server.clients == {}
             assert raised == []
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -556,6 +572,140 @@ def test_a_connection_more_than_can_be_is_told_so_when_none_is_idle():
             await stream.has(b"last")
 
     serve(test, connections=2)
+
+
+# Shares of clients
+
+OTHER = "127.0.0.2"
+
+
+def test_a_client_with_its_share_of_connections_gets_429_and_others_get_in():
+    async def test(wire: Wire) -> None:
+        streams = [await wire.open(STREAM) for _ in range(2)]
+        for stream in streams:
+            await stream.has(b"first ")
+        received = await wire.say(KEPT)
+        assert statuses(received) == [429]
+        assert (
+            error(received)["message"] == "127.0.0.1 has 2 connections, as many as one client gets"
+        )
+        assert b"Retry-After: 5\r\n" in received
+        assert wire.shares == ["connections"]
+        other = await wire.open(STREAM, client=OTHER)
+        await other.has(b"first ")
+        wire.desk.go.set()
+        for stream in (*streams, other):
+            await stream.has(b"last")
+
+    serve(test, connections=4, client_share=0.5)
+
+
+def test_a_client_with_its_share_loses_its_own_idle_connection_to_its_next_one():
+    async def test(wire: Wire) -> None:
+        idle = await wire.open(KEPT, client=OTHER)  # the longest
+        mine = [await wire.open(KEPT) for _ in range(2)]
+        for peer in (idle, *mine):
+            await peer.has(b" bytes")
+        third = await wire.open(KEPT)
+        await third.has(b" bytes")
+        assert await mine[0].rest() == b""
+        for peer in (idle, mine[1]):
+            peer.send(KEPT)
+            await peer.has(b" bytes")
+        assert wire.shares == []
+
+    serve(test, connections=4, client_share=0.5)
+
+
+def test_a_client_with_its_share_of_bytes_gets_429_and_others_are_heard():
+    large = post("/echo", b"y" * (1 << 19), b"Connection: close")
+
+    async def test(wire: Wire) -> None:
+        first = await wire.open(post("/echo", b"x" * (1 << 20))[:-1])
+        await until(lambda: wire.server.body_bytes == (1 << 20) - 1)
+        received = await wire.say(large)
+        assert statuses(received) == [429]
+        assert error(received)["code"] == "client_share"
+        assert wire.shares == ["bytes"]
+        assert statuses(await wire.say(large, client=OTHER)) == [200]
+        first.send(b"x")
+        await first.has(b"1048576 bytes")
+
+    serve(test, held_bytes=2 << 20, client_share=0.5)
+
+
+def test_a_client_that_leaves_more_than_its_share_unread_is_reset_and_others_are_not():
+    async def test(wire: Wire) -> None:
+        other = await wire.open(LARGE, receive_buffer=4096, client=OTHER)
+        mine = [await wire.open(LARGE, receive_buffer=4096) for _ in range(2)]
+        await until(lambda: wire.desk.bodies == [b""] * 3)
+        wire.pass_time(1)
+        assert len(wire.server.connections) == 2
+        assert wire.shares == ["bytes"]
+        await other.has(b"\r\n\r\n")
+        assert len(await other.reader.readexactly(LARGE_BYTES)) == LARGE_BYTES
+        del mine
+
+    serve(test, held_bytes=50 << 20, client_share=0.4, write_timeout_s=1e6, idle_timeout_s=1e6)
+
+
+def test_with_a_whole_share_one_client_may_have_all():
+    async def test(wire: Wire) -> None:
+        streams = [await wire.open(STREAM) for _ in range(4)]
+        for stream in streams:
+            await stream.has(b"first ")
+        assert wire.server.clients == {}
+
+    serve(test, connections=4, client_share=1.0)
+
+
+@pytest.mark.parametrize(
+    ("address", "client"),
+    [
+        ("192.0.2.7", "192.0.2.7"),
+        ("::ffff:192.0.2.7", "192.0.2.7"),
+        ("2001:db8:1:2:3:4:5:6", "2001:db8:1:2::/64"),
+        ("fe80::1%eth0", "fe80::/64"),
+        ("127.0.0.1", None),
+        ("::ffff:127.0.0.1", None),
+        ("::1", None),
+        ("", None),
+    ],
+)
+def test_a_client_is_an_address_or_a_network_of_ipv6_and_never_this_machine(
+    address: str, client: str | None
+):
+    assert client_of(address) == client
+
+
+# What all connections hold
+
+
+def test_answers_that_are_left_unread_have_a_cap_and_those_with_the_most_are_reset():
+    async def test(wire: Wire) -> None:
+        peers = [await wire.open(LARGE, receive_buffer=4096) for _ in range(3)]
+        await until(lambda: wire.desk.bodies == [b""] * 3)
+        wire.pass_time(1)
+        assert 1 <= len(wire.server.connections) < 3
+        assert 0 < wire.server.unread_bytes <= 28 << 20
+        del peers
+
+    serve(test, held_bytes=28 << 20, write_timeout_s=1e6)
+
+
+def test_small_bodies_that_wait_their_turn_are_not_kept_once_too_much_is_held():
+    async def test(wire: Wire) -> None:
+        first = await wire.open(post("/echo", b"x" * (1 << 20))[:-1])
+        await until(lambda: wire.server.body_bytes == (1 << 20) - 1)
+        second = await wire.open(WAIT + post("/echo", b"y" * 1000))
+        await until(lambda: "/wait" in wire.desk.asked)
+        assert wire.server.body_bytes == (1 << 20) - 1
+        wire.desk.go.set()
+        assert statuses(await second.rest()) == [200]
+        first.send(b"x")
+        await first.has(b"1048576 bytes")
+
+    serve(test, held_bytes=(1 << 20) + 500)
 
 
 def test_a_bug_in_the_application_is_an_error_without_words(caplog: pytest.LogCaptureFixture):

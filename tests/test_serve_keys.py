@@ -333,6 +333,7 @@ def test_a_keys_file_that_anybody_may_change_is_refused(tmp_path: Path):
         read_keys(path)
 
 
+@pytest.mark.slow
 def test_one_key_and_several_contradict_each_other(tmp_path: Path, capsys):
     fake_plan(tmp_path)
     (tmp_path / "keys.yaml").write_text(f"keys:\n{ENTRY}")
@@ -345,6 +346,7 @@ def test_one_key_and_several_contradict_each_other(tmp_path: Path, capsys):
     assert "an API key and a file of keys are given" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_openais_client_waits_as_long_as_it_is_told_and_gives_up_on_what_never_fits(
     tmp_path: Path, monkeypatch
 ):

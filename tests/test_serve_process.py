@@ -16,6 +16,8 @@ from toolkit.files.plan import Plan, PlannedPolicy
 from toolkit.sched.eventlog import from_lines, replay
 from toolkit.serve.assemble import make_scheduler
 
+pytestmark = pytest.mark.slow
+
 GREEDY = {"model": "toy", "temperature": 0, "max_tokens": 60}
 POLICIES = {
     "slice": ["--set", "slice_tokens=16"],

@@ -17,13 +17,13 @@ import httpx
 import samples
 from real_vllm import differences, needed, recipe
 
-from toolkit.endpoints.vllm import VllmCommand, vllm_server
+from toolkit.backends.openai import Endpoint
+from toolkit.backends.vllm.command import VllmCommand, vllm_server
+from toolkit.backends.vllm.profile import timed
 from toolkit.endpoints.wire import Sample
 from toolkit.engines.loading import saved_model
 from toolkit.files.io import processor, write_file
 from toolkit.files.plan import Plan, PlannedPolicy
-from toolkit.profiling.endpoint import Endpoint
-from toolkit.profiling.vllm import timed
 from toolkit.sched.iterations import header_of, passes_of
 from toolkit.sched.policies import make_policy
 from toolkit.sched.policies.parameters import parameters
@@ -45,7 +45,7 @@ def test_each_request_is_in_as_many_passes_as_it_has_tokens_and_passes_follow_on
     tmp_path: Path,
 ):
     asked, log = recipe(), tmp_path / "passes.jsonl"
-    flags = ["--scheduler-cls", "toolkit.inside.vllm_iterations.logged_scheduler"]
+    flags = ["--scheduler-cls", "toolkit.backends.vllm.iterations.logged_scheduler"]
     flags += ["--async-scheduling", "--no-enable-prefix-caching"]
     command = VllmCommand(
         asked,

@@ -196,6 +196,7 @@ def test_what_is_followed_is_taken_and_what_is_wrong_is_said(
     asyncio.run(test())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("several", [True, False])
 def test_a_running_server_takes_the_new_file(tmp_path: Path, several: bool):
     fake_plan(tmp_path)

@@ -58,6 +58,18 @@ def interrupt(number: signal.Signals = signal.SIGTERM) -> None:
     os.kill(os.getpid(), number)
 
 
+def test_what_clients_were_refused_for_having_their_share_is_counted():
+    async def test(http: httpx.AsyncClient, driver: Driver, hands: HandWorkers) -> None:
+        await until_ready(http)
+        driver.stats.count_share("connections")
+        told = (await http.get("/metrics")).text
+        assert 'llmctl_client_limited_total{limit="connections",model_name="toy"} 1.0' in told
+        assert 'llmctl_client_limited_total{limit="bytes",model_name="toy"} 0.0' in told
+        interrupt()
+
+    run(test)
+
+
 def test_a_signal_lets_running_streams_finish_while_ready_says_no():
     async def test(http: httpx.AsyncClient, driver: Driver, hands: HandWorkers) -> None:
         await until_ready(http)

@@ -19,6 +19,8 @@ from toolkit.files.plan import Plan, PlannedPolicy
 from toolkit.sched.policies import make_policy, refuse_unservable
 from toolkit.sched.policies.parameters import parameters
 
+pytestmark = pytest.mark.slow
+
 
 def plan_for(
     folder: Path, policy: str = "past-future", source: str = "toy", version: str = "0.32.0+cpu"
@@ -71,7 +73,7 @@ def test_a_policy_of_ours_runs_inside_from_the_same_plan_until_a_signal(tmp_path
     assert answer.json()["usage"]["completion_tokens"] == 3
     joined = " ".join(words)
     assert (
-        "--scheduler-cls toolkit.inside.vllm_scheduler.LlmctlScheduler --shutdown-timeout 7"
+        "--scheduler-cls toolkit.backends.vllm.scheduler.LlmctlScheduler --shutdown-timeout 7"
         in joined
     )
     assert "INFO: ready" in said
@@ -126,13 +128,31 @@ def test_nothing_of_vllm_is_left_when_llmctl_ends_killed_or_not(
     assert server.returncode == (0 if number is signal.SIGTERM else -number)
 
 
+@pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
+def test_nothing_of_vllm_is_left_when_llmctl_is_killed_and_its_server_cannot_end_itself(
+    tmp_path: Path, number: signal.Signals
+):
+    with start(plan_for(tmp_path, source="engine"), "--shutdown-timeout", "0") as server:
+        assert server.stdout is not None
+        assert server.stdout.readline()
+        processes = psutil.Process(server.pid).children(recursive=True)
+        server.kill()
+        processes[0].send_signal(number)
+        left = psutil.wait_procs(processes, timeout=60)[1]
+        for process in left:
+            process.kill()
+        server.communicate(timeout=60)
+    assert len(processes) == 2
+    assert left == []
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (["--engine", "rebatch"], "--engine rebatch: this plan is for engine 'vllm'"),
         (
             ["--request-log", "x"],
-            "engine vllm does not support --request-log: its server is vLLM's own",
+            "engine vllm does not support --request-log: its server is its own",
         ),
         (["--host", "0.0.0.0"], "there is no API key"),
     ],

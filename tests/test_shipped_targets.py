@@ -16,6 +16,8 @@ from toolkit.tuning.evaluate import make_workload
 from toolkit.tuning.executor import InProcessRunner
 from toolkit.tuning.tune import Inputs, tune
 
+pytestmark = pytest.mark.slow
+
 HEAD = {"tool_version": "0", "environment": samples.ENVIRONMENT, "inputs": {}}
 NAMES = sorted(path.parent.name for path in shipped_profiles().glob("*/fit.json"))
 QUICKLY = {"trials": 4, "draws": 0, "policies": ["own"], "window_s": None}

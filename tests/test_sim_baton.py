@@ -207,6 +207,7 @@ def both(work, emits, padded, host_tokens, decoupled, parameters):
     return rows, loop, result
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(
     work=st.lists(

@@ -137,6 +137,7 @@ def simulated(rows, policy, parameters, law, workers, wrap=lambda policy: policy
     )
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(
     work=workloads,
@@ -192,6 +193,7 @@ STEPWISE = {
 }
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(
     work=workloads,

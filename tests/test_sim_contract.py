@@ -251,6 +251,7 @@ def check_moves(moves, evict, worker):
     assert host <= worker.host_tokens, "host memory is passed"
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(
     rows=requests,
@@ -290,6 +291,7 @@ def test_every_request_ends_once_with_its_own_length(
     assert served.output_tokens.tolist() == np.minimum(trace.output_tokens, limits).tolist()
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(
     rows=requests,

@@ -147,6 +147,7 @@ def test_nobody_waits_who_could_come_in(rows, policy) -> None:
         scheduler.settle(scheduler.commit())
 
 
+@pytest.mark.slow
 @given(rows=small, policy=flags, ahead=st.booleans())
 @settings(deadline=None)
 def test_leaps_change_nothing(rows, policy, ahead) -> None:

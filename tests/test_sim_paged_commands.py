@@ -65,6 +65,7 @@ def test_simulate_has_its_flags_as_parameters(
     assert few["ttft_mean_s"] > many["ttft_mean_s"]
 
 
+@pytest.mark.slow
 def test_compare_runs_it_on_its_own_engine_s_fit_only(
     paged: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -112,6 +113,7 @@ def test_capacity_tokens_is_cut_into_blocks() -> None:
     assert world.engine().blocks == 62
 
 
+@pytest.mark.slow
 def test_tune_searches_its_flags() -> None:
     assert search_space("vllm", {}, {}).keys() == {
         "max_num_seqs",

@@ -19,6 +19,7 @@ def ablation(request):
     return request.param, {name: run(Case(request.param, name)) for name in STEPS}
 
 
+@pytest.mark.slow
 def test_each_step_of_the_ablation_raises_throughput(ablation):
     """LB over AB is within the noise of one trace on DeepSpeed's laws: 0.1 % to either side."""
     _, runs = ablation
@@ -44,6 +45,7 @@ def test_figure_11_comes_out_of_the_laws():
     assert bench.figure_11() == pytest.approx((13.5, 7.6), abs=0.1)
 
 
+@pytest.mark.slow
 def test_throughput_rises_then_falls_with_the_slice_length():
     runs = [run(Case(HF.name, "SCLS", slice_tokens=tokens)) for tokens in (8, 32, 128, 512, 1024)]
     throughputs = [run["throughput_rps"] for run in runs]

@@ -5,6 +5,7 @@ the last digit.
 from dataclasses import dataclass, field, replace
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -160,6 +161,7 @@ def both(work, policy, swap, emits, overlaps=True):
     return simulate(trace, chosen, world), plain
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(
     work=workloads,

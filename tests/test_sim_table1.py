@@ -8,6 +8,7 @@ from toolkit.sim.world import make_world, policy_for
 from toolkit.traces.generate import Lengths, backlog
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("data", "method"),
     [

@@ -22,7 +22,7 @@ from toolkit.endpoints.upstream import Upstream, UpstreamError
 from toolkit.errors import InputError
 from toolkit.serve.rereading import certificate_source
 
-pytestmark = needs_openssl
+pytestmark = [pytest.mark.slow, needs_openssl]
 NOT_TRUSTED = "its certificate is not trusted: self-signed certificate"
 
 

@@ -14,6 +14,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import httpx
+import psutil
 import pytest
 import sse_server
 from commands import llmctl
@@ -23,6 +24,7 @@ from sse_server import DONE, chunked, event, tokens_event, usage_event, whole
 from sse_server import sse_server as serving
 
 from toolkit.endpoints.upstream import Upstream
+from toolkit.serve import recording as large
 from toolkit.serve.recording import (
     Recording,
     StreamReader,
@@ -60,6 +62,7 @@ async def recorder(url: str, out: Path) -> AsyncIterator[tuple[httpx.AsyncClient
                 transport=httpx.ASGITransport(app), base_url="http://proxy"
             ) as client:
                 yield client, app
+            await app.stop()
 
 
 def through(out: Path, use: Callable, reply: Callable = answer) -> sse_server.Server:
@@ -134,6 +137,31 @@ def test_whole_answers_are_counted_row_by_row(tmp_path: Path):
     assert found == [(4, 3), (3, 2)]
     trace, report = read_trace(tmp_path / "log")
     assert (len(trace), report.dropped) == (2, {})
+
+
+@pytest.mark.parametrize(("words", "processes"), [(10, 0), (10_000, 1)])
+def test_a_large_request_is_read_beside_the_recorder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: int, processes: int
+):
+    asked, read_here = body(stream=True, prompt="word " * words), []
+    monkeypatch.setattr(
+        large, "read_request", lambda text: read_here.append(text) or read_request(text)
+    )
+    monkeypatch.setattr(
+        large, "ask_for_usage", lambda text: read_here.append(text) or ask_for_usage(text)
+    )
+
+    async def use(client: httpx.AsyncClient, app: TraceRecorder) -> None:
+        got = await client.post("/v1/completions", json=asked)
+        assert got.content == tokens_event(TEXT) * 3 + DONE
+        children = psutil.Process().children()
+        helpers = [child for child in children if "toolkit.serve.recording" in child.cmdline()]
+        assert len(helpers) == processes
+
+    server = through(tmp_path / "log", use)
+    assert server.bodies == [asked | {"stream_options": {"include_usage": True}}]
+    assert len(read_here) == (0 if processes else 2)
+    assert [row["output_length"] for row in rows(tmp_path / "log")] == [3]
 
 
 def test_neither_texts_nor_keys_are_in_the_file(tmp_path: Path):
@@ -372,6 +400,7 @@ def test_a_share_for_each_row(total, count):
     assert max(shares) - min(shares) <= 1
 
 
+@pytest.mark.slow
 def test_the_command_records_and_ends_in_order(tmp_path: Path):
     out = tmp_path / "log.jsonl"
     with serving(answer) as server:

@@ -75,6 +75,7 @@ def test_two_files_of_bounded_size_hold_the_last_requests(tmp_path: Path):
     assert kept == list(range(101 - len(kept), 101))
 
 
+@pytest.mark.slow
 def test_a_killed_process_leaves_whole_lines(tmp_path: Path):
     command = [sys.executable, "-c", ENDLESS, str(tmp_path / "log")]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as process:

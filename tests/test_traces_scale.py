@@ -30,7 +30,7 @@ def test_the_rate_is_scaled_by_stretching_time():
     assert scaled.notes == ("arrival times scaled by 0.25: 0.5 -> 2 requests/s",)
 
 
-@pytest.mark.parametrize("rate", [0, -1, float("nan"), float("inf")])
+@pytest.mark.parametrize("rate", [0, -1, float("nan"), float("inf"), 1e-300, 1e12])
 def test_an_impossible_rate_is_refused(rate):
     with pytest.raises(InputError, match="not possible"):
         scale_rate(trace_of([1, 2], [1, 2]), rate)

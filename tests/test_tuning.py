@@ -9,7 +9,8 @@ import pytest
 import samples
 
 from toolkit.errors import InputError
-from toolkit.files.tuning import Outcome, Tuning
+from toolkit.files.tuning import Outcome, Tuning, breaks
+from toolkit.report.verdict import verdict
 from toolkit.sched.policies.parameters import defaults
 from toolkit.sched.policies.past_future import PastFuturePolicy
 from toolkit.sched.policies.slice import SlicePolicy
@@ -71,10 +72,12 @@ def searched() -> Tuning:
     return run(policies=["sequence", "past-future"], trials=20)
 
 
+@pytest.mark.slow
 def test_same_seed_same_bytes(tuned):
     assert run().model_dump_json() == tuned.model_dump_json()
 
 
+@pytest.mark.slow
 def test_processes_change_no_byte(searched):
     with ProcessPool(2) as crew:
         assert (
@@ -83,6 +86,7 @@ def test_processes_change_no_byte(searched):
         )
 
 
+@pytest.mark.slow
 def test_another_seed_searches_elsewhere(tuned):
     assert [t.outcome.parameters for t in run(seed=1).trials] != [
         t.outcome.parameters for t in tuned.trials
@@ -118,6 +122,7 @@ def test_a_policy_that_the_engine_cannot_serve_is_searched_and_says_so(searched)
     )
 
 
+@pytest.mark.slow
 def test_a_policys_importances_are_its_own_parameters_and_sum_to_one():
     result = run(trials=24, policies=[])
     assert set(result.policies[0].importance) == set(search_space("slice", {}, {}))
@@ -197,26 +202,27 @@ def test_an_interval_spans_its_median_and_holds_the_gain(tuned):
     assert drawn.better_percent in (0.0, 25.0, 50.0, 75.0, 100.0)
 
 
+@pytest.mark.slow
 def test_without_draws_there_is_no_interval():
     assert run(draws=0).uncertainty is None
 
 
+@pytest.mark.slow
 def test_drawn_laws_rule_the_workers_and_not_the_scheduler(monkeypatch):
-    seen = []
-    monkeypatch.setattr(
-        "toolkit.tuning.tune.collect", lambda runner, tasks, tick: seen.extend(tasks) or stop()
-    )
+    batches = []
 
-    def stop():
-        raise KeyboardInterrupt
+    def remembering(runner, tasks, tick):
+        batches.append(list(tasks))
+        return collect(runner, tasks, tick)
 
-    with pytest.raises(KeyboardInterrupt):
-        run()
-    worlds = [task.bench.world for task in seen]
+    monkeypatch.setattr("toolkit.tuning.tune.collect", remembering)
+    run()
+    worlds = [task.bench.world for task in batches[-1]]
     assert len({world.latency.prefill_s(8, 100) for world in worlds}) == 4
     assert len({world.believed.prefill_s(8, 100) for world in worlds}) == 1
 
 
+@pytest.mark.slow
 def test_an_interrupted_search_goes_on_and_ends_the_same(tuned, tmp_path):
     path = tmp_path / "tuning.json.partial"
 
@@ -278,3 +284,26 @@ def test_load_is_relative_to_what_the_untuned_policy_can_serve():
     workload = make_workload(recipe, fit, trace())
     capacity = capacity_rps(recipe, make_world(recipe, fit), prepare(trace(), recipe))
     assert workload.rate_rps == pytest.approx(capacity, abs=1e-3)
+
+
+def test_where_no_request_is_served_the_targets_are_broken_and_it_says_so() -> None:
+    recipe = samples.recipe(
+        engine={"name": "transformers"}, tune=TUNE | {"load": None, "request_rate_rps": 5.0}
+    )
+    fit, count = samples.fit(capacity_tokens=64), 2000
+    long = Trace(
+        np.arange(count) / 5,
+        np.full(count, 300),
+        np.full(count, 9),
+        np.zeros(count, np.int64),
+        source="long",
+    )
+    inputs = Inputs(recipe, fit, make_workload(recipe, fit, long))
+    result = tune(inputs, InProcessRunner(), HEAD, lambda best: None)
+    assert not any(trial.feasible for trial in result.trials)
+    assert not result.keeps_limits
+    kept = {limit.name: limit.kept for limit in result.limits}
+    assert {key: kept[key] for key in recipe.sla} == dict.fromkeys(recipe.sla, False)
+    assert "ttft_p99_s is unknown: no request is served (at most 2 s)" in breaks(result.limits)
+    assert "broken, since no request is served" in " ".join(verdict(result))
+    assert Tuning.model_validate_json(result.model_dump_json()) == result

@@ -16,7 +16,7 @@ from toolkit.files.plan import Kind
 from toolkit.files.tuning import Alternatives, SizingRow, Tuning
 from toolkit.report.verdict import verdict
 from toolkit.sched.policies import KNOWN
-from toolkit.sched.policies.servable import OURS, engines_for, footnote, marked, refusal
+from toolkit.sched.policies.servable import STARTED, engines_for, footnote, marked, refusal
 from toolkit.tuning.alternatives import (
     BISECTIONS,
     HALVINGS,
@@ -98,6 +98,7 @@ def test_a_sibling_that_keeps_the_limits_comes_before_fewer_requests_and_more_wo
     assert all(one < other for one, other in pairwise(places))
 
 
+@pytest.mark.slow
 def test_without_one_the_workers_are_counted_and_the_rate_is_searched() -> None:
     result, found = tuned(inputs({"ttft_p99_s": 0.5}))
     assert not found.feasible
@@ -113,6 +114,7 @@ def test_without_one_the_workers_are_counted_and_the_rate_is_searched() -> None:
     assert kept.feasible, fewer.usage
 
 
+@pytest.mark.slow
 def test_a_sibling_that_serves_clearly_more_gets_a_line_where_limits_are_kept() -> None:
     given = inputs({"e2e_p95_s": 3.0}, (sibling(),), tune=TUNE | {"request_rate_rps": 2.0})
     result, found = tuned(given)
@@ -127,6 +129,7 @@ def test_a_sibling_that_serves_clearly_more_gets_a_line_where_limits_are_kept() 
     )
 
 
+@pytest.mark.slow
 def test_before_more_workers_are_asked_for_the_sibling_is_named() -> None:
     result, found = tuned(inputs({"ttft_p99_s": 0.5}, (sibling(),)), auto=True)
     assert result.sizing is not None
@@ -139,6 +142,7 @@ def test_before_more_workers_are_asked_for_the_sibling_is_named() -> None:
     assert lines[before + 1].startswith("workers needed: ")
 
 
+@pytest.mark.slow
 def test_where_no_number_of_workers_suffices_the_hint_is_the_sibling() -> None:
     given = inputs({"ttft_p99_s": 0.5}, (sibling(),))
     _, found = tuned(given)
@@ -160,6 +164,7 @@ def test_where_no_number_of_workers_suffices_the_hint_is_the_sibling() -> None:
     assert nothing_suffices(sizes).hint.startswith("a looser target")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("rate", "suffices"), [(5.0, True), (400.0, False)])
 def test_a_server_is_one_worker_for_auto(rate: float, suffices: bool) -> None:
     spec = {"engine": {"name": "vllm"}, "workers": 1, "policy": {"name": "vllm"}}
@@ -178,6 +183,7 @@ def test_a_server_is_one_worker_for_auto(rate: float, suffices: bool) -> None:
         assert any("a server is one worker" in line for line in verdict(result))
 
 
+@pytest.mark.slow
 def test_half_of_the_trials_are_for_what_the_engine_runs_and_the_others_go_round() -> None:
     result, _ = tuned(inputs({"ttft_p99_s": 2.0}, tune=TUNE | {"trials": 32, "policies": ["all"]}))
     trials = {one.policy: one.trials for one in result.policies}
@@ -190,7 +196,7 @@ def test_half_of_the_trials_are_for_what_the_engine_runs_and_the_others_go_round
 def test_what_marks_a_policy_is_what_refuses_to_serve_it() -> None:
     for policy in KNOWN:
         able = engines_for(policy)
-        for engine in OURS:
+        for engine in STARTED:
             assert (refusal(policy, [engine]) is None) == (engine in able)
             assert (marked(policy, [engine]) == policy) == (engine in able)
             assert (footnote([policy], [engine]) == "") == (engine in able)

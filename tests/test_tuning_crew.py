@@ -14,6 +14,8 @@ from toolkit.errors import InputError
 from toolkit.tuning.evaluate import EvaluationSetup, Task, make_world
 from toolkit.tuning.executor import InProcessRunner, ProcessPool, collect
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def bench() -> EvaluationSetup:

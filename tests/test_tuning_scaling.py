@@ -147,6 +147,7 @@ def test_the_verdict_the_plan_and_the_page_say_it(
     assert page.count(cuts) >= 2, "in the verdict, and beside the plan"
 
 
+@pytest.mark.slow
 def test_requests_that_fit_are_not_warned_of(
     files: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

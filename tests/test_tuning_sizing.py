@@ -55,6 +55,7 @@ def test_none_where_no_count_suffices() -> None:
     assert fewest(lambda count: False) is None
 
 
+@pytest.mark.slow
 def test_the_answer_and_its_neighbours_were_simulated(sized: Tuning) -> None:
     sizing = sized.sizing
     assert sizing is not None
@@ -72,6 +73,7 @@ def test_the_tuning_is_of_the_answer(sized: Tuning) -> None:
     assert sized.workers <= min(recipes)
 
 
+@pytest.mark.slow
 def test_processes_change_no_byte(sized: Tuning) -> None:
     with ProcessPool(2) as crew:
         assert size({"e2e_p95_s": 3.0}, crew).model_dump_json() == sized.model_dump_json()

@@ -20,7 +20,9 @@ from test_tuning import trace
 
 from toolkit.errors import InputError
 from toolkit.tuning.evaluate import EvaluationSetup, Task, make_world
-from toolkit.tuning.executor import InProcessRunner, Remembering, Studies, collect
+from toolkit.tuning.executor import InProcessRunner, JournalFile, Remembering, Studies, collect
+
+pytestmark = pytest.mark.slow
 
 __all__ = ["files"]
 CANARY = "canary/7f3a:@"
@@ -202,10 +204,59 @@ def test_a_database_that_goes_away_is_one_line(tmp_path: Path) -> None:
         collect(Remembering(InProcessRunner(), studies), [Task(bench, "slice")])
 
 
-def test_a_damaged_line_of_the_memo_is_said_in_one_line(tmp_path):
-    from toolkit.tuning.executor import _read
+GOOD = b'["k", {"policy": "slice", "parameters": {}, "metrics": {"goodput_rps": 1.0}}, {"ttft_p99_s": 0.5}]\n'
+DAMAGED = [
+    b"\x00" * 64,
+    b"\xff\xfe no UTF-8",
+    b"[" * 100_000,
+    b"[1]",
+    b"",
+    b'{"key":"slice/7","result":{"seconds":[1.0]}}',  # of profile's journal
+    GOOD[:-1].replace(b'"k"', b"5"),
+    GOOD[:-1].replace(b'{"ttft_p99_s": 0.5}', b'"x"'),
+    GOOD[:-1].replace(b"0.5", b'"fast"'),
+    GOOD[:-1].replace(b'{"goodput_rps": 1.0}', b"{}"),
+]
 
-    for damaged in (b"\xff\xfe\n", b"[" * 100_000 + b"\n", b"[1]\n"):
-        (tmp_path / "memo").write_bytes(b'"mine"\n' + damaged)
-        with pytest.raises(InputError, match="memo: a line of it is damaged"):
-            _read(tmp_path / "memo", "mine")
+
+@pytest.mark.parametrize("damaged", DAMAGED)
+def test_a_damaged_line_of_the_memo_is_said_in_one_line_and_kept(
+    damaged: bytes, tmp_path: Path
+) -> None:
+    path = tmp_path / "memo"
+    for content, number in (
+        (b'"mine"\n' + GOOD + damaged + b"\n" + GOOD, 3),
+        (damaged + b"\n" + GOOD, 1),
+    ):
+        path.write_bytes(content)
+        with pytest.raises(
+            InputError, match=f"memo: line {number} is damaged, or the file is no journal of tune"
+        ):
+            JournalFile(path, "mine")
+        assert path.read_bytes() == content
+
+
+def test_a_line_of_the_memo_that_a_kill_has_torn_is_dropped(tmp_path: Path) -> None:
+    path = tmp_path / "memo"
+    for content, found in ((b'"mi', []), (b'"mine"', []), (b'"mine"\n' + GOOD + GOOD[:30], ["k"])):
+        path.write_bytes(content)
+        assert list(JournalFile(path, "mine").known) == found
+        assert path.read_bytes() == b'"mine"\n' + GOOD * len(found)
+
+
+def test_a_damaged_trial_of_a_database_is_said_in_one_line(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path}/trials.db"
+    bench = EvaluationSetup(
+        make_world(samples.recipe(), samples.fit()), [trace(50)], {}, "search, 2 workers"
+    )
+    collect(
+        Remembering(InProcessRunner(), Studies(url, "test", "one")),
+        [Task(bench, "slice", {"slice_tokens": 8})],
+    )
+    storage = optuna.storages.RDBStorage(url)
+    (name,) = optuna.get_all_study_names(storage)
+    optuna.load_study(study_name=name, storage=storage).add_trial(
+        optuna.trial.create_trial(value=1.0, user_attrs={"llmctl_key": "k", "llmctl_outcome": [1]})
+    )
+    with pytest.raises(InputError, match=r"trial 1 of study 'llmctl test .*' is damaged"):
+        Studies(url, "test", "one")

@@ -7,12 +7,14 @@ import pytest
 import samples
 from commands import llmctl
 
+from toolkit.backends.local import LocalBackend
+from toolkit.backends.vllm import launch as vllm_launch
+from toolkit.backends.vllm.backend import VllmBackend
 from toolkit.errors import EngineError
 from toolkit.files.io import write_file
 from toolkit.files.plan import PlannedPolicy
 from toolkit.files.recipe import Recipe
-from toolkit.profiling import run as profiling
-from toolkit.serve import launch, vllm_launch
+from toolkit.serve import launch
 from toolkit.workers.process import require_gpu, share_gpus, visible_gpus
 
 
@@ -123,7 +125,8 @@ def test_so_does_profile(
     engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    monkeypatch.setattr(profiling, "_bench", never)
+    monkeypatch.setattr(LocalBackend, "timed", never)
+    monkeypatch.setattr(VllmBackend, "timed", never)
     changes = orders.GPU | {"workers": 1, "engine": {"name": engine}}
     write_file(samples.recipe(**changes), tmp_path / "recipe.json")
     assert llmctl("profile", tmp_path / "recipe.json", "--out", tmp_path / "profile.json") == 3

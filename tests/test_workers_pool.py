@@ -36,6 +36,8 @@ from toolkit.workers.protocol import (
 )
 from toolkit.workers.supervisor import Patience
 
+pytestmark = pytest.mark.slow
+
 CRASH, HANG = 200, 201
 LONG = SamplingParams(ignore_eos=True)
 ROWS = [Row("a", (1, 2, 3), 0, 40), Row("b", (4, 5), 0, 40, end_after=7)]
@@ -607,6 +609,37 @@ def test_workers_end_when_their_front_is_killed_whatever_they_do() -> None:
     for process in alive:
         process.kill()
     assert (front.returncode, len(workers), alive) == (-signal.SIGKILL, 4, [])
+
+
+NEWBORN = """
+import asyncio, os, signal, sys
+sys.path.insert(0, sys.argv[1])
+import test_workers_pool as shared
+
+async def main():
+    workers, events = shared.process_workers(), shared.Events()
+    await workers.start(events)
+    before = workers.pid(0)
+    workers.kill(0)
+    while workers.pid(0) in (None, before):
+        await asyncio.sleep(0)
+    os.kill(workers.pid(0), signal.SIGSTOP)  # before its interpreter has run a line
+    print(workers.pid(0), flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+asyncio.run(main())
+"""
+
+
+def test_a_worker_that_is_stopped_before_its_code_runs_ends_with_its_front() -> None:
+    command = [sys.executable, "-c", NEWBORN, str(Path(__file__).parent)]
+    front = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    pid = int(front.stdout)
+    left = [psutil.Process(pid)] if psutil.pid_exists(pid) else []
+    _, alive = psutil.wait_procs(left, timeout=30)
+    for process in alive:
+        process.kill()
+    assert (front.returncode, alive) == (-signal.SIGKILL, [])
 
 
 BENCH = """

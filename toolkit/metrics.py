@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from toolkit.files.tuning import UNSERVED
+
 Floats = NDArray[np.float64]
 
 
@@ -113,7 +115,11 @@ def summarize(served: Served, sla: Mapping[str, float]) -> dict[str, float]:
 def sla_ratios(served: Served, sla: Mapping[str, float]) -> dict[str, float]:
     """Each target's measured value over its limit: above 1 is a miss, and the largest is the target
     that binds.
+
+    Where there are requests and none is served, every target is missed: `UNSERVED`.
     """
+    if len(served) and not served.ok.any():
+        return dict.fromkeys(sla, UNSERVED)
     values = latencies(served)
     values["itl"] = values["mtpot"]
     ratios = {}

@@ -11,7 +11,7 @@ import os
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
@@ -48,6 +48,7 @@ from toolkit.workers.protocol import (
 from toolkit.workers.supervisor import SilentWorkerError
 
 LAW = bilinear_law(p=(1e-4, 1e-3, 0.0, 0.01), d=(1e-6, 1e-4, 0.0, 0.01))
+HELPER = "toolkit.serve.helper"  # in the command of the process that reads large bodies
 FACTS = samples.fit().engine
 SETTINGS = FrontSettings(
     model="toy", max_model_len=512, vocab_size=VOCAB_SIZE, max_new_tokens=256, max_waiting=64
@@ -302,15 +303,19 @@ class Server:
         self.url = self.ready["url"]
 
     def workers(self) -> list[psutil.Process]:
-        helpers = self.helpers()
-        return [
-            child for child in psutil.Process(self.process.pid).children() if child not in helpers
-        ]
+        return [child for child, words in self._children() if HELPER not in words]
 
     def helpers(self) -> list[psutil.Process]:
         """The process that reads large bodies."""
-        children = psutil.Process(self.process.pid).children()
-        return [child for child in children if "toolkit.serve.helper" in child.cmdline()]
+        return [child for child, words in self._children() if HELPER in words]
+
+    def _children(self) -> list[tuple[psutil.Process, list[str]]]:
+        """Each with its command, without those that have ended."""
+        found = []
+        for child in psutil.Process(self.process.pid).children():
+            with suppress(psutil.NoSuchProcess):
+                found.append((child, child.cmdline()))
+        return found
 
     def end(self) -> int:
         """Send SIGTERM; the exit code."""

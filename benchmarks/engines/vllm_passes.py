@@ -6,7 +6,7 @@
 Takes seconds with --log. Needs that log, or an environment with vLLM 0.32 for made-up workloads.
 
 The first compares it with a log of a real vLLM (`--scheduler-cls
-toolkit.inside.vllm_iterations.logged_scheduler`) and the requests that it served, one JSON object
+toolkit.backends.vllm.iterations.logged_scheduler`) and the requests that it served, one JSON object
 each: id, arrival_s on the log's clock, prompt_tokens, max_tokens.
 
 The second makes up workloads, with small caches and all flags drawn, and runs them through vLLM's

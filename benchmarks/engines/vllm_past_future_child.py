@@ -185,7 +185,7 @@ def main() -> None:
 
     bench = Bench(folder, work)
     # imported as in a server: after vLLM has loaded the model
-    from toolkit.inside.vllm_scheduler import LlmctlScheduler
+    from toolkit.backends.vllm.scheduler import LlmctlScheduler
 
     systems = {"vLLM's own": Scheduler, work["policy"]: LlmctlScheduler}
     total = len(work["outputs"])

@@ -135,10 +135,13 @@ async def strike(
         load.hangs.append(asyncio.create_task(http.post("/v1/completions", json=body)))
         return 2  # a request that costs two workers fails
     victim = rng.choice(server.workers())
+    before = {worker.pid for worker in server.workers()}
     victim.send_signal(signal.SIGSTOP if fault == "stop" else signal.SIGKILL)
     if fault == "loading":
-        before = {worker.pid for worker in server.workers()}
+        end_s = time.monotonic() + PATIENCE_S
         while not (new := [one for one in server.workers() if one.pid not in before]):
+            if time.monotonic() > end_s:
+                raise RuntimeError(f"no worker was started again within {PATIENCE_S:.0f} s")
             await asyncio.sleep(0.002)
         new[0].send_signal(signal.SIGSTOP)
     return 1
@@ -150,7 +153,7 @@ async def mixed_life(
     """Rounds until they are over or the front is killed, in every fifth."""
     load.stopping = False
     clients = [asyncio.create_task(load.go()) for _ in range(CLIENTS)]
-    http, restarts = load.http, 0
+    http, restarts, size = load.http, 0.0, len(server.workers())
     while found["rounds"] < rounds:
         before = load.events
         while load.events < before + rng.randint(5, 60):
@@ -173,13 +176,15 @@ async def mixed_life(
             found["gone_ms_max"] = max(found["gone_ms_max"], gone_ms)
             break
         deadline_s = time.monotonic() + PATIENCE_S
-        while await metric(http, "llmctl_worker_restarts_total") < restarts or await metric(
-            http, "llmctl_workers_alive"
-        ) < len(server.workers()):
+        while (
+            await metric(http, "llmctl_worker_restarts_total") < restarts
+            or await metric(http, "llmctl_workers_alive") < size
+        ):
             if time.monotonic() > deadline_s:
                 load.wrong.append(
                     f"round {found['rounds']} ({fault}): the workers did not come back"
                 )
+                restarts = await metric(http, "llmctl_worker_restarts_total")
                 break
             await asyncio.sleep(0.05)
     load.stopping = True
@@ -215,6 +220,9 @@ def run_mixed(plan: Path, settings: list[str], options: argparse.Namespace) -> d
             wrong += load.wrong
             done += load.done
             found["exit_codes"] += 0 if load.front_killed else server.end()
+        print(
+            json.dumps(found), "requests:", done, "wrong:", len(wrong), file=sys.stderr, flush=True
+        )
     seconds = round(time.monotonic() - begin_s)
     return {
         **found,

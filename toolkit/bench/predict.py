@@ -19,13 +19,14 @@ from numpy.typing import NDArray
 from toolkit.bench.report import served
 from toolkit.endpoints.target import Target, scrape, version
 from toolkit.endpoints.wire import Sample
+from toolkit.engine_traits import traits_of
 from toolkit.errors import InputError
 from toolkit.estimators.laws import WithOverhead
 from toolkit.files.bench import Front, Scheduling, Warmup
 from toolkit.files.plan import Plan
 from toolkit.files.profile import Identity, OnForeign, refuse_foreign
 from toolkit.metrics import Served
-from toolkit.sched.policies import ELSEWHERE, make_any
+from toolkit.sched.policies import make_any
 from toolkit.sim.api import SimResult, simulate
 from toolkit.sim.worker import NO_DELAY, FrontDelay
 from toolkit.sim.world import World, fleet, world_of
@@ -199,15 +200,15 @@ def tells_of_its_laws(plan: Plan, target: Target) -> bool:
 
     vLLM reports them where llmctl started it.
     """
-    if plan.fit.engine.engine == ELSEWHERE:
+    if not traits_of(plan.fit.engine.engine).started:
         return False
     return target.own or PREDICTED in counts_or_none(target)
 
 
 def _served(plan: Plan, target: Target) -> Identity:
     engine = plan.fit.engine.engine
-    # of any server: the same two facts were recorded when it was profiled
-    if engine == ELSEWHERE:
+    # a server that llmctl did not start: the same two facts were recorded when it was profiled
+    if not traits_of(engine).started:
         return {"engine": f"{engine} {version(target)}".strip(), "model": target.model}
     if not target.own:
         return {"engine": f"{engine} {version(target)}".strip()}

@@ -179,10 +179,8 @@ class Measurement:
         if warm:
             current = conditions(warm.slowdown, warm.front, self._finished, warm.arrival_cost_s)
             found = predicted(self._plan, self._part, current)
-        metrics, targets = (
-            found.metrics(self._sla),
-            values_of(found.sla_ratios(self._sla), self._sla),
-        )
+        metrics = found.metrics(self._sla)
+        targets = values_of(found.sla_ratios(self._sla), self._sla) if found.served.ok.any() else {}
         self._predicted = Prediction(metrics, as_fitted, warm, targets)
         return True
 

@@ -232,11 +232,14 @@ def _tuned_window(tuning: Tuning) -> list[str]:
 
 def _held(tuning: Tuning, tuned: BenchReport) -> list[Held]:
     """The targets, then goodput, throughput and attainment, which have no limit."""
+    from toolkit.files.tuning import UNSERVED
+
+    served = {target for target, share in tuning.usage.items() if share < UNSERVED}
     targets = [
         Held(
             metric=one.target,
             limit=one.limit_s,
-            promised=tuning.usage[one.target] * one.limit_s if one.target in tuning.usage else None,
+            promised=tuning.usage[one.target] * one.limit_s if one.target in served else None,
             predicted=one.predicted_s,
             measured=one.measured_s,
             kept=one.kept,

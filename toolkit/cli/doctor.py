@@ -12,7 +12,7 @@ from toolkit.cli.arguments import JsonOption, RecipeArgument, open_recipe
 from toolkit.cli.output import WIDTH, emit, table
 
 if TYPE_CHECKING:
-    from toolkit.deploy.doctor import Check
+    from toolkit.backends import Check
 
 StrictOption = Annotated[
     bool, typer.Option("--strict", help="Exit with 3 where something is missing.")

@@ -57,6 +57,7 @@ def command(
     The same command resumes an interrupted run, even after kill -9: the measurements so far are in
     a file beside the profile until that is written.
     """
+    from toolkit.backends import backend_of
     from toolkit.files.io import check_writable, write_file
     from toolkit.profiling.run import OtherLoad, journal_path, profile
 
@@ -66,7 +67,9 @@ def command(
         return
     others = OtherLoad()
     with ExitStack() as stack:
-        measured = profile(open_recipe(recipe), recipe, out, TerminalWatch(stack), fresh=fresh)
+        loaded = open_recipe(recipe)
+        timed = backend_of(loaded.engine.name).timed
+        measured = profile(loaded, recipe, out, TerminalWatch(stack), fresh=fresh, timed=timed)
     write_file(measured, out)
     journal_path(out).unlink(missing_ok=True)
     if not measured.engine.is_server:  # the CPU time of a server would count as other programs'

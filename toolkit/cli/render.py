@@ -105,7 +105,7 @@ TraceOption = Annotated[
         "--trace",
         help="Take lengths for the autoscaling threshold from this trace; default: the"
         " tuning's, if "
-        "it ships, or chat-small.",
+        "it ships, or the recipe's.",
     ),
 ]
 ImageOption = Annotated[
@@ -369,7 +369,7 @@ def render_to(request: RenderRequest) -> None:
     """Write the folder, or compare it. `TargetMissedError` where a comparison finds differences."""
     from toolkit.cli.basis import note_analytic
     from toolkit.deploy.folder import changes, manifest_of, write
-    from toolkit.deploy.reckon import DEFAULT_TRACE, ttft_targets
+    from toolkit.deploy.reckon import default_trace, ttft_targets
     from toolkit.deploy.render import render_target
 
     order = _order(request)
@@ -386,9 +386,9 @@ def render_to(request: RenderRequest) -> None:
     )
     note_analytic(request.plan.fit)
     if order.trace is None and ttft_targets(request.plan.recipe):
+        trace = default_trace(request.plan.recipe)
         note(
-            f"no --trace was given: the number that may wait is computed for the lengths of"
-            f" {DEFAULT_TRACE}, which ships"
+            f"no --trace was given: the number that may wait is computed for the lengths of {trace}"
         )
     if order.validation:
         note(order.validation.summary())

@@ -1,7 +1,7 @@
 """`llmctl serve`: start the server of a plan.
 
 `ServeOptions` declares the command line, in the order of `--help`. `command` finds the plan and
-starts our own server or, for engine vllm, vLLM's; the steps in between are in `serve_start`.
+starts our own server, or that of an engine that is a server itself (vLLM); the steps in between are in `serve_start`.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from toolkit.cli.basis import accept, warn_of_foreign
 from toolkit.cli.output import note
 
 if TYPE_CHECKING:
+    from toolkit.backends import ServerOrder
     from toolkit.cli.serve_start import Access
     from toolkit.files.plan import Plan
     from toolkit.serve.launch import Launch, Manager
-    from toolkit.serve.vllm_launch import VllmLaunch
 
 _plan = partial(typer.Option, rich_help_panel="What runs")
 _network = partial(typer.Option, rich_help_panel="Network and access")
@@ -211,6 +211,18 @@ class ServeOptions:
             "name; default: the recipe's.",
         ),
     ] = None
+    client_share: Annotated[
+        float | None,
+        _load(
+            "--client-share",
+            min=0.001,
+            max=1,
+            show_default=False,
+            metavar="SHARE",
+            help="Allow one address this share of the connections and held bytes; default: 0.5. "
+            "Use 1 behind a proxy on another machine.",
+        ),
+    ] = None
     shutdown_timeout: Annotated[
         float,
         _load(
@@ -286,6 +298,7 @@ def command(given: ServeOptions) -> None:
     /ready turns 503, and running requests get --shutdown-timeout seconds; a second signal ends it
     at once. Files of keys and certificates are read again when they change.
     """
+    from toolkit.backends import Serves, backend_of
     from toolkit.cli.serve_start import (
         check_engine,
         find_keys,
@@ -295,7 +308,7 @@ def command(given: ServeOptions) -> None:
         plan_to_serve,
         serve_managed,
         start,
-        start_vllm,
+        start_server,
     )
     from toolkit.serve.launch import Manager
 
@@ -313,8 +326,10 @@ def command(given: ServeOptions) -> None:
     accept(plan, str(given.tuning or location.plan or given.plan or given.source), broken=broken)
     check_engine(plan, given.engine)
     ray = given.ray or ("auto" if location.target == "ray" else "")
-    if plan.recipe.engine.name == "vllm":
-        start_vllm(_vllm_launch(given, plan, access, ray), as_json=given.as_json)
+    backend = backend_of(plan.recipe.engine.name)
+    if isinstance(backend, Serves):
+        order = _server_order(given, plan, access, ray)
+        start_server(backend, order, as_json=given.as_json)
     else:
         launch = _launch(given, plan, access, ray, manager)
         start(launch, certificate=given.ssl_certfile, strict=given.strict, as_json=given.as_json)
@@ -324,6 +339,7 @@ def _launch(given: ServeOptions, plan: Plan, access: Access, ray: str, manager: 
     """Our own server for `plan`."""
     from toolkit.cli.serve_start import find_certificate, points_to_check
     from toolkit.serve.assemble import make_limits, make_settings
+    from toolkit.serve.http import CLIENT_SHARE
     from toolkit.serve.launch import Launch
     from toolkit.serve.server import Ending, is_loopback
 
@@ -347,6 +363,7 @@ def _launch(given: ServeOptions, plan: Plan, access: Access, ray: str, manager: 
         port=port,
         insecure=given.insecure,
         limits=make_limits(plan, given.admission, replays=given.allow_end_after),
+        client_share=CLIENT_SHARE if given.client_share is None else given.client_share,
         event_log=given.event_log,
         request_log=given.request_log,
         ending=Ending(given.shutdown_notice, given.shutdown_timeout, note),
@@ -360,12 +377,12 @@ def _launch(given: ServeOptions, plan: Plan, access: Access, ray: str, manager: 
     )
 
 
-def _vllm_launch(given: ServeOptions, plan: Plan, access: Access, ray: str) -> VllmLaunch:
-    """vLLM's own server for `plan`. `InputError` for options that it does not have."""
+def _server_order(given: ServeOptions, plan: Plan, access: Access, ray: str) -> ServerOrder:
+    """The server of an engine that is one itself. `InputError` for options that it does not have."""
+    from toolkit.backends import ServerOrder
     from toolkit.errors import InputError
     from toolkit.serve.assemble import model_name
     from toolkit.serve.server import Ending
-    from toolkit.serve.vllm_launch import VllmLaunch
 
     unsupported = {
         "--ray": ray,
@@ -374,6 +391,7 @@ def _vllm_launch(given: ServeOptions, plan: Plan, access: Access, ray: str) -> V
         "--ssl-keyfile": given.ssl_keyfile,
         "--request-log": given.request_log,
         "--request-timeout": given.request_timeout,
+        "--client-share": given.client_share,
         "--allow-end-after": given.allow_end_after,
         "--vllm-metrics": given.vllm_metrics,
         "--open-metrics": given.open_metrics,
@@ -384,17 +402,18 @@ def _vllm_launch(given: ServeOptions, plan: Plan, access: Access, ray: str) -> V
     found = [name for name, value in unsupported.items() if value]
     if found:
         raise InputError(
-            f"engine vllm does not support {', '.join(found)}: its server is vLLM's own",
+            f"engine {plan.recipe.engine.name} does not support {', '.join(found)}:"
+            " its server is its own",
             "leave it out",
         )
-    return VllmLaunch(
+    return ServerOrder(
         plan,
         given.served_model_name or model_name(plan),
         *_address(given, plan),
+        Ending(given.shutdown_notice, given.shutdown_timeout, note),
         access[0][0],
         given.insecure,
         given.event_log,
-        Ending(given.shutdown_notice, given.shutdown_timeout),
         warn_of_foreign if given.force else None,
     )
 

@@ -2,7 +2,7 @@
 
 In order: where to serve (`locate`, and `serve_managed` for service managers); the plan
 (`plan_to_serve`, `override`, `check_engine`); keys and certificates; starting the server (`start`,
-`start_vllm`), which records it for `llmctl status` and `llmctl stop`.
+`start_server`), which records it for `llmctl status` and `llmctl stop`.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from toolkit.cli.output import WIDTH, emit, note
 if TYPE_CHECKING:
     from ssl import SSLContext
 
+    from toolkit.backends import ServerOrder, Serves
     from toolkit.deploy.folder import Manifest
     from toolkit.deploy.running import Running, Where
     from toolkit.files.plan import Plan, PlannedPolicy
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
     from toolkit.serve.drift import DriftCheck
     from toolkit.serve.launch import Launch
     from toolkit.serve.rereading import WatchedFiles
-    from toolkit.serve.vllm_launch import VllmLaunch
 
     Access = tuple[Callers, WatchedFiles[Callers] | None]  # the keys, and the file to watch
 
@@ -299,10 +299,11 @@ def points_to_check(plan: Plan, seconds: float | None) -> list[DriftCheck]:
     """The points of the fits to measure again before the first request, within `seconds`; None: the
     default.
     """
+    from toolkit.engine_traits import traits_of
     from toolkit.serve.drift import BUDGET_S, checks_of
 
     if seconds is None:
-        fake = all(kind.recipe.engine.name == "fake" for kind in plan.kinds)
+        fake = all(traits_of(kind.recipe.engine.name).for_tests for kind in plan.kinds)
         seconds = 0.0 if fake else BUDGET_S  # a fake engine takes the times of its configuration
     return checks_of(plan, seconds) if seconds else []
 
@@ -326,21 +327,21 @@ def start(order: Launch, *, certificate: Path | None, strict: bool, as_json: boo
         memory.ended(launch(order, on_ready, lambda found: judge(found, strict=strict, say=note)))
 
 
-def start_vllm(order: VllmLaunch, *, as_json: bool) -> None:
-    """Start vLLM's own server, and serve until a signal ends it."""
+def start_server(backend: Serves, order: ServerOrder, *, as_json: bool) -> None:
+    """Start the server of an engine that is one itself, and serve until a signal ends it."""
     from toolkit.sched.policies import make_any, refuse_unservable
-    from toolkit.serve.vllm_launch import launch_vllm
 
     plan = order.plan
-    refuse_unservable(make_any(plan.policy.name, plan.policy.parameters), "vllm")
-    note(f"starting vLLM for {plan.recipe.name}")
+    engine = plan.recipe.engine.name
+    refuse_unservable(make_any(plan.policy.name, plan.policy.parameters), engine)
+    note(f"starting {engine} for {plan.recipe.name}")
     with remembering("local") as memory:
 
         def on_ready(url: str) -> None:
             memory.ready(url, order.served_model, plan)
             _announce(as_json, url, order.served_model, plan)
 
-        memory.ended(launch_vllm(order, on_ready))
+        memory.ended(backend.launch(order, on_ready))
 
 
 def _announce(

@@ -58,6 +58,28 @@ def _limit_jobs(jobs: int | None) -> int | None:
     return jobs
 
 
+def _limit_trials(trials: int | None) -> int | None:
+    """The value of --trials. `InputError` above the limit of recipes."""
+    from toolkit.files.recipe import MAX_TRIALS
+
+    return _at_most("--trials", trials, MAX_TRIALS)
+
+
+def _limit_draws(draws: int | None) -> int | None:
+    """The value of --draws. `InputError` above the limit of recipes."""
+    from toolkit.files.recipe import MAX_DRAWS
+
+    return _at_most("--draws", draws, MAX_DRAWS)
+
+
+def _at_most(option: str, value: int | None, limit: int) -> int | None:
+    from toolkit.errors import InputError
+
+    if value is not None and value > limit:
+        raise InputError(f"{option} {value}: the limit is {limit:,}", "the default is the recipe's")
+    return value
+
+
 _search = partial(typer.Option, rich_help_panel="What is searched")
 _traffic = partial(typer.Option, rich_help_panel="Traffic and workers")
 _computing = partial(typer.Option, rich_help_panel="Where it is computed")
@@ -89,7 +111,12 @@ class TuneOptions:
         ),
     ] = None
     trials: Annotated[
-        int | None, _search(min=1, help="Try this number of settings; default: the recipe's.")
+        int | None,
+        _search(
+            min=1,
+            callback=_limit_trials,
+            help="Try this number of settings; default: the recipe's.",
+        ),
     ] = None
     seed: Annotated[
         int | None,
@@ -103,6 +130,7 @@ class TuneOptions:
         _search(
             "--draws",
             min=0,
+            callback=_limit_draws,
             help="Draw the fitted laws this many times for the interval of the gain; 0: no "
             "interval.",
         ),
@@ -273,10 +301,10 @@ def _worker_count(workers: str | None) -> int | None:
 
 
 def _refuse_several_servers(recipe: Recipe, count: int) -> None:
+    from toolkit.engine_traits import traits_of
     from toolkit.errors import InputError
-    from toolkit.files.fleet import SERVERS
 
-    if recipe.engine.name in SERVERS and count > 1:
+    if traits_of(recipe.engine.name).server and count > 1:
         raise InputError(
             f"--workers {count}: engine '{recipe.engine.name}' is a server, which is one worker",
             "tune one server for its share of the traffic with --rate;"

@@ -9,7 +9,7 @@ from textwrap import fill
 
 from toolkit.cli.output import WIDTH, number, table
 from toolkit.cli.plots import PlotPoint, scatter
-from toolkit.files.tuning import Outcome, ParameterValue, PolicyResult, Sizing, Tuning
+from toolkit.files.tuning import Outcome, ParameterValue, PolicyResult, Sizing, Tuning, share_used
 from toolkit.report.verdict import verdict
 from toolkit.sched.policies.servable import footnote, marked
 
@@ -105,7 +105,7 @@ def _show_sizing(sizing: Sizing) -> None:
             one.feasible,
             one.goodput_rps,
             f"{one.attainment_percent:.1f} %",
-            f"{one.binding} at {one.binding_ratio:.0%}",
+            f"{one.binding} {share_used(one.binding_ratio).removesuffix(' of its limit')}",
         )
         for one in sizing.rows
     ]

@@ -136,8 +136,8 @@ def _silent() -> Iterator[None]:
 def _guard() -> None:
     """A cluster of ours has a token: the environment's, or a new one that only our processes know.
 
-    Ray listens on every address of the machine, whatever it is told: the token is what keeps others
-    out.
+    Ray listens on every address of the machine: `ray.init` takes loopback for the machine's own
+    address. The token is what keeps others out.
     """
     os.environ.setdefault(MODE, "token")
     if not (os.environ.get(TOKEN) or os.environ.get(TOKEN_PATH)):

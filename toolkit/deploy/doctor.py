@@ -11,18 +11,17 @@ import platform
 import re
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Literal
 
 import psutil
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-from toolkit.endpoints.vllm import vllm_python, vllm_version
+from toolkit.backends import Check, Checks, backend_of
+from toolkit.engine_traits import traits_of
 from toolkit.engines.devices import CudaDevice, Devices
-from toolkit.errors import InputError, LlmctlError
+from toolkit.errors import InputError
 from toolkit.files.recipe import ModelSpec, Recipe
 from toolkit.files.shipped import load_recipe, shipped_recipes, siblings
 
@@ -30,20 +29,6 @@ from toolkit.files.shipped import load_recipe, shipped_recipes, siblings
 
 GIB = 1 << 30
 MIB = 1 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class Check:
-    """What was looked at, what was found, and what to do where something is missing.
-
-    `note` is worth knowing and stops nobody; `missing` must be there before the recipe can be used
-    here.
-    """
-
-    name: str
-    status: Literal["ok", "note", "missing"]
-    found: str
-    remedy: str = ""
 
 
 def gib(value: float) -> str:
@@ -199,15 +184,8 @@ def check_recipe(recipe: Recipe, devices: Devices) -> list[Check]:
         remedy = "start it before you profile; nothing of it has to be on this machine"
         return [Check("engine", "note", f"a server at {recipe.engine.url}", remedy)]
     checks = [_check_hardware(recipe, devices), _check_model(recipe.model), _check_capacity(recipe)]
-    return [*checks, _check_vllm(recipe)] if recipe.engine.name == "vllm" else checks
-
-
-def _check_vllm(recipe: Recipe) -> Check:
-    python = vllm_python(recipe)
-    try:
-        return Check("engine", "ok", f"vLLM {vllm_version(recipe)}, of {python}")
-    except LlmctlError as error:
-        return Check("engine", "missing", error.message, error.hint or "")
+    backend = backend_of(recipe.engine.name)
+    return [*checks, backend.check(recipe)] if isinstance(backend, Checks) else checks
 
 
 def check_engine(recipe: Recipe | None, devices: Devices) -> list[Check]:
@@ -222,7 +200,7 @@ def check_engine(recipe: Recipe | None, devices: Devices) -> list[Check]:
         shipped = [load_recipe(path) for path in sorted(shipped_recipes().glob("*.yaml"))]
         found = [one for one in shipped if _has_gpu(one, devices)]
     names = [one.name for one in found if one.engine.name == "vllm"]
-    if not names or (recipe is not None and recipe.engine.name in ("vllm", "openai")):
+    if not names or (recipe is not None and traits_of(recipe.engine.name).server):
         return []
     if recipe is None:
         said = f"vLLM serves the most from this GPU; its recipes: {', '.join(names)}"

@@ -14,6 +14,7 @@ from typing import Generic, TypeVar
 import jinja2
 
 import toolkit
+from toolkit.engine_traits import traits_of
 from toolkit.errors import InputError
 from toolkit.files.bench import Validation
 from toolkit.files.plan import Kind, Plan
@@ -213,8 +214,6 @@ class Rendered:
 
 # Container images: pinned, and said which. None moves under a running deployment.
 
-IN_EXTRAS = {"deepspeed", "vllm"}  # engines that are extras of the package of the same name
-
 
 def llmctl_image(order: Order, *extras: str) -> Reckoned[str]:
     """The image with llmctl in it, with what the recipe's engine needs, and what `extras` of the
@@ -223,9 +222,15 @@ def llmctl_image(order: Order, *extras: str) -> Reckoned[str]:
     `InputError` where the one that was asked for is not pinned.
     """
     if order.options.image:
-        return Reckoned(check_image(order.options.image), "--image")
-    engines = {kind.recipe.engine.name for kind in order.plan.kinds}
-    wanted = sorted({*extras, *(engines & IN_EXTRAS)})
+        image = check_image(order.options.image)
+        moves = (
+            ""
+            if "@sha256:" in image
+            else f"; NOT PINNED: a tag may be moved, {image}@sha256:... may not"
+        )
+        return Reckoned(image, f"--image{moves}")
+    needed = {traits_of(kind.recipe.engine.name).extra for kind in order.plan.kinds}
+    wanted = sorted({*extras, *needed} - {""})
     name = "-".join([f"llmctl:{toolkit.__version__}", *wanted])
     built = (
         f"docker build -t {name}"

@@ -14,7 +14,7 @@ from toolkit.errors import InputError
 from toolkit.files.fit import Fit, HeldOutError, LatencyFit
 from toolkit.files.io import head
 from toolkit.files.plan import Explanation, Kind, Plan, PlannedPolicy, PlannedWorkload
-from toolkit.files.recipe import Recipe
+from toolkit.files.recipe import ModelSpec, Recipe
 from toolkit.files.tuning import (
     Limit,
     Outcome,
@@ -65,9 +65,10 @@ def explain(kinds: Sequence[Kind], policy: PlannedPolicy, choice: Choice) -> Exp
     recipe, fit = kinds[0].recipe, kinds[0].fit
     explained = explain_policy(policy, choice.source, choice.sources)
     explained[LIMITS] = explain_limits(choice.limits, choice.limits_source)
-    explained |= _explain_fit(recipe.workers, fit)
+    explained |= _explain_fit(recipe.workers, fit) | _explain_revision(recipe.model)
     for kind in kinds[1:]:
         laws = _explain_fit(kind.recipe.workers, kind.fit)
+        laws |= _explain_revision(kind.recipe.model)
         explained |= {
             f"{kind.recipe.name}: {name}": laws[name] for name in laws if name != "workers"
         }
@@ -116,6 +117,19 @@ def _explain_fit(workers: int, fit: Fit) -> Explained:
         ),
         "memory law": _explain_memory(fit),
         "capacity_tokens": Explanation(value=str(fit.memory.capacity_tokens), source=capacity),
+    }
+
+
+def _explain_revision(model: ModelSpec) -> Explained:
+    """Which of the hub's revisions is loaded; nothing where the model is not from the hub."""
+    if not model.from_hub:
+        return {}
+    source = "recipe: model.revision"
+    if not model.pinned:
+        asked = f"{source} is no commit: it" if model.revision else "the recipe names none: that"
+        source = f"NOT PINNED: {asked} may be another one at each load; name the commit's 40 digits as model.revision"
+    return {
+        "model revision": Explanation(value=model.revision or "the hub's newest", source=source)
     }
 
 

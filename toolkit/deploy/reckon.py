@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +17,7 @@ from numpy.typing import NDArray
 from toolkit.deploy.order import Order, Reckoned
 from toolkit.errors import InputError
 from toolkit.files.plan import Kind, Plan
-from toolkit.files.recipe import Recipe
+from toolkit.files.recipe import Recipe, TuneSpec
 from toolkit.sched.policies import make_any
 from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sched.protocols import AnyPolicy, BuiltIn
@@ -41,6 +42,11 @@ VALUE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 # docs/deploying.md
 FRONT_MIB = 768
 WORKER_MIB = 1024
+# a pod's memory limit, of what it asks for: libraries and loading were not measured to the last
+# page
+LIMIT_FACTOR = 2
+SHARED_GIB = 1  # of /dev/shm, for NCCL between a worker's processes
+UNKNOWN_MODELS_GIB = 1024  # the models' cache, where nothing says how large they are
 PLAN_LIMIT_BYTES = 900 * 1024  # a ConfigMap and systemd's credentials both hold 1 MiB at most
 
 
@@ -145,6 +151,32 @@ def worker_memory_mib(kind: Kind) -> Reckoned[int]:
     return Reckoned(libraries + math.ceil((weights + cache) / MIB), " + ".join(parts))
 
 
+def memory_limit_mib(order: Order) -> Reckoned[int]:
+    """Host memory at which the pod of a server is ended."""
+    asked, kind = memory_mib(order), order.plan.kinds[0]
+    beside = worker_memory_beside(kind)
+    source = f"{LIMIT_FACTOR} times what it asks for"
+    if beside.value:
+        source += f", and for each of {order.plan.recipe.workers} workers {beside.source}"
+    return Reckoned(LIMIT_FACTOR * asked.value + order.plan.recipe.workers * beside.value, source)
+
+
+def worker_memory_beside(kind: Kind) -> Reckoned[int]:
+    """MiB of host memory that one worker may take beside what it asks for: swapped caches, and a
+    group's load.
+    """
+    group, weights = kind.recipe.engine.tensor_parallel_size, kind.recipe.model.weight_bytes or 0
+    sizes = {
+        "MiB of swapped caches": kind.fit.swap.host_bytes if kind.fit.swap else 0,
+        f"MiB of weights in the {group - 1} other processes while they load": (group - 1) * weights,
+        "MiB of /dev/shm": SHARED_GIB * GIB if group > 1 else 0,
+    }
+    parts = [(math.ceil(size / MIB), of) for of, size in sizes.items() if size]
+    return Reckoned(
+        sum(size for size, _ in parts), " + ".join(f"{size:,} {of}" for size, of in parts)
+    )
+
+
 def replicas(order: Order) -> Reckoned[int]:
     """Servers beside each other, each with all the plan's workers."""
     workload, each = order.plan.workload, order.plan.workers
@@ -161,8 +193,7 @@ def replicas(order: Order) -> Reckoned[int]:
 
 def from_hub(recipe: Recipe) -> bool:
     """Whether the model, or its tokenizer, comes from the hub."""
-    source = recipe.model.source
-    return source != "random" and not source.startswith(("/", "."))
+    return recipe.model.from_hub
 
 
 def gap_target(recipe: Recipe) -> tuple[str, float] | None:
@@ -209,7 +240,17 @@ def check_plan_size(text: str, holder: str) -> None:
 # tells whether the target holds, there is no threshold, and the reason is said instead.
 
 MOST = 4096  # nobody needs to wait in a longer queue than that
-DEFAULT_TRACE = "chat-small"  # which ships; what `tune` takes as well
+
+
+def default_trace(recipe: Recipe) -> str:
+    """The trace that stands for the traffic where none is given: the recipe's, where it is here, or
+    one that ships.
+    """
+    try:
+        trace_path(recipe.tune.trace)
+    except InputError:
+        return str(TuneSpec.model_fields["trace"].default)
+    return recipe.tune.trace
 
 
 def ttft_targets(recipe: Recipe) -> dict[str, float]:
@@ -222,18 +263,17 @@ def waiting_threshold(plan: Plan, trace: Trace | None) -> Reckoned[int | None]:
     of the target.
 
     Lengths are the trace's, made ready for the recipe, in its order and from its start again when
-    it is over; without a trace, those of one that ships. The longest that the recipe allows say
+    it is over; without a trace, those of `default_trace`. The longest that the recipe allows say
     nothing: a batch of them alone takes the whole target, so that none could wait.
     """
     targets = ttft_targets(plan.recipe)
     if not targets:
         return Reckoned(None, "the recipe has no TTFT target that would say how many may wait")
-    whose = (
-        f"the lengths of {trace.source}"
-        if trace
-        else f"no trace was given, so with the lengths of {DEFAULT_TRACE}"
-    )
-    trace = trace or read_trace(trace_path(DEFAULT_TRACE))[0]
+    whose = f"the lengths of {trace.source}" if trace else ""
+    if trace is None:
+        default = default_trace(plan.recipe)
+        whose = f"no trace was given, so with the lengths of {Path(default).name}"
+        trace = read_trace(trace_path(default))[0]
     policy = make_any(plan.policy.name, plan.policy.parameters)
     limit, seed = plan.recipe.serve.max_new_tokens, plan.recipe.tune.seed
     kinds = plan.kinds

@@ -18,6 +18,7 @@ from toolkit.deploy.plan import LIMITS, PREDICTED
 from toolkit.deploy.reckon import waiting_threshold
 from toolkit.deploy.targets import compose, kuberay, kubernetes, local, ray, sglang, systemd, vllm
 from toolkit.deploy.targets.objects import DASHBOARD
+from toolkit.engine_traits import traits_of
 from toolkit.errors import InputError, nearest
 from toolkit.files.bench import Validation
 from toolkit.files.plan import Plan
@@ -205,21 +206,24 @@ def render_target(target: str, order: Order) -> dict[str, str]:
         raise InputError(
             f"a fleet cannot be rendered for '{target}': {ONE_KIND[target]}", FLEETS_RUN
         )
-    if order.plan.recipe.engine.name == "openai" and target not in FLAGS:
-        url = order.plan.recipe.engine.url
+    engine = order.plan.recipe.engine
+    traits = traits_of(engine.name)
+    if not traits.started and target not in FLAGS:
         raise InputError(
-            f"engine 'openai' is a server already, at {url}: '{target}' has nothing to start",
+            f"engine '{engine.name}' is a server already, at {engine.url}: "
+            f"'{target}' has nothing to start",
             FLAGS_RUN,
         )
-    if order.plan.recipe.engine.name == "vllm" and target in NOT_OURS:
+    if traits.started and traits.server and target in NOT_OURS:
         raise InputError(
-            f"engine 'vllm' cannot be rendered for '{target}': {NOT_OURS[target]}", VLLMS_RUN
+            f"engine '{engine.name}' cannot be rendered for '{target}': {NOT_OURS[target]}",
+            VLLMS_RUN,
         )
     rendered = TARGETS[target](order)
     files = dict(sorted(rendered.files.items()))
     plan_file = next((name for name in files if name.endswith("plan.json")), "plan.json")
     files[plan_file] = order.text
-    names: Names | None = "vllm" if order.plan.recipe.engine.name == "vllm" else BOARDS.get(target)
+    names: Names | None = traits.metrics if traits.started and traits.server else BOARDS.get(target)
     if target in OURS and names == "llmctl":
         threshold = waiting_threshold(order.plan, order.trace)
         alerts = rules(order, series(order, monitored=False), threshold)

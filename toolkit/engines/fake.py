@@ -35,7 +35,7 @@ from toolkit.engines.protocol import (
 from toolkit.engines.tokenizer import EOS, VOCAB_SIZE
 from toolkit.errors import InputError, nearest
 from toolkit.files.profile import EngineFacts
-from toolkit.files.recipe import EngineSpec, ModelSpec
+from toolkit.files.recipe import EngineSpec, HardwareSpec, ModelSpec
 from toolkit.sched.rounds import PrefillPass, PrefillPasses
 
 FIRST_TOKEN, LAST_TOKEN = 32, 126  # printable ASCII
@@ -111,12 +111,6 @@ class FakeEngine:
         self._prefill_s = prefill_s or self._config.prefill_latency_s
         self._decode_s = decode_s or self._config.decode_latency_s
         self._sleep = sleep
-
-    @classmethod
-    def from_specs(cls, model: ModelSpec, engine: EngineSpec) -> FakeEngine:
-        """From a recipe. `InputError` for keys that the fake engine does not know."""
-        config = FakeConfig.of(model)
-        return cls(_facts(model, engine, config), config)
 
     def run_slice(self, rows: Sequence[Row], steps: int, on_step: OnStep) -> SliceOutput:
         """See `Engine.run_slice`."""
@@ -390,3 +384,9 @@ class FakeRoundEngine(FakeEngine):
         return entering + sum(
             row.length for place in (self._running, self._paused) for row in place.values()
         )
+
+
+def load(model: ModelSpec, engine: EngineSpec, _: HardwareSpec) -> FakeRoundEngine:
+    """The fake engine of a recipe. `InputError` for keys of `model.config` that it does not know."""
+    config = FakeConfig.of(model)
+    return FakeRoundEngine(_facts(model, engine, config), config)

@@ -14,7 +14,7 @@ from itertools import combinations
 
 import numpy as np
 from scipy.optimize import minimize, nnls
-from scipy.stats import norm
+from scipy.special import ndtr  # of scipy.stats, which takes long to import, only this is needed
 
 from toolkit.errors import InputError
 from toolkit.estimators.forms import (
@@ -144,7 +144,7 @@ def _edge(low: Floats, high: Floats) -> tuple[float, float]:
 
     def unlikelihood(at: Floats) -> float:
         mean, std = at[0], np.exp(at[1])
-        inside = norm.cdf(high, mean, std) - norm.cdf(low, mean, std)
+        inside = ndtr((high - mean) / std) - ndtr((low - mean) / std)
         return float(-np.log(np.maximum(inside, 1e-300)).sum())
 
     start = np.array([middle.mean(), np.log(middle.std() + 1e-3)])

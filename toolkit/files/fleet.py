@@ -16,6 +16,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from toolkit.engine_traits import traits_of
 from toolkit.errors import InputError
 from toolkit.files.io import fit_path
 from toolkit.files.plan import Kind
@@ -24,7 +25,6 @@ from toolkit.files.shipped import recipe_path
 from toolkit.files.strict import Strict, load_yaml, validate
 
 AnyPath = str | os.PathLike[str]
-SERVERS = ("openai", "vllm")  # engines that are one server each, with a queue of its own
 SAME_FACTS = ("model_type", "parameters", "config_sha256", "vocab_size", "max_model_len")
 
 
@@ -140,7 +140,7 @@ def _beside(file: Path, name: str) -> AnyPath:
 
 
 def _check_engine(kind: Kind, kinds: Sequence[Kind]) -> None:
-    if len(kinds) > 1 and kind.recipe.engine.name in SERVERS:
+    if len(kinds) > 1 and traits_of(kind.recipe.engine.name).server:
         raise InputError(
             f"recipe '{kind.recipe.name}': engine '{kind.recipe.engine.name}' is a server with a scheduler of its own; "
             "it cannot be one of a fleet's kinds of workers",

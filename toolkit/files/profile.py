@@ -7,6 +7,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
+from toolkit.engine_traits import traits_of
 from toolkit.errors import ForeignError
 from toolkit.files.strict import Envelope, Strict
 
@@ -206,7 +207,7 @@ class EngineFacts(Strict):
     @property
     def is_server(self) -> bool:
         """Whether it queues what does not fit: it has no memory edge, and batches as it likes."""
-        return self.engine in ("openai", "vllm")
+        return traits_of(self.engine).server
 
 
 class Profile(Envelope):

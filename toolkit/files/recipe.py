@@ -4,12 +4,14 @@ to serve it.
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 from pydantic.json_schema import JsonSchemaValue
 
-from toolkit.errors import nearest
+from toolkit.engine_traits import ENGINES, traits_of
+from toolkit.errors import InputError, nearest
 from toolkit.files.strict import Strict
 
 # The names of latency targets: a metric, a statistic, and the unit, which is seconds.
@@ -64,6 +66,8 @@ class VllmSpec(Strict):
 
 NAME_PATTERN = r"^[a-z0-9][a-z0-9._-]{0,63}$"
 Name = Annotated[str, Field(pattern=NAME_PATTERN)]
+MAX_TRIALS = 100_000  # TPE's time for each grows with those before it
+MAX_DRAWS = 10_000
 MAX_WORKERS = 1024
 WORKERS_LIMIT = f"the limit is {MAX_WORKERS:,}, since one scheduler plans for all of them"
 MORE_WORKERS = "for more, put several servers behind a router"
@@ -84,11 +88,21 @@ Seed = Annotated[int, Field(ge=0)]
 Grid = Annotated[list[Positive], Field(min_length=1)]
 Scalar = bool | int | float | str | None
 
-TENSOR_PARALLEL = (
-    "transformers",
-    "rebatch",
-    "vllm",
-)  # engines whose workers may be groups of processes
+
+def _known_engine(name: str) -> str:
+    try:
+        return traits_of(name).name
+    except InputError as error:
+        raise ValueError(f"{error.message}; {error.hint}") from None
+
+
+EngineName = Annotated[
+    str, AfterValidator(_known_engine), Field(json_schema_extra={"enum": list(ENGINES)})
+]
+
+
+REVISION_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._/-]*$"
+COMMIT_PATTERN = r"[0-9a-f]{40}"
 
 
 class ModelSpec(Strict):
@@ -101,7 +115,10 @@ class ModelSpec(Strict):
         default_factory=dict,
         description="transformers config keys, `model_type` among them; needed where source is 'random'",
     )
-    revision: str | None = None
+    revision: Annotated[str, Field(pattern=REVISION_PATTERN)] | None = Field(
+        default=None,
+        description="of a model on the hub: a commit of 40 hex digits; a branch or a tag may be moved",
+    )
     trust_remote_code: bool = False
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
     tokenizer: Literal["model", "bytes"] = Field(
@@ -119,6 +136,16 @@ class ModelSpec(Strict):
         description="2 * layers * kv_heads * head_dim * bytes; checked against the loaded model",
     )
     weight_bytes: Positive | None = None
+
+    @property
+    def from_hub(self) -> bool:
+        """Whether the model, or its tokenizer, comes from the hub."""
+        return self.source != "random" and not self.source.startswith(("/", "."))
+
+    @property
+    def pinned(self) -> bool:
+        """Whether every load takes the same files."""
+        return not self.from_hub or re.fullmatch(COMMIT_PATTERN, self.revision or "") is not None
 
     @model_validator(mode="after")
     def _random_needs_config(self) -> ModelSpec:
@@ -150,7 +177,7 @@ class HardwareSpec(Strict):
 class EngineSpec(Strict):
     """What runs the model."""
 
-    name: Literal["transformers", "rebatch", "deepspeed", "vllm", "openai", "fake"] = "transformers"
+    name: EngineName = "transformers"
     url: str | None = Field(
         default=None, description="openai: the server, like http://127.0.0.1:8000"
     )
@@ -194,42 +221,36 @@ class EngineSpec(Strict):
     )
 
     @model_validator(mode="after")
-    def _servers_have_an_address(self) -> EngineSpec:
-        if self.name == "openai" and self.url is None:
-            raise ValueError("engine.name is 'openai', so engine.url says where the server is")
-        if self.name != "openai" and (self.url or self.served_model):
+    def _settings_are_the_engines_own(self) -> EngineSpec:
+        own = traits_of(self.name).settings
+        for other in ENGINES.values():
+            for key in other.settings:
+                if getattr(self, key) is not None and key not in own:
+                    raise ValueError(
+                        f"engine.{key} is for engine '{other.name}'; engine.name is '{self.name}'"
+                    )
+        return self
+
+    @model_validator(mode="after")
+    def _a_server_elsewhere_has_an_address(self) -> EngineSpec:
+        if self.url is None and not traits_of(self.name).started:
             raise ValueError(
-                f"engine.url and served_model are for engine 'openai'; engine.name is '{self.name}'"
+                f"engine.name is '{self.name}', so engine.url says where the server is"
             )
-        if self.url and any(
-            mark in self.url for mark in "@?#"
-        ):  # and it is not repeated: it may hold a secret
+        # The URL is not repeated: it may hold a secret.
+        if self.url and any(mark in self.url for mark in "@?#"):
             raise ValueError(
                 "engine.url is scheme, host, port and path alone; a key is given in LLMCTL_API_KEY"
             )
         return self
 
     @model_validator(mode="after")
-    def _only_vllm_has_its_flags(self) -> EngineSpec:
-        if self.vllm is not None and self.name != "vllm":
-            raise ValueError(f"engine.vllm is for engine 'vllm'; engine.name is '{self.name}'")
-        return self
-
-    @model_validator(mode="after")
     def _not_all_engines_share_a_model(self) -> EngineSpec:
-        if self.tensor_parallel_size > 1 and self.name not in TENSOR_PARALLEL:
-            able = " and ".join(f"'{name}'" for name in TENSOR_PARALLEL)
-            size, name = self.tensor_parallel_size, self.name
+        if self.tensor_parallel_size > 1 and not traits_of(self.name).shares_model:
+            able = [f"'{traits.name}'" for traits in ENGINES.values() if traits.shares_model]
             raise ValueError(
-                f"engine.tensor_parallel_size: {size}: a worker of '{name}' is one process; {able} share models"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _only_deepspeed_injects(self) -> EngineSpec:
-        if self.kernel_injection is not None and self.name != "deepspeed":
-            raise ValueError(
-                f"engine.kernel_injection is for engine 'deepspeed'; engine.name is '{self.name}'"
+                f"engine.tensor_parallel_size: {self.tensor_parallel_size}: a worker of "
+                f"'{self.name}' is one process; {', '.join(able)} share models"
             )
         return self
 
@@ -267,7 +288,7 @@ class PolicySpec(Strict):
 class TuneSpec(Strict):
     """How to search."""
 
-    trials: Positive = 60
+    trials: Annotated[int, Field(gt=0, le=MAX_TRIALS)] = 60
     seed: Seed = 0
     windows: Positive = Field(default=2, description="trace windows used for the search")
     held_out_windows: Positive = Field(
@@ -308,7 +329,7 @@ class TuneSpec(Strict):
         default=None,
         description="share of requests that must meet all targets, judged by its lower confidence bound",
     )
-    draws: Annotated[int, Field(ge=0)] = Field(
+    draws: Annotated[int, Field(ge=0, le=MAX_DRAWS)] = Field(
         default=40,
         description="draws of the fitted laws with which the verdict is repeated; 0: none",
     )
@@ -390,7 +411,7 @@ class Recipe(Strict):
 
     @model_validator(mode="after")
     def _a_server_is_one_worker(self) -> Recipe:
-        if self.engine.name in ("openai", "vllm") and self.workers > 1:
+        if traits_of(self.engine.name).server and self.workers > 1:
             raise ValueError(
                 f"workers: {self.workers}: a server is one worker, whatever is behind it"
             )

@@ -19,6 +19,8 @@ from toolkit.units import number
 OOM = "oom_percent"
 EVICTED = "evicted_percent"
 ATTAINMENT = "sla_attainment_lower_percent"
+# the share of a latency target that is used where no request is served: files hold no infinity
+UNSERVED = 1e9
 UNITS = {"s": "s", "percent": "%"}  # by the end of a limit's name
 
 
@@ -28,17 +30,19 @@ class Limit(Strict):
     name: str = Field(description="the metric; the end of its name is the unit")
     bound: Literal["at most", "at least"]
     limit: float
-    predicted: float | None = Field(default=None, description="held out; None: not predicted")
+    predicted: float | None = Field(
+        default=None, description="held out; None: not predicted, or no request is served"
+    )
     kept: bool | None = Field(default=None, description="None: not predicted")
 
     @model_validator(mode="after")
     def _both_or_neither(self) -> Limit:
-        if (self.predicted is None) != (self.kept is None):
+        if (self.predicted is None) != (self.kept is None) and self.kept is not False:
             raise ValueError(f"{self.name}: 'predicted' and 'kept' belong together")
         return self
 
-    def judged(self, predicted: float, *, kept: bool) -> Limit:
-        """The same limit with a prediction."""
+    def judged(self, predicted: float | None, *, kept: bool) -> Limit:
+        """The same limit with a prediction; None where it is broken because no request is served."""
         return self.model_copy(update={"predicted": predicted, "kept": kept})
 
     def unpredicted(self) -> Limit:
@@ -50,13 +54,24 @@ class Limit(Strict):
         return f"{self.bound} {self._shown(self.limit)}"
 
     def told(self) -> str:
-        """The predicted value with its unit; 'not predicted' without one."""
-        return "not predicted" if self.predicted is None else self._shown(self.predicted)
+        """The predicted value with its unit, or why there is none."""
+        if self.predicted is None:
+            return "not predicted" if self.kept is None else "unknown: no request is served"
+        return self._shown(self.predicted)
 
     def _shown(self, value: float) -> str:
         near = self.predicted is not None and number(self.predicted) == number(self.limit)
         text = f"{value:.6g}" if near else number(value)
         return f"{text} {UNITS.get(self.name.rpartition('_')[2], '')}".rstrip()
+
+
+def share_used(share: float) -> str:
+    """A share of a limit that is used up, in words: 'at 95% of its limit'."""
+    return (
+        "broken, since no request is served"
+        if share >= UNSERVED
+        else f"at {share:.0%} of its limit"
+    )
 
 
 def recipe_limits(recipe: Recipe) -> list[Limit]:

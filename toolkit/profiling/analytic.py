@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from toolkit.engine_traits import traits_of
 from toolkit.errors import InputError
 from toolkit.estimators.roofline import Efficiency, ModelSizes, Peaks, Roofline, fit_efficiency
 from toolkit.estimators.steps import chunk_attended
@@ -94,7 +95,7 @@ def analytic_profile(recipe: Recipe, head: EnvelopeFields, basis: Basis | None =
         slices=[_slice(shape, line) for shape in shapes.values()],
         memory=probes,
         failed=skipped,
-        steps=_steps(recipe, facts, line) if recipe.engine.name == "vllm" else None,
+        steps=_steps(recipe, facts, line) if traits_of(recipe.engine.name).timed_by_pass else None,
     )
 
 

@@ -2,8 +2,9 @@
 where it was.
 
 A JSON object per line: first the conditions under which the rest was measured, then a key and a
-result each. A last line that a kill has torn is cut off. Whoever writes the profile deletes the
-journal then.
+result each. A last line that a kill has torn is cut off. From a line that is damaged otherwise all
+is measured again, and the file as it was is kept. Whoever writes the profile deletes the journal
+then.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ class Journal:
 
     Attributes:
         results: those found, and those put since.
-        set_aside: why an old file was set aside, '' where none was.
+        set_aside: why an old file, or its end, was set aside; '' where none was.
 
     Raises `InputError` where the file cannot be written, or another process has it open.
     """
@@ -121,23 +122,35 @@ class Journal:
 
     def _take_up(self, conditions: JournalConditions, fresh: bool) -> None:
         lines = self._stream.read().splitlines(keepends=True)
-        if lines:
+        if lines and lines[0].endswith(
+            b"\n"
+        ):  # else a kill has torn the first line, and none follows
             self.set_aside = "--fresh was given" if fresh else _why_not(lines[0], conditions)
             if not self.set_aside:
                 self._keep(lines)
                 return
             self._stream.close()
-            os.replace(self._path, self._path.with_name(self._path.name + ".old"))
+            os.replace(self._path, self._old)
             self._stream = _open_locked(self._path)
+        self._stream.truncate(0)
         self._append(conditions)
 
+    @property
+    def _old(self) -> Path:
+        return self._path.with_name(self._path.name + ".old")
+
     def _keep(self, lines: list[bytes]) -> None:
-        """Take what can be read, and cut off the rest: a torn line, and whatever may follow one."""
+        """Take what can be read, and cut off the rest: a torn line, and whatever may follow a
+        damaged one.
+        """
         end = len(lines[0])
-        for line in lines[1:]:
+        for number, line in enumerate(lines[1:], start=2):
             try:
                 entry = JournalEntry.model_validate_json(line)
             except ValidationError:
+                if line.endswith(b"\n"):
+                    self._old.write_bytes(b"".join(lines))
+                    self.set_aside = f"from line {number} on, which cannot be read"
                 break
             if not line.endswith(b"\n"):
                 break

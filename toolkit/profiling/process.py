@@ -15,6 +15,7 @@ from typing import IO, cast
 
 import msgspec
 
+from toolkit import guard
 from toolkit.errors import EngineError, InputError
 from toolkit.files.profile import EngineFacts
 from toolkit.files.recipe import Recipe
@@ -161,6 +162,7 @@ class EngineProcess:
             start_new_session=True,
             env=self._environment,
         )
+        guard.watch(self._child.pid)
         self._requests = cast(IO[bytes], self._child.stdin)
         self._replies = cast(IO[bytes], self._child.stdout)
         self._send(LoadEngine(self._recipe_json))
@@ -261,6 +263,7 @@ class EngineProcess:
         except subprocess.TimeoutExpired:
             child.kill()
             code = child.wait()
+        guard.forget(child.pid)
         self._replies.close()
         with contextlib.suppress(BrokenPipeError):
             self._requests.close()

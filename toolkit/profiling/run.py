@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, cast
 
+from toolkit.engine_traits import traits_of
 from toolkit.errors import EngineError
 from toolkit.files.io import EnvelopeFields, head
 from toolkit.files.profile import (
@@ -57,7 +58,6 @@ from toolkit.profiling.measure import (
 )
 from toolkit.profiling.process import busy_neighbours, engine_process
 from toolkit.profiling.worker_runs import ROUNDS, RoundsStage, run_slices
-from toolkit.sched.policies import REBATCHING
 from toolkit.workers.process import require_gpu
 from toolkit.workers.protocol import Workers
 
@@ -182,6 +182,7 @@ def _wall_s(point: GridPoint, bench: TimedEngine) -> float:
 
 
 MakeWorkers = Callable[[Recipe], Workers]
+Timed = Callable[[Recipe], AbstractContextManager["ProfileBench"]]
 
 
 class ProfileBench(TimedEngine, Protocol):
@@ -220,6 +221,7 @@ def profile(
     watch: ProfileProgress,
     *,
     fresh: bool = False,
+    timed: Timed = engine_process,
     make_workers: MakeWorkers | None = None,
 ) -> Profile:
     """Measure what `recipe`, read from `source`, describes. Goes on from the journal of an earlier,
@@ -234,7 +236,7 @@ def profile(
     """
     require_gpu([recipe])
     started_s = time.perf_counter()
-    with _bench(recipe) as bench:
+    with timed(recipe) as bench:
         load_s = time.perf_counter() - started_s
         made_from = head(inputs={"recipe": source}, device=bench.facts.device)
         with Journal(
@@ -250,18 +252,6 @@ def profile(
             session.run_slices(make_workers or bench.workers)
             session.run_sequences(make_workers or bench.workers)
             return session.result(made_from)
-
-
-def _bench(recipe: Recipe) -> AbstractContextManager[ProfileBench]:
-    if recipe.engine.name == "openai":
-        from toolkit.profiling.endpoint import endpoint_bench
-
-        return endpoint_bench(recipe)
-    if recipe.engine.name == "vllm":
-        from toolkit.profiling.vllm import vllm_bench
-
-        return vllm_bench(recipe)
-    return engine_process(recipe)
 
 
 def _conditions(made_from: EnvelopeFields, facts: EngineFacts) -> JournalConditions:
@@ -294,10 +284,11 @@ class _Session:
         self._journal = journal
         self._watch = watch
         self._points, self._skipped = grid(self._spec, facts)
-        self._rounds = RoundsStage(recipe, facts, journal) if facts.engine in REBATCHING else None
+        traits = traits_of(facts.engine)
+        self._rounds = RoundsStage(recipe, facts, journal) if traits.keeps_rows else None
         self._steps: StepsProfile | None = None
         self._mixes: list[GridPoint] = []
-        if facts.engine == "vllm":
+        if traits.timed_by_pass:
             self._mixes = mix_points(self._spec, facts)
             self._mixes += traffic_points(self._spec, facts, recipe.serve.max_new_tokens)
         parts = self._rounds.points if self._rounds else self._mixes

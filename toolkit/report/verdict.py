@@ -5,8 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from toolkit.files.fleet import SERVERS
-from toolkit.files.tuning import Alternatives, Interval, Sibling, Sizing, Tuning, WindowLength
+from toolkit.engine_traits import traits_of
+from toolkit.files.tuning import (
+    Alternatives,
+    Interval,
+    Sibling,
+    Sizing,
+    Tuning,
+    WindowLength,
+    share_used,
+)
 from toolkit.units import number, percent
 
 # What else would serve the traffic, in words: which change keeps the limits, or serves clearly
@@ -40,7 +48,7 @@ def alternative_lines(result: Tuning) -> list[str]:
         if found.up_to_rps is not None
         else "  not fewer requests: the best settings break a limit even at a 64th of the rate"
     )
-    if result.engines[0] in SERVERS:
+    if traits_of(result.engines[0]).server:
         lines.append(
             "  a server is one worker: several side by side, behind a router, are not simulated"
         )
@@ -99,7 +107,7 @@ def _sibling(one: Sibling) -> str:
 
 def _misses(one: Sibling) -> str:
     worst = max(one.usage, key=lambda key: one.usage[key])
-    at = f"{worst} is at {one.usage[worst]:.0%} of its limit"
+    at = f"{worst} is {share_used(one.usage[worst])}"
     fewer = f"; it keeps all up to {number(one.up_to_rps)} requests/s" if one.up_to_rps else ""
     return f"with recipe {one.recipe} (engine {one.engine}) {at}{fewer}"
 
@@ -130,7 +138,7 @@ def verdict(result: Tuning) -> list[str]:
     elif result.binding_sla and result.binding_ratio is not None:
         state = "missed" if result.binding_ratio > 1 else "met"
         lines.append(
-            f"the target that binds: {result.binding_sla}, {state}, at {result.binding_ratio:.0%} of its limit"
+            f"the target that binds: {result.binding_sla}, {state}, {share_used(result.binding_ratio)}"
         )
     if result.keep_defaults and not result.keeps_limits:
         lines.append(
@@ -160,11 +168,7 @@ def _nothing_fits(result: Tuning) -> list[str]:
     broken = {key: share for key, share in result.usage.items() if share > 1}
     worst = max(broken or result.usage, key=lambda key: result.usage[key], default="")
     what = "the defaults are" if result.keep_defaults else "the best is"
-    at = (
-        f"; {worst} binds: held out, {what} at {result.usage[worst]:.0%} of its limit"
-        if worst
-        else ""
-    )
+    at = f"; {worst} binds: held out, {what} {share_used(result.usage[worst])}" if worst else ""
     lines = [f"no trial keeps all limits{at}"]
     if result.alternatives is None:
         lines.append(

@@ -1,7 +1,7 @@
 """The iteration log of a paged engine: a line for each of its forward passes, who was in it, and
 how long it took.
 
-Written inside the engine (`toolkit.inside.vllm_iterations`), read by whoever profiles it or holds
+Written inside the engine (`toolkit.backends.vllm.iterations`), read by whoever profiles it or holds
 the simulator to it. Lengths and times only: no text and no tokens.
 """
 

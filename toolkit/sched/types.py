@@ -170,7 +170,7 @@ class RoundResult:
 
     Those whose caches were `dropped`, the last admitted first, wait again: memory had no room for
     them, which is the failure "oom" and may be all of them, or nobody where a pass in parts
-    sufficed; or an engine that also schedules (`toolkit.inside`) made room. Of a round that
+    sufficed; or an engine that also schedules (`toolkit.backends.vllm`) made room. Of a round that
     "crashed" no cache is left. Such an engine may also have `missed` residents in so many of the
     steps.
     """

@@ -291,6 +291,7 @@ def _duration(seconds: float) -> str:
 # name of its own to this machine ("DNS rebinding"), and the browser then sends that name and lets
 # the page read the answers.
 
+UNKEYED = "without a key this server"
 REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
 
@@ -298,8 +299,9 @@ class AccessGate:
     """Denies by default: without a key only `open_paths` answer, and nobody learns which other
     routes exist.
 
-    What a key POSTs counts against its limits, on the clock `now_s`. With `local_hosts_only` a Host
-    that is a name other than `localhost` gets 403 from all routes but `open_paths`.
+    What a key POSTs counts against its limits, on the clock `now_s`. A Host that is a name other
+    than `localhost` gets 403 from `local_paths`, which answer without a key, and with
+    `local_hosts_only` from all routes but `open_paths`.
     """
 
     def __init__(
@@ -309,12 +311,14 @@ class AccessGate:
         now_s: Callable[[], float],
         *,
         open_paths: Collection[str],
+        local_paths: Collection[str] = (),
         local_hosts_only: bool = False,
     ) -> None:
         self._app = app
         self._keyring = keyring
         self._now_s = now_s
-        self._open_paths = frozenset(open_paths)
+        self._local_paths = frozenset(local_paths)
+        self._open_paths = frozenset(open_paths) | self._local_paths
         self._local_hosts_only = local_hosts_only
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -335,9 +339,12 @@ class AccessGate:
                 added.update(visit.headers() if visit else {})
             await send(message)
 
-        if self._local_hosts_only and scope["path"] not in self._open_paths:
+        is_local = scope["path"] in self._local_paths
+        if is_local or (self._local_hosts_only and scope["path"] not in self._open_paths):
             try:
-                check_local_host(headers.get("host", ""))
+                check_local_host(
+                    headers.get("host", ""), "the status page" if is_local else UNKEYED
+                )
             except ApiError as refusal:
                 await error_response(refusal)(scope, receive, send_with_id)
                 return
@@ -359,9 +366,10 @@ class AccessGate:
             visit.leave(status)
 
 
-def check_local_host(host: str) -> None:
-    """`ApiError` for a Host that is a name other than localhost. Addresses and an empty Host pass:
-    no page has them.
+def check_local_host(host: str, what: str = UNKEYED) -> None:
+    """`ApiError`, for `what`, for a Host that is a name other than localhost.
+
+    Addresses and an empty Host pass: no page has them.
     """
     name = host.rpartition(":")[0] if re.search(r":\d*$", host) else host
     with suppress(ValueError):
@@ -369,8 +377,9 @@ def check_local_host(host: str) -> None:
         return
     if name.lower().rstrip(".") not in ("localhost", ""):
         raise ApiError(
-            f"without a key this server answers to addresses and to localhost, not to the Host {name[:80]!r}; "
-            "start it with an API key, or have the proxy in front send an address as Host",
+            f"{what} answers to addresses and to localhost, not to the Host {name[:80]!r}; "
+            f"{'start it with an API key, or ' if what == UNKEYED else ''}"
+            "have the proxy in front send an address as Host",
             status=403,
             code="host_refused",
         )

@@ -67,7 +67,7 @@ _REASONS = {
     "408": "the body did not come in time",
     "413": "the body is too large",
     "415": "the body is not JSON by its type",
-    "429": "the key's limit is reached",
+    "429": "the key's limit is reached, or the client's share of connections or bytes",
     "503": "loading, draining or overloaded; or the request failed",
 }
 
@@ -257,10 +257,13 @@ def make_app(
     if status:
         app.add_api_route(PAGE, status.page, methods=["GET", "HEAD"], response_model=None)
         app.add_api_route(DATA, status.data, methods=["GET"], response_model=None)
-        open_paths += [PAGE, DATA]
-    local = settings.local_hosts_only
     return AccessGate(
-        app, keyring, lambda: driver.now_s, open_paths=open_paths, local_hosts_only=local
+        app,
+        keyring,
+        lambda: driver.now_s,
+        open_paths=open_paths,
+        local_paths=[PAGE, DATA] if status else [],
+        local_hosts_only=settings.local_hosts_only,
     )
 
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+from toolkit.engine_traits import traits_of
 from toolkit.errors import InputError
 from toolkit.estimators.load import laws_from_fit
 from toolkit.files.keys import ApiKey
 from toolkit.files.plan import Kind, Plan
 from toolkit.sched.eventlog import Event, EventLogHeader, RecordingScheduler
-from toolkit.sched.policies import ELSEWHERE, make_policy, refuse_unservable
+from toolkit.sched.policies import make_policy, refuse_unservable
 from toolkit.sched.protocols import Policy
 from toolkit.sched.scheduler import Scheduler
 from toolkit.sched.types import Worker
@@ -23,12 +24,12 @@ def make_scheduler(plan: Plan, event_sink: Callable[[Event], None] | None = None
     """The plan's scheduler in its first state: for a server, or for the replay of a server's log."""
     policy = make_policy(plan.policy.name, plan.policy.parameters)
     engine = plan.recipe.engine
-    if engine.name == ELSEWHERE:
+    if not traits_of(engine.name).started:
         hint = "replay a trace against it with: llmctl bench --plan plan.json --url " + str(
             engine.url
         )
         raise InputError(
-            f"engine '{ELSEWHERE}' is a server already, at {engine.url}; there is nothing to start",
+            f"engine '{engine.name}' is a server already, at {engine.url}; there is nothing to start",
             hint,
         )
     workers: list[Worker] = []

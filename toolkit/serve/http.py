@@ -15,6 +15,10 @@ httptools) parses; everything that bounds a client is here:
 In every phase a client that leaves an answer unread for `write_timeout_s` is given up. One sweep a
 second looks at all connections, so a timer may be up to `SWEEP_EVERY_S` late.
 
+Connections, and the bytes of bodies and of unread answers, have a cap over all connections. One
+client may have a share of both, so that it cannot have all. A client is an IPv4 address or an IPv6
+network of 64 bits; what connects from this machine, as a proxy does, has no share of its own.
+
 Answers leave in the order of their requests. While one is made, requests behind it are parsed and
 wait; what cannot be parsed is answered after them, and then the connection closes.
 
@@ -28,6 +32,7 @@ chunk's size. Over TLS an end of one side is the end of both.
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import logging
 import re
 import resource
@@ -36,11 +41,12 @@ import ssl
 import struct
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from email.utils import formatdate
 from http import HTTPStatus
+from itertools import chain
 from typing import Any, cast
 from urllib.parse import unquote
 
@@ -57,6 +63,7 @@ MAX_PIPELINED_REQUESTS = 16  # behind the one that is answered
 MAX_CONNECTIONS = 4096
 BACKLOG = 2048  # connections that wait to be accepted
 MAX_HELD_BYTES = 256 << 20  # of bodies and unread answers, over all connections
+CLIENT_SHARE = 0.5  # of connections and of held bytes, for one client
 SMALL_BODY_BYTES = 1 << 16  # a body up to this size is taken even when `MAX_HELD_BYTES` are held
 
 HEAD_TIMEOUT_S = 60.0
@@ -95,11 +102,42 @@ class WireLimits:
     head_bytes: int = MAX_HEAD_BYTES
     body_bytes: int = MAX_BODY_BYTES
     held_bytes: int = MAX_HELD_BYTES
+    client_share: float = 1.0  # of `connections` and `held_bytes`, for one client; 1: all
     head_timeout_s: float = HEAD_TIMEOUT_S
     body_timeout_s: float = BODY_TIMEOUT_S
     idle_timeout_s: float = IDLE_TIMEOUT_S
     write_timeout_s: float = WRITE_TIMEOUT_S
     linger_timeout_s: float = LINGER_TIMEOUT_S
+
+
+def client_of(address: str) -> str | None:
+    """The client that an address belongs to: itself, or its IPv6 network; None for this machine's,
+    and for none.
+    """
+    try:
+        found = ipaddress.ip_address(address.partition("%")[0])
+    except ValueError:
+        return None
+    if isinstance(found, ipaddress.IPv6Address):
+        if found.ipv4_mapped is None:
+            return (
+                None if found.is_loopback else str(ipaddress.ip_network((found, 64), strict=False))
+            )
+        found = found.ipv4_mapped
+    return None if found.is_loopback else str(found)
+
+
+class Client:
+    """The connections of one client, and what they hold."""
+
+    def __init__(self) -> None:
+        self.connections: set[Connection] = set()
+        self.body_bytes = 0
+        self.unread_bytes = 0
+
+    @property
+    def held_bytes(self) -> int:
+        return self.body_bytes + self.unread_bytes
 
 
 class HttpServer:
@@ -110,6 +148,8 @@ class HttpServer:
         limits: what clients may take.
         dated: whether answers say the date; a proxy leaves that to the server behind it.
         now_s: the clock of all timers, in seconds.
+        client_of: whose an address is; None: nothing but the caps over all connections bounds it.
+        on_share: told `connections` or `bytes` when a client got 429, or a reset, because it had its share.
     """
 
     def __init__(
@@ -119,10 +159,15 @@ class HttpServer:
         *,
         dated: bool = True,
         now_s: Callable[[], float] = time.monotonic,
+        client_of: Callable[[str], str | None] = client_of,
+        on_share: Callable[[str], None] = lambda _: None,
     ) -> None:
         self.app = app
         self.limits = limits
         self.max_connections = _most_connections(limits)
+        self.client_connections = max(int(self.max_connections * limits.client_share), 1)
+        self.client_bytes = int(limits.held_bytes * limits.client_share)
+        self.clients: dict[str, Client] = {}
         self.now_s = now_s
         self.connections: set[Connection] = set()
         self.idle: dict[Connection, None] = {}  # the longest idle first
@@ -134,6 +179,8 @@ class HttpServer:
         self.unread_bytes = 0  # of answers, as of the last sweep and what was written since
         self.leaving = False
         self.common_headers = b""
+        self._client_of = client_of
+        self._on_share = on_share
         self._dated = dated
         self._server: uvicorn.Server | None = None
         self._sweeping: asyncio.TimerHandle | None = None
@@ -192,29 +239,89 @@ class HttpServer:
         return self.body_bytes + self.unread_bytes
 
     def sweep(self) -> None:
-        """Let every timer that has run out have its effect."""
-        now_s, unread = self.now_s(), 0
+        """Let every timer that has run out have its effect, and reset who leaves too much unread."""
+        now_s, self.unread_bytes = self.now_s(), 0
+        for client in self.clients.values():
+            client.unread_bytes = 0
         for connection in list(self.connections):
-            unread += connection.check(now_s)
-        self.unread_bytes = unread
+            connection.count_unread(connection.check(now_s))
+        self.unread_bytes -= self._shed(
+            self.connections, self.unread_bytes - self.limits.held_bytes
+        )
+        for client in list(self.clients.values()):
+            excess = client.unread_bytes - self.client_bytes
+            if excess > 0:
+                self._on_share("bytes")
+                self.unread_bytes -= self._shed(client.connections, excess)
 
-    def entered(self, connection: Connection) -> bool:
-        """A new connection. False where there are too many, and none that could be closed for it."""
+    def _shed(self, connections: Iterable[Connection], excess: int) -> int:
+        """Reset those that leave the most unread, until it is `excess` bytes less. How many bytes
+        it is less.
+        """
+        shed = 0
+        if excess > 0:
+            for connection in sorted(connections, key=Connection.waiting_bytes, reverse=True):
+                if shed >= excess:
+                    break
+                shed += connection.waiting_bytes()
+                connection.abort()
+        return shed
+
+    def entered(self, connection: Connection, address: str) -> ApiError | None:
+        """A new connection. The error where it cannot be, and none could be closed for it."""
+        name = self._client_of(address) if self.limits.client_share < 1 else None
+        if name is not None:
+            client = self.clients.get(name) or Client()
+            while len(client.connections) >= self.client_connections:
+                if not self._close_one(client.connections):
+                    self._on_share("connections")
+                    text = f"{name} has {self.client_connections} connections, as many as one client gets"
+                    return _too_many(text)
+            self.clients[name] = client  # again: closing its last one has removed it
+            connection.client = client
+            client.connections.add(connection)
         while len(self.connections) >= self.max_connections:
-            oldest = next(iter(self.idle), None) or next(iter(self.heads), None)
-            if oldest is None:
-                return False
-            oldest.abort()
+            if not self._close_one(self.connections):
+                self.left(connection)
+                text = f"the server has {self.max_connections} connections, as many as it takes; try again later"
+                return _busy(text)
         self.connections.add(connection)
         self._empty.clear()
-        return True
+        return None
+
+    def _close_one(self, among: set[Connection]) -> bool:
+        """Close the one that is idle longest, else the one that is longest in its request's head.
+        False: none is.
+        """
+        oldest = next((each for each in chain(self.idle, self.heads) if each in among), None)
+        if oldest is not None:
+            oldest.abort()
+        return oldest is not None
 
     def left(self, connection: Connection) -> None:
         self.connections.discard(connection)
         self.idle.pop(connection, None)
         self.heads.pop(connection, None)
+        client = connection.client
+        if client is not None and connection in client.connections:
+            client.connections.discard(connection)
+            if not client.connections:
+                self.clients = {
+                    name: one for name, one in self.clients.items() if one is not client
+                }
         if not self.connections:
             self._empty.set()
+
+    def check_share(self, connection: Connection) -> None:
+        """`_RefusedError` where there is no room for more of a body."""
+        client = connection.client
+        if self.held_bytes > self.limits.held_bytes:
+            text = f"the server holds {self.held_bytes >> 20} MiB of requests and answers; try again later"
+            raise _RefusedError(_busy(text))
+        if client is not None and client.held_bytes > self.client_bytes:
+            self._on_share("bytes")
+            text = f"this client's requests and unread answers are {client.held_bytes >> 20} MiB, which is its share"
+            raise _RefusedError(_too_many(text))
 
     def _tick(self) -> None:
         if self._dated:
@@ -259,6 +366,7 @@ class Connection(asyncio.Protocol):
         self._headers: list[tuple[bytes, bytes]] = []
         self._written_bytes = 0
         self._taken = (0, 0.0)  # how many bytes the client had taken, and when
+        self.client: Client | None = None  # whose share it counts to
         self._client: tuple[str, int] | None = None
         self._local: tuple[str, int | None] | None = None
         self._scheme = "http"
@@ -274,9 +382,9 @@ class Connection(asyncio.Protocol):
             self._scheme = "https"
         self._client, self._local = _address(transport, "peername"), _address(transport, "sockname")
         self._taken = (0, self.server.now_s())
-        if not self.server.entered(self):
-            text = f"the server has {self.server.max_connections} connections, as many as it takes; try again later"
-            self.transport.write(_refusal(_busy(text), self.server.common_headers))
+        refusal = self.server.entered(self, self._client[0] if self._client else "")
+        if refusal:
+            self.transport.write(_refusal(refusal, self.server.common_headers))
             self.transport.close()
             self._parses = False
             self._loop.call_later(PROBE_AFTER_S, transport.abort)
@@ -452,15 +560,16 @@ class Connection(asyncio.Protocol):
         server = self.server
         if exchange.body_bytes > self._limits.body_bytes:
             raise _RefusedError(self._body_too_long())
-        if exchange.body_bytes > SMALL_BODY_BYTES:
-            if exchange is not self._running:  # a client may send it again
-                self._queue.remove(exchange)
-                self._message = None
-                exchange.give_up()
-                raise _RefusedError(None)
-            if server.held_bytes > self._limits.held_bytes:
-                text = f"the server holds {server.held_bytes >> 20} MiB of requests and answers; try again later"
-                raise _RefusedError(_busy(text))
+        small = exchange.body_bytes <= SMALL_BODY_BYTES
+        if exchange is self._running:
+            if not small:
+                server.check_share(self)
+        elif exchange in self._queue and (not small or server.held_bytes > self._limits.held_bytes):
+            # a client may send it again
+            self._queue.remove(exchange)
+            self._message = None
+            exchange.give_up()
+            raise _RefusedError(None)
 
     def on_message_complete(self) -> None:
         if self._parser.should_upgrade():
@@ -596,7 +705,7 @@ class Connection(asyncio.Protocol):
         """Let timers that have run out have their effect. How many bytes of answers wait for the
         client to read.
         """
-        waiting = self.transport.get_write_buffer_size()
+        waiting = self.waiting_bytes()
         taken, since_s = self._taken
         if not waiting or self._written_bytes - waiting >= taken + MIN_READ_BYTES:
             self._taken = (self._written_bytes - waiting, now_s)
@@ -647,9 +756,25 @@ class Connection(asyncio.Protocol):
 
     def write(self, data: bytes) -> None:
         self._written_bytes += len(data)
-        if len(data) > SMALL_BODY_BYTES:
-            self.server.unread_bytes += len(data)
         self.transport.write(data)
+        if len(data) > SMALL_BODY_BYTES:
+            self.count_unread(len(data))
+            if self.server.unread_bytes > self._limits.held_bytes:
+                self.server.sweep()
+
+    def count_unread(self, size: int) -> None:
+        self.server.unread_bytes += size
+        if self.client is not None:
+            self.client.unread_bytes += size
+
+    def count_body(self, size: int) -> None:
+        self.server.body_bytes += size
+        if self.client is not None:
+            self.client.body_bytes += size
+
+    def waiting_bytes(self) -> int:
+        """Bytes of answers that wait for the client to read."""
+        return self.transport.get_write_buffer_size()
 
     def _head_too_long(self) -> ApiError:
         text = f"request line and headers are larger than {self._limits.head_bytes} bytes"
@@ -707,7 +832,7 @@ class HttpExchange:
         if self.complete or self._given_up:
             return
         self.body_bytes += len(piece)
-        self._server.body_bytes += len(piece)
+        self._connection.count_body(len(piece))
         self._body += piece
         self._news.set()
 
@@ -730,7 +855,7 @@ class HttpExchange:
             self._let_go()
 
     def _let_go(self) -> None:
-        self._server.body_bytes -= self.body_bytes
+        self._connection.count_body(-self.body_bytes)
         self.body_bytes = 0
         self._body = bytearray()
 
@@ -851,6 +976,12 @@ _STATUS_LINES = {
 def _busy(text: str) -> ApiError:
     return ApiError(
         text, status=503, code="overloaded", headers={"Retry-After": str(RETRY_AFTER_S)}
+    )
+
+
+def _too_many(text: str) -> ApiError:
+    return ApiError(
+        text, status=429, code="client_share", headers={"Retry-After": str(RETRY_AFTER_S)}
     )
 
 

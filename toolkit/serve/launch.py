@@ -35,6 +35,7 @@ from toolkit.serve.drift import CheckedWorkers, DriftCheck, OnFound
 from toolkit.serve.driver import Driver
 from toolkit.serve.forecast import UNLIMITED, LatencyLimits
 from toolkit.serve.helper import Helper
+from toolkit.serve.http import CLIENT_SHARE, WireLimits
 from toolkit.serve.live import ActiveRequest
 from toolkit.serve.rereading import Certificate, Followed, WatchedFiles, follow
 from toolkit.serve.server import Ending, check_exposure, is_loopback, listen, serve, url
@@ -194,6 +195,7 @@ class Launch:
     port: int
     insecure: bool = False
     limits: LatencyLimits = UNLIMITED
+    client_share: float = CLIENT_SHARE  # of connections and of held bytes, for one client
     event_log: Path | None = None
     request_log: Path | None = None
     ending: Ending = field(default_factory=Ending)
@@ -252,14 +254,8 @@ def launch(
         # what was imported stays: no collection should stall all streams to walk over it
         gc.freeze()
         tls = certificate.context if certificate else None
-        serving = serve(
-            driver,
-            app,
-            listener,
-            order.ending,
-            lambda: on_ready(url(listener, tls=tls is not None)),
-            tls,
-        )
+        at, wire = url(listener, tls=tls is not None), WireLimits(client_share=order.client_share)
+        serving = serve(driver, app, listener, order.ending, lambda: on_ready(at), tls, wire)
         serving = _helped(helper, serving)
         following = follow(_followed(order, keyring, certificate), order.ending.say)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

@@ -156,6 +156,8 @@ class Exposition:
         yield _counter(
             "llmctl_refused", "Requests that got 503 for overload.", labels, stats.refused
         )
+        text = "Connections and bodies that got 429, or a reset, because one client had its share."
+        yield _ends("llmctl_client_limited", text, "limit", labels, stats.share_refusals)
         yield _counter(
             "llmctl_worker_restarts",
             "Workers lost and started again.",

@@ -28,6 +28,7 @@ from toolkit.endpoints.upstream import RawHeaders, Upstream, UpstreamAnswer, Ups
 from toolkit.errors import InputError
 from toolkit.serve.access import check_local_host
 from toolkit.serve.errors import ApiError, error_response
+from toolkit.serve.helper import LARGE_BODY_BYTES, ReadingProcess, Worked, work
 from toolkit.serve.http import HttpServer, WireLimits
 from toolkit.serve.server import LAST_BYTES_S, Signals, first_of, is_loopback, listen, url
 from toolkit.traces.write import TraceLine, TraceLog, to_ms
@@ -227,6 +228,53 @@ def split(total: int, rows: int) -> Sequence[int]:
     return [share + (row < more) for row in range(rows)]
 
 
+# Large requests are read in a process beside the recorder, as the server's are: none stops its
+# event loop.
+
+ASKED, WITH_USAGE = "asked", "with usage"
+
+
+class RequestReading:
+    """What the recorder reads of requests. A body above `LARGE_BODY_BYTES` goes to the process.
+
+    `ApiError` where that has died, or has too many to read.
+    """
+
+    def __init__(self) -> None:
+        self._process = ReadingProcess("toolkit.serve.recording", b"")
+
+    async def asked(self, body: bytes) -> Asked | None:
+        """As `read_request`."""
+        if len(body) <= LARGE_BODY_BYTES:
+            return read_request(body)
+        found = await self._process.ask(ASKED, body)
+        return (
+            msgspec.msgpack.decode(found, type=Asked | None) if isinstance(found, bytes) else None
+        )
+
+    async def with_usage(self, body: bytes) -> bytes:
+        """As `ask_for_usage`."""
+        if len(body) <= LARGE_BODY_BYTES:
+            return ask_for_usage(body)
+        found = await self._process.ask(WITH_USAGE, body)
+        return found if isinstance(found, bytes) else body
+
+    async def stop(self) -> None:
+        await self._process.stop()
+
+
+def _worked(kind: str, body: bytes) -> bytes:
+    return msgspec.msgpack.encode(read_request(body)) if kind == ASKED else ask_for_usage(body)
+
+
+def _prepare(_: bytes) -> Worked:
+    return _worked
+
+
+if __name__ == "__main__":
+    work(_prepare)
+
+
 MAX_BODY_BYTES = 64 << 20
 MAX_ROWS = 1024  # of one request that are written; nobody serves more
 UNCOUNTED = "uncounted"
@@ -271,8 +319,8 @@ def _ms_or_none(seconds: float) -> float | None:
 class TraceRecorder:
     """The application. `ended` counts requests for tokens by what became of them.
 
-    With `local_hosts_only` a Host that is a name other than localhost gets 403 (`gate.py` says
-    why).
+    Call `stop` when it is not used any more. With `local_hosts_only` a Host that is a name other
+    than localhost gets 403 (`gate.py` says why).
     """
 
     def __init__(
@@ -286,7 +334,11 @@ class TraceRecorder:
         self._local_hosts_only = local_hosts_only
         self._asks_usage = True  # until the server turns out not to know how
         self._under_way = 0
+        self._requests = RequestReading()
         self.idle.set()
+
+    async def stop(self) -> None:
+        await self._requests.stop()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -313,7 +365,7 @@ class TraceRecorder:
         body = await _read_body(receive)
         if body is None:
             return
-        asked = read_request(body) if _asks_tokens(scope) else None
+        asked = await self._requests.asked(body) if _asks_tokens(scope) else None
         passage = Passage(asked, arrival_s) if asked else None
         passing = asyncio.ensure_future(self._pass(scope, body, passage, send))
         gone = asyncio.ensure_future(_disconnected(receive))
@@ -363,7 +415,8 @@ class TraceRecorder:
         adds = self._asks_usage and asked.stream and not asked.usage
         if adds:
             told = _without(headers, b"content-length")
-            answer = await self._upstream.send(scope["method"], target, told, ask_for_usage(body))
+            with_usage = await self._requests.with_usage(body)
+            answer = await self._upstream.send(scope["method"], target, told, with_usage)
             if answer.status not in NOT_UNDERSTOOD:
                 passage.reader = StreamReader(strip=True)
                 return answer
@@ -514,7 +567,10 @@ async def _record(
             )
         await upstream.check_certificate()
         recorder = TraceRecorder(upstream, log, local_hosts_only=is_loopback(order.host))
-        await _serve(recorder, listener, order.ending_s, lambda: on_ready(url(listener)))
+        try:
+            await _serve(recorder, listener, order.ending_s, lambda: on_ready(url(listener)))
+        finally:
+            await recorder.stop()
         return recorder.ended
 
 

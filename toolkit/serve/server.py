@@ -21,8 +21,9 @@ from starlette.types import ASGIApp
 
 from toolkit.errors import InputError
 from toolkit.serve.driver import Driver
-from toolkit.serve.http import BACKLOG, HttpServer
+from toolkit.serve.http import BACKLOG, HttpServer, WireLimits
 
+NO_SHARES = WireLimits()
 LAST_BYTES_S = 5  # for final chunks to leave
 ACCEPTED_S = 0.02  # for the loop to accept who has connected, before the listener closes
 
@@ -123,14 +124,15 @@ async def serve(
     ending: Ending,
     on_ready: Callable[[], None],
     tls: ssl.SSLContext | None = None,
+    limits: WireLimits = NO_SHARES,
 ) -> None:
-    """Serve until a signal ends it.
+    """Serve until a signal ends it; `limits` is what clients may take.
 
     `EngineError` where a worker cannot load, or where none is left and none can be loaded again; a
     bug of the scheduler is raised.
     """
     signals = Signals()
-    server = HttpServer(app)
+    server = HttpServer(app, limits, on_share=driver.stats.count_share)
     await server.start(listener, tls)
     loading = asyncio.create_task(driver.start())
     try:

@@ -204,6 +204,9 @@ class Stats:
     preemptions: int = 0
     restarts: Counter[int] = field(default_factory=Counter)  # by worker
     refused: int = 0  # for overload
+    share_refusals: Counter[str] = field(
+        default_factory=lambda: Counter(connections=0, bytes=0)
+    )  # of clients
     deciding: Histogram = field(
         default_factory=lambda: Histogram(COST_BUCKETS)
     )  # of the scheduler's calls
@@ -230,6 +233,10 @@ class Stats:
     @property
     def predicted_batch_s(self) -> float:
         return sum(one.predicted_s for one in self.compared.values())
+
+    def count_share(self, limit: str) -> None:
+        """A client that had its share of `connections` or of `bytes` asked for more."""
+        self.share_refusals[limit] += 1
 
     def count_tokens(
         self, tokens: int, arrival_s: float, last_token_s: float, now_s: float

@@ -17,6 +17,7 @@ from toolkit.traces.types import Trace
 # Changing a trace so that it fits: its rate to a machine, its lengths to a small model. Each
 # change leaves a note.
 
+MIN_RATE_RPS, MAX_RATE_RPS = 1e-6, 1e6  # one in 11 days; more than any server takes
 FITTED_PERCENTILE = 99.0  # what must fit after dividing; the rest is clipped
 
 Tokens = NDArray[np.int64]
@@ -31,12 +32,12 @@ def mean_rate(trace: Trace) -> float:
 def scale_rate(trace: Trace, rate_rps: float) -> Trace:
     """Stretch or compress the arrival times to a mean rate; burstiness and order stay.
 
-    Raises InputError for a rate that is not positive, and for a trace whose requests all arrive at once.
+    Raises InputError for a rate beyond `MIN_RATE_RPS` and `MAX_RATE_RPS`, and for a trace whose requests all arrive
+    at once.
     """
-    if not 0 < rate_rps < float("inf"):
-        raise InputError(
-            f"a rate of {rate_rps:g} requests/s is not possible", "give a positive rate"
-        )
+    if not MIN_RATE_RPS <= rate_rps <= MAX_RATE_RPS:
+        hint = f"give a rate from {MIN_RATE_RPS:g} to {MAX_RATE_RPS:,.0f}"
+        raise InputError(f"a rate of {rate_rps:g} requests/s is not possible", hint)
     now = mean_rate(trace)
     if now == 0 and len(trace) == 1:
         raise InputError(

@@ -14,12 +14,12 @@ from functools import partial
 
 import numpy as np
 
+from toolkit.engine_traits import traits_of
 from toolkit.errors import LimitsBrokenError
 from toolkit.files.fit import Fit
-from toolkit.files.fleet import SERVERS
 from toolkit.files.plan import Kind
 from toolkit.files.recipe import PolicySpec, Recipe
-from toolkit.files.tuning import Alternatives, Outcome, Sibling, Sizing, SizingRow
+from toolkit.files.tuning import Alternatives, Outcome, Sibling, Sizing, SizingRow, share_used
 from toolkit.sched.policies.servable import refusal
 from toolkit.sim.api import usual_policies
 from toolkit.sim.world import world_of
@@ -116,8 +116,8 @@ def nothing_suffices(sizes: WorkerCounts, siblings: Sequence[Sibling] = ()) -> L
     able = next((one for one in siblings if one.feasible), None)
     last = max(sizes.rows, key=lambda row: row.workers)
     return LimitsBrokenError(
-        f"no number of workers up to {last.workers} keeps all limits: {last.binding} is at "
-        f"{last.binding_ratio:.0%} of its limit even with {last.workers}",
+        f"no number of workers up to {last.workers} keeps all limits: {last.binding} is "
+        f"{share_used(last.binding_ratio)} even with {last.workers}",
         f"tune {able.recipe} (engine {able.engine}): on {able.workers} it keeps them"
         if able
         else "a looser target in the recipe's sla, or other parameters: more workers do not help",
@@ -247,7 +247,11 @@ def alternatives(
         tasks = [Task(ground.bench, name) for name in others]
         done = collect(ground.runner, tasks, ground.tick)
         policies = [one.outcome for one in done if one.feasible(ground.limits)]
-        if engine not in SERVERS and not policies and not any(one.feasible for one in siblings):
+        if (
+            not traits_of(engine).server
+            and not policies
+            and not any(one.feasible for one in siblings)
+        ):
             workers = fewest(
                 lambda count: ground.keeps(at_size(ground.bench, count), chosen.outcome)
             )
@@ -298,7 +302,7 @@ def _try(ground: Ground, sibling: Kind) -> Sibling:
 def _bench_of(ground: Ground, sibling: Kind) -> EvaluationSetup:
     recipe, workers = ground.recipe, ground.bench.world.size
     kind = sibling.model_copy(
-        update={"workers": 1 if sibling.recipe.engine.name in SERVERS else workers}
+        update={"workers": 1 if traits_of(sibling.recipe.engine.name).server else workers}
     )
     world = world_of([kind], max_new_tokens=recipe.serve.max_new_tokens, seed=recipe.tune.seed)
     return replace(ground.bench, world=world, label=f"{ground.bench.label}, {sibling.recipe.name}")

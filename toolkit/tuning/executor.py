@@ -25,6 +25,7 @@ from urllib.parse import quote, quote_plus, unquote
 
 import optuna
 from optuna.distributions import BaseDistribution, FloatDistribution, IntDistribution
+from pydantic import TypeAdapter
 from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.pool import NullPool
@@ -233,6 +234,11 @@ def _work(pipe: Connection) -> None:
 # Evaluations that outlive an interrupted search: since the search is deterministic, it finds them
 # again in order.
 
+_FIRST = TypeAdapter(str)
+_LINE = TypeAdapter(tuple[str, object, object])
+_OUTCOME = TypeAdapter(Outcome)
+_RATIOS = TypeAdapter(dict[str, float])
+
 
 class EvaluationStore(Protocol):
     """Where evaluations are kept, by what was evaluated."""
@@ -282,6 +288,9 @@ class JournalFile:
     Args:
         path: the file; its first line is the fingerprint. Lines stand in the order in which tasks were done.
         fingerprint: digests and settings that decide the results. A file with another one is replaced.
+
+    Raises `InputError` for a file with a damaged line, but for a last one without its end, which a
+    kill tears.
     """
 
     def __init__(self, path: Path, fingerprint: str) -> None:
@@ -314,18 +323,29 @@ def _key(task: Task) -> str:
 def _read(path: Path, fingerprint: str) -> dict[str, Evaluation]:
     if not path.exists():
         return {}
-    lines = path.read_bytes().splitlines(keepends=True)
-    if not lines or lines[0] != json.dumps(fingerprint).encode() + b"\n":
-        return {}
+    whole = path.read_bytes().split(b"\n")[:-1]  # a kill tears the last line
+    known, number = {}, 1
     try:
-        whole = [
-            json.loads(line) for line in lines[1:] if line.endswith(b"\n")
-        ]  # a kill tears the last line
-        return {key: Evaluation(Outcome(**outcome), ratios) for key, outcome, ratios in whole}
-    except (ValueError, TypeError, RecursionError):
+        if not whole or _FIRST.validate_python(json.loads(whole[0])) != fingerprint:
+            return {}
+        for line in whole[1:]:
+            number += 1
+            key, outcome, ratios = _LINE.validate_python(json.loads(line))
+            known[key] = evaluation_of(outcome, ratios)
+    except (ValueError, RecursionError):
         raise InputError(
-            f"{path.name}: a line of it is damaged", "delete it; tune then begins anew"
+            f"{path.name}: line {number} is damaged, or the file is no journal of tune",
+            "move it away; tune then begins anew",
         ) from None
+    return known
+
+
+def evaluation_of(outcome: object, ratios: object) -> Evaluation:
+    """An evaluation that was kept. `ValueError` for what is none."""
+    found = Evaluation(_OUTCOME.validate_python(outcome), _RATIOS.validate_python(ratios))
+    if "goodput_rps" not in found.outcome.metrics:
+        raise ValueError("an evaluation without goodput_rps")
+    return found
 
 
 def _drop_torn_line(path: Path) -> None:
@@ -472,4 +492,13 @@ def _evaluations(study: optuna.Study) -> Iterator[tuple[str, Evaluation]]:
     for trial in study.get_trials(deepcopy=False):
         attributes = trial.user_attrs
         if KEY in attributes:
-            yield attributes[KEY], Evaluation(Outcome(**attributes[OUTCOME]), attributes[RATIOS])
+            try:
+                yield (
+                    attributes[KEY],
+                    evaluation_of(attributes.get(OUTCOME), attributes.get(RATIOS)),
+                )
+            except ValueError:
+                raise InputError(
+                    f"--storage: trial {trial.number} of study '{study.study_name}' is damaged",
+                    "delete the study, or name another database",
+                ) from None

@@ -10,16 +10,17 @@ from functools import partial
 
 import numpy as np
 
+from toolkit.engine_traits import traits_of
 from toolkit.errors import InputError
 from toolkit.estimators.fitting import resampled_fits, scaled_fits
 from toolkit.estimators.load import laws_from_fit
 from toolkit.files.fit import Fit
-from toolkit.files.fleet import SERVERS
 from toolkit.files.io import EnvelopeFields
 from toolkit.files.plan import Kind
 from toolkit.files.profile import Profile
 from toolkit.files.recipe import Recipe
 from toolkit.files.tuning import (
+    UNSERVED,
     Interval,
     Limit,
     Outcome,
@@ -247,7 +248,7 @@ def tune_to_size(
     sizes = WorkerCounts(bench, runner, settings.limits, partial(progress, 0.0), [])
     own = settings.spaces[0]
     chosen, name = Outcome(policy=own.policy, parameters=dict(own.start), metrics={}), RECIPE
-    if inputs.recipe.engine.name in SERVERS:
+    if traits_of(inputs.recipe.engine.name).server:
         found = _search(inputs, runner, progress)
         result, name = _report(inputs, found, runner, head, progress), "tuned for 1"
         if not sizes.keeps(name, result.best_held_out, 1):
@@ -444,7 +445,8 @@ def _judged(one: Evaluation, limits: CandidateLimits, recipe: Recipe) -> list[Li
     for limit in recipe_limits(recipe):
         share = usage[SHARES.get(limit.name, limit.name)]
         sla = one.ratios.get(limit.name)
-        value = metrics.get(limit.name, 0.0) if sla is None else sla * limit.limit
+        value: float | None = metrics.get(limit.name, 0.0) if sla is None else sla * limit.limit
+        value = None if share >= UNSERVED else value
         judged.append(limit.judged(value, kept=share <= 1.0))
     return judged
 

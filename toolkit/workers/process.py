@@ -5,6 +5,7 @@ says why.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import socket
@@ -16,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
+from toolkit import guard
+from toolkit.engine_traits import traits_of
 from toolkit.errors import EngineError
 from toolkit.files.recipe import Recipe
 from toolkit.workers.frames import FromWorker, Start, ToWorker, front_side, pack
@@ -31,7 +34,6 @@ DEVICES = Path("/dev")
 # What a GPU's driver makes in /dev: NVIDIA's, that of WSL, AMD's (whose torch has `cuda` devices
 # too), two of Jetson's.
 DEVICE_FILES = ("nvidia[0-9]*", "dxg", "kfd", "nvhost-gpu", "nvgpu")
-NO_DEVICE = ("fake", "openai")  # engines that load no model here
 
 
 def visible_gpus(
@@ -63,7 +65,7 @@ def require_gpu(
         (
             one
             for one in recipes
-            if one.hardware.device == "cuda" and one.engine.name not in NO_DEVICE
+            if one.hardware.device == "cuda" and traits_of(one.engine.name).loads_model
         ),
         None,
     )
@@ -141,7 +143,8 @@ class Exit:
 class WorkerProcess:
     """A child that runs `toolkit.workers`. Use `spawn`.
 
-    The child ends when the socket closes, so it does not outlive its front, however that dies.
+    The child ends when the socket closes, and Linux and `toolkit.guard` kill it with all that it
+    started when the front dies.
     """
 
     def __init__(self, process: subprocess.Popen[bytes], link: _Link, errors: _Tail) -> None:
@@ -180,8 +183,10 @@ class WorkerProcess:
         self._link.send(frame)
 
     def kill(self) -> None:
-        """SIGKILL, if it still runs."""
-        self._process.kill()
+        """SIGKILL to it and to all that it started, if it still runs."""
+        if self._process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)
 
     async def gone(self) -> str:
         """Wait until it has ended and was reaped, and say why.
@@ -194,6 +199,7 @@ class WorkerProcess:
         except subprocess.TimeoutExpired:
             self.kill()
             code = await asyncio.to_thread(self._process.wait)
+        guard.forget(self.pid)
         await asyncio.wait((self._errors.closed,), timeout=STDERR_DRAIN_S)
         self._errors.close()
         return Exit(code, _last_line(bytes(self._errors.tail))).reason
@@ -207,14 +213,23 @@ def _start(theirs: socket.socket, environment: dict[str, str]) -> subprocess.Pop
     ms where it had 2 GB; on a thread, whose process the child shares until then, the loop runs on.
     """
     with theirs:
-        return subprocess.Popen(
+        process = subprocess.Popen(
             (sys.executable, "-m", "toolkit.workers", str(theirs.fileno())),
             pass_fds=(theirs.fileno(),),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             env=environment,
+            # so that what it starts can be killed with it; Ctrl-C is for the front alone
+            process_group=0,
         )
+    try:
+        guard.watch(process.pid)
+    except OSError:
+        process.kill()
+        process.wait()
+        raise
+    return process
 
 
 class _Tail(asyncio.Protocol):

@@ -160,7 +160,7 @@ class ConfigMapVolume(StrictObject):
 
 class EmptyDir(StrictObject):
     medium: Literal["Memory"] | None = None
-    size_limit: str | None = None
+    size_limit: str
 
 
 class Claim(StrictObject):

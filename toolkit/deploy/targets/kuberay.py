@@ -61,6 +61,7 @@ from toolkit.deploy.order import (
 )
 from toolkit.deploy.reckon import (
     FRONT_MIB,
+    LIMIT_FACTOR,
     MIB,
     PROPAGATION_S,
     check_podable,
@@ -68,6 +69,7 @@ from toolkit.deploy.reckon import (
     grace_s,
     startup_s,
     waiting_threshold,
+    worker_memory_beside,
     worker_memory_mib,
 )
 from toolkit.deploy.targets.kubernetes import cluster_policy, front_policy, pod_monitor
@@ -150,6 +152,15 @@ class RayWorkerGroup:
         engine = worker_memory_mib(self.kind)
         ours = f"{NODE_MIB} MiB for Ray's processes and {OBJECT_STORE_MIB} MiB for its object store"
         return Reckoned(engine.value + NODE_MIB + OBJECT_STORE_MIB, f"{engine.source} + {ours}")
+
+    @property
+    def memory_limit(self) -> Reckoned[int]:
+        """MiB at which a worker's pod is ended."""
+        beside = worker_memory_beside(self.kind)
+        source = f"{LIMIT_FACTOR} times what it asks for" + (
+            f" + {beside.source}" if beside.value else ""
+        )
+        return Reckoned(LIMIT_FACTOR * self.memory.value + beside.value, source)
 
     @property
     def set_here(self) -> dict[str, str]:
@@ -237,6 +248,9 @@ def told_of(order: Order, group: RayWorkerGroup) -> list[ExplainedValue]:
         ),
         ExplainedValue(f"{group.name}: num-cpus", str(share.cpus), threads),
         told(f"{group.name}: memory", group.memory, f"{group.memory.value:,} MiB"),
+        told(
+            f"{group.name}: memory limit", group.memory_limit, f"{group.memory_limit.value:,} MiB"
+        ),
     ]
     if group.labels:
         shown = ", ".join(f"{key}={value}" for key, value in group.labels.items())
@@ -280,11 +294,12 @@ def _container(order: Order, group: RayWorkerGroup, lifecycle: Lifecycle) -> Con
     share = group.share
     devices = {GPU: str(share.gpus)} if share.gpus else {}
     asked = {"cpu": f"{1000 * share.cpus + NODE_CPU_MILLI}m", "memory": f"{group.memory.value}Mi"}
+    most = {"memory": f"{group.memory_limit.value}Mi"}
     return Container(
         name="ray-worker",
         image=llmctl_image(order, EXTRA).value,
         env=[*loading_environment(order), *RAY_ENVIRONMENT],
-        resources=Resources(requests=asked | devices, limits=devices),
+        resources=Resources(requests=asked | devices, limits=most | devices),
         lifecycle=lifecycle,
         volume_mounts=[MODELS_MOUNT, TMP_MOUNT],
     )
@@ -461,6 +476,7 @@ def _pod(order: Order) -> PodSpec:
     shared = Volume(
         name="shm", empty_dir=EmptyDir(medium="Memory", size_limit=f"{OBJECT_STORE_MIB + 64}Mi")
     )
+    asked, most = front_memory().value, front_memory_limit().value
     container = Container(
         name="llmctl",
         image=llmctl_image(order, EXTRA).value,
@@ -468,7 +484,7 @@ def _pod(order: Order) -> PodSpec:
         ports=[HTTP],
         env=[*environment(order), *_joining(order)],
         resources=Resources(
-            requests={"cpu": CPU, "memory": f"{front_memory().value}Mi"}, limits={}
+            requests={"cpu": CPU, "memory": f"{asked}Mi"}, limits={"memory": f"{most}Mi"}
         ),
         startup_probe=started(order),
         readiness_probe=READY,
@@ -497,6 +513,11 @@ def front_memory() -> Reckoned[int]:
     return Reckoned(
         FRONT_MIB + NODE_MIB + OBJECT_STORE_MIB, f"{FRONT_MIB} MiB for the front, {ray}"
     )
+
+
+def front_memory_limit() -> Reckoned[int]:
+    """MiB at which the front's pod is ended."""
+    return Reckoned(LIMIT_FACTOR * front_memory().value, f"{LIMIT_FACTOR} times what it asks for")
 
 
 def render(order: Order) -> Rendered:
@@ -571,7 +592,7 @@ def _budget(order: Order) -> PodDisruptionBudget:
 
 def _told(order: Order) -> list[ExplainedValue]:
     drain, startup, drift = drain_s(order), startup_s(order), drift_percent(order)
-    grace, asked = grace_s(drain, PROPAGATION_S), front_memory()
+    grace, asked, most = grace_s(drain, PROPAGATION_S), front_memory(), front_memory_limit()
     return [
         told("image", llmctl_image(order, EXTRA)),
         ExplainedValue(
@@ -618,6 +639,7 @@ def _told(order: Order) -> list[ExplainedValue]:
             "head: preStop", "linger head", "the head stays until all who were connected have left"
         ),
         told("front: memory", asked, f"{asked.value:,} MiB"),
+        told("front: memory limit", most, f"{most.value:,} MiB"),
         ExplainedValue(
             "front: strategy",
             "Recreate",

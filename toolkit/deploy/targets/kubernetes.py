@@ -63,6 +63,7 @@ from toolkit.deploy.reckon import (
     from_hub,
     gpus,
     grace_s,
+    memory_limit_mib,
     memory_mib,
     replicas,
     startup_s,
@@ -87,11 +88,15 @@ from toolkit.files.strict import dump_yaml
 
 # Who may call a deployment, and whom it may call: deny by default, a few named ways in and out.
 
+CLUSTER_DNS = Peer(  # CoreDNS and kube-dns both wear this label
+    namespace_selector=AnyPods(match_labels={"kubernetes.io/metadata.name": "kube-system"}),
+    pod_selector=AnyPods(match_labels={"k8s-app": "kube-dns"}),
+)
 CLIENT = {"llmctl.io/client": "true"}
 
 
 def network_policy(order: Order) -> NetworkPolicy:
-    """In: pods of its namespace, namespaces labelled as clients, and Prometheus'. Out: names, and
+    """In: pods of its namespace, of clients' namespaces, and Prometheus'. Out: the cluster's DNS,
     the hub if needed.
     """
     callers = Ingress(sender=_callers(order), ports=[PolicyPort(port="http")])
@@ -156,7 +161,7 @@ def _prometheus(order: Order) -> list[Peer]:
 
 def _egress(order: Order) -> list[Egress]:
     cluster_dns = Egress(
-        to=[Peer(namespace_selector=AnyPods())],
+        to=[CLUSTER_DNS],
         ports=[PolicyPort(protocol="UDP", port=53), PolicyPort(protocol="TCP", port=53)],
     )
     hub = [Egress(ports=[PolicyPort(port=443)])] if from_hub(order.plan.recipe) else []
@@ -306,7 +311,7 @@ def _told(order: Order, threshold: Reckoned[int | None]) -> list[ExplainedValue]
     drain, recipe = drain_s(order), order.plan.recipe
     where = products(order, order.plan.kinds[0])
     grace = grace_s(drain, PROPAGATION_S)
-    memory = memory_mib(order)
+    memory, most = memory_mib(order), memory_limit_mib(order)
     lines = [
         told("image", llmctl_image(order)),
         told("replicas", replicas(order)),
@@ -323,15 +328,16 @@ def _told(order: Order, threshold: Reckoned[int | None]) -> list[ExplainedValue]
         *models_told(order, _mounting(order, threshold)),
         told("cpu", cpus(recipe)),
         told("memory", memory, f"{memory.value:,} MiB"),
+        told("memory limit", most, f"{most.value:,} MiB"),
         told("drift alert", drift_percent(order), f"{drift_percent(order).value:g} %"),
     ]
     if threshold.value is None:
         return [*lines, told("ScaledObject", threshold, "none")]
-    most = max_replicas(order)
+    at_most = max_replicas(order)
     return [
         *lines,
         told("ScaledObject threshold", threshold),
-        told("ScaledObject maxReplicaCount", most),
+        told("ScaledObject maxReplicaCount", at_most),
     ]
 
 

@@ -48,11 +48,14 @@ from toolkit.deploy.order import (
     told,
 )
 from toolkit.deploy.reckon import (
+    SHARED_GIB,
+    UNKNOWN_MODELS_GIB,
     cpus,
     drain_s,
     from_hub,
     gpus,
     grace_s,
+    memory_limit_mib,
     memory_mib,
     models_gib,
     startup_s,
@@ -70,8 +73,9 @@ GPU = "nvidia.com/gpu"
 SECRET_KEY = "api-key"
 HUB_KEY = "hf-token"
 PLAN_FOLDER = "/etc/llmctl"
-TMP = Volume(name="tmp", empty_dir=EmptyDir())
-SHARED = Volume(name="shm", empty_dir=EmptyDir(medium="Memory", size_limit="1Gi"))
+# compiled kernels: numba's take 20 MB, DeepSpeed's some hundreds
+TMP = Volume(name="tmp", empty_dir=EmptyDir(size_limit="4Gi"))
+SHARED = Volume(name="shm", empty_dir=EmptyDir(medium="Memory", size_limit=f"{SHARED_GIB}Gi"))
 SHARED_MOUNT = VolumeMount(name="shm", mount_path="/dev/shm")
 HTTP = ContainerPort(name="http", container_port=PORT)
 FOLDERS = {"HOME": "/tmp", "HF_HOME": "/models", "NUMBA_CACHE_DIR": "/tmp/numba"}
@@ -180,13 +184,14 @@ def by_reference(order: Order, variable: str, key: str, *, optional: bool | None
 
 
 def resources(order: Order) -> Resources:
-    """CPU and memory are asked for; only GPUs are limited, since throttled workers would take other
+    """CPU and memory are asked for. CPU is not limited, since throttled workers would take other
     times.
     """
     recipe = order.plan.recipe
+    most = {"memory": f"{memory_limit_mib(order).value}Mi"}
     asked = {"cpu": str(cpus(recipe).value), "memory": f"{memory_mib(order).value}Mi"}
     devices = {GPU: str(gpus(recipe).value)} if gpus(recipe).value else {}
-    return Resources(requests=asked | devices, limits=devices)
+    return Resources(requests=asked | devices, limits=most | devices)
 
 
 PLAN_MOUNT = VolumeMount(name="plan", mount_path=PLAN_FOLDER, read_only=True)
@@ -213,7 +218,10 @@ def models_volume(order: Order, kind: Kind) -> Volume:
     if claim:
         return Volume(name="models", persistent_volume_claim=Claim(claim_name=claim))
     size = models_gib([kind])
-    return Volume(name="models", empty_dir=EmptyDir(size_limit=f"{size.value}Gi" if size else None))
+    return Volume(
+        name="models",
+        empty_dir=EmptyDir(size_limit=f"{size.value if size else UNKNOWN_MODELS_GIB}Gi"),
+    )
 
 
 def tolerations(recipe: Recipe) -> list[Toleration] | None:
@@ -298,8 +306,8 @@ def models_told(order: Order, pods: Reckoned[int]) -> list[ExplainedValue]:
     """The lines of EXPLAIN.md about the models' volume, and about the hub's token."""
     claim, size = order.options.model_claim, models_gib(order.plan.kinds)
     if not claim:
-        held = f"emptyDir, at most {size.value} GiB" if size else "emptyDir"
-        why = f"{size.source}; each" if size else "each"
+        held = f"emptyDir, at most {size.value if size else UNKNOWN_MODELS_GIB} GiB"
+        why = f"{size.source if size else 'a bound: no size is known (model.weight_bytes)'}; each"
         lines = [
             ExplainedValue(
                 "volume models",

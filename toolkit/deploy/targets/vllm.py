@@ -6,14 +6,14 @@ there is one.
 
 from __future__ import annotations
 
+from toolkit.backends.vllm.command import TRIED, flags_of
+from toolkit.backends.vllm.setup import refuse_inside
 from toolkit.deploy.order import ExplainedValue, Order, Reckoned, Rendered, fill, told
 from toolkit.deploy.reckon import GIB, drain_s, gap_target, ttft_targets
-from toolkit.endpoints.vllm import TRIED, flags_of
 from toolkit.errors import InputError
 from toolkit.estimators.load import laws_from_fit
 from toolkit.files.fit import Fit
 from toolkit.files.recipe import Recipe
-from toolkit.inside.setup import refuse_inside
 from toolkit.sched.policies import make_policy
 from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sched.protocols import LatencyLaw
@@ -139,7 +139,7 @@ def static_share(order: Order) -> Reckoned[float]:
     )
 
 
-SCHEDULER = "toolkit.inside.vllm_scheduler.LlmctlScheduler"
+SCHEDULER = "toolkit.backends.vllm.scheduler.LlmctlScheduler"
 Flags = list[tuple[str, object]]  # None: a switch
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from toolkit.engine_traits import ENGINES, traits_of
 from toolkit.errors import InputError, nearest
 from toolkit.sched.policies.baton import BatonPolicy
 from toolkit.sched.policies.continuous import AggressivePolicy, ConservativePolicy, FcfsPolicy
@@ -41,9 +42,6 @@ BUILT_IN: dict[str, type[BuiltIn]] = {
     VllmPolicy.name: VllmPolicy
 }  # an engine's own, which our scheduler cannot run
 KNOWN: dict[str, type[AnyPolicy]] = {**POLICIES, **BUILT_IN}
-REBATCHING = ("rebatch", "fake")  # engines that keep their rows between rounds
-ELSEWHERE = "openai"  # the engine that is a server already
-HOST = "vllm"  # the engine that policies of ours run inside, or its own scheduler
 ORACLES = frozenset(
     {PastFutureOracle.name, SrptOracle.name}
 )  # they know the output lengths: for simulations only
@@ -98,22 +96,21 @@ def refuse_unservable(policy: AnyPolicy, engine: str) -> None:
                 f"set engine.name to {home} and profile it, or choose another policy",
             )
         return
-    if engine == ELSEWHERE:
-        return  # the policy says what that server does
-    if engine == HOST:
-        _refuse_inside(policy)
-        return
-    if policy.continuous and engine not in REBATCHING:
+    traits = traits_of(engine)
+    if traits.hosts_policies:
+        if not policy.continuous or policy.name == BatonPolicy.name:
+            batches = "one padded slab" if policy.continuous else "static batches"
+            own = [built_in.name for built_in in BUILT_IN.values() if built_in.engine == engine]
+            raise InputError(
+                f"policy '{policy.name}' lays its rows out in {batches}, and engine '{engine}' "
+                "pages its memory",
+                f"choose the engine's own, '{own[0]}', or a continuous one; see docs/vllm.md",
+            )
+    elif policy.continuous and traits.load and not traits.keeps_rows:
+        able = next(other.name for other in ENGINES.values() if other.keeps_rows)
         raise InputError(
-            f"policy '{policy.name}' needs an engine that re-batches; '{engine}' runs static batches",
-            f"set engine.name to {REBATCHING[0]} and profile it, or serve 'slice' or 'sequence'",
+            f"policy '{policy.name}' needs an engine that re-batches; "
+            f"'{engine}' runs static batches",
+            f"set engine.name to {able} and profile it, or serve 'slice' or 'sequence'",
         )
-
-
-def _refuse_inside(policy: AnyPolicy) -> None:
-    if not policy.continuous or policy.name == BatonPolicy.name:
-        batches = "one padded slab" if policy.continuous else "static batches"
-        raise InputError(
-            f"policy '{policy.name}' lays its rows out in {batches}, and engine '{HOST}' pages its memory",
-            "choose vLLM's own, 'vllm', or a continuous one; see docs/vllm.md",
-        )
+    # What a server elsewhere does is its own affair: there the policy only describes it.

@@ -21,7 +21,8 @@ from statistics import fmean
 from time import perf_counter
 from typing import IO
 
-from toolkit.endpoints.vllm import VllmCommand, VllmServer, flags_of, vllm_server
+from toolkit.backends.openai import STEPS, Endpoint, EndpointWorkers
+from toolkit.backends.vllm.command import VllmCommand, VllmServer, flags_of, vllm_server
 from toolkit.endpoints.wire import Sample, loop_factory
 from toolkit.engines.loading import saved_model
 from toolkit.errors import EngineError
@@ -30,7 +31,6 @@ from toolkit.files.io import processor
 from toolkit.files.profile import EngineFacts, FrontPoint, StepPoint, StepsProfile
 from toolkit.files.recipe import Recipe
 from toolkit.profiling.bench import VISIT_SAMPLES, Unmeasurable
-from toolkit.profiling.endpoint import STEPS, Endpoint, EndpointWorkers
 from toolkit.profiling.grid import MIX_STEPS, GridPoint, SliceShape, log_uniform
 from toolkit.sched.iterations import IterationLogHeader, LoggedPass, header_of, passes_of
 from toolkit.workers.protocol import Workers
@@ -102,7 +102,7 @@ def _point(stretch: Sequence[TimedPass]) -> StepPoint:
 
 
 LOG_VARIABLE = "LLMCTL_VLLM_ITERATIONS"
-LOGGED = ("--scheduler-cls", "toolkit.inside.vllm_iterations.logged_scheduler")
+LOGGED = ("--scheduler-cls", "toolkit.backends.vllm.iterations.logged_scheduler")
 STAGGER = 0.6  # of the time that a mix's decodes take, in which its prompts come
 FAILURES_MAX = 5  # points in a row
 

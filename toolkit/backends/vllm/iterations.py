@@ -1,5 +1,5 @@
 """vLLM's own scheduler, that writes down each pass: `--scheduler-cls
-toolkit.inside.vllm_iterations.logged_scheduler`.
+toolkit.backends.vllm.iterations.logged_scheduler`.
 
 It decides nothing. Where the log goes is said by LLMCTL_VLLM_ITERATIONS. docs/vllm.md says what is
 in it. `PassLoggingMixin` is what it shares with others that look at the passes.
@@ -19,9 +19,9 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request as VllmRequest
 
-from toolkit.endpoints.vllm import check_version
+from toolkit.backends.vllm.command import check_version
+from toolkit.backends.vllm.setup import one_line
 from toolkit.errors import InputError
-from toolkit.inside.setup import one_line
 from toolkit.sched.iterations import IterationLogHeader, LoggedPass, LoggedRow, to_line
 
 LOG = "LLMCTL_VLLM_ITERATIONS"

@@ -2,8 +2,8 @@
 flags.
 
 vLLM speaks to clients itself; we start it, say when it is ready, hand signals on and see to its
-end. A policy of ours runs inside it (`toolkit.inside.vllm_scheduler`), from the same plan. Either
-way its passes are counted and held against the plan's laws (`toolkit.inside.vllm_counts`), in
+end. A policy of ours runs inside it (`toolkit.backends.vllm.scheduler`), from the same plan. Either
+way its passes are counted and held against the plan's laws (`toolkit.backends.vllm.counts`), in
 vLLM's own /metrics.
 """
 
@@ -14,14 +14,14 @@ import signal
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.multiprocess import MultiProcessCollector
 
-from toolkit.endpoints.vllm import (
+from toolkit.backends import ServerOrder
+from toolkit.backends.vllm.command import (
     POLICY,
     VllmCommand,
     VllmServer,
@@ -32,12 +32,12 @@ from toolkit.endpoints.vllm import (
 from toolkit.engines.loading import saved_model
 from toolkit.files.io import processor, write_file
 from toolkit.files.plan import Plan
-from toolkit.files.profile import OnForeign, refuse_foreign
+from toolkit.files.profile import refuse_foreign
 from toolkit.serve.server import Ending, check_exposure, end_signals, listen
 from toolkit.workers.process import require_gpu
 
-OURS = "toolkit.inside.vllm_scheduler.LlmctlScheduler"
-COUNTED = "toolkit.inside.vllm_counts.counted_scheduler"
+OURS = "toolkit.backends.vllm.scheduler.LlmctlScheduler"
+COUNTED = "toolkit.backends.vllm.counts.counted_scheduler"
 METRICS = "metrics"  # a folder: vLLM's processes share them through files
 ENDED, REASON = "vllm:request_success", "finished_reason"
 LOOK_EVERY_S = 0.2
@@ -47,24 +47,7 @@ class AskedToEnd(Exception):  # noqa: N818  (not an error)
     """A signal, while the server loads."""
 
 
-@dataclass(slots=True, frozen=True)
-class VllmLaunch:
-    """A server to start: what it serves and where; `event_log` is of a policy of ours."""
-
-    plan: Plan
-    served_model: str
-    host: str
-    port: int
-    api_key: str = ""
-    insecure: bool = False
-    event_log: Path | None = None
-    ending: Ending = field(default_factory=Ending)
-    on_foreign: OnForeign | None = (
-        None  # told where vLLM or the CPU is not the fitted one; None: it is refused
-    )
-
-
-def launch_vllm(order: VllmLaunch, on_ready: Callable[[str], None]) -> dict[str, int]:
+def launch_vllm(order: ServerOrder, on_ready: Callable[[str], None]) -> dict[str, int]:
     """Serve until a signal ends it; `on_ready` gets the URL once it answers. How requests ended, by
     reason.
 
@@ -92,7 +75,7 @@ def launch_vllm(order: VllmLaunch, on_ready: Callable[[str], None]) -> dict[str,
         return _ended(Path(folder) / METRICS)
 
 
-def command_of(order: VllmLaunch, folder: Path) -> VllmCommand:
+def command_of(order: ServerOrder, folder: Path) -> VllmCommand:
     """What is started. The plan, for what runs inside, and vLLM's metrics are in `folder`."""
     plan, policy = order.plan, order.plan.policy
     (folder / METRICS).mkdir()

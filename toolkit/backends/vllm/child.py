@@ -1,4 +1,4 @@
-"""vLLM's own server as a child: `python -m toolkit.inside.vllm_serve MODEL FLAGS`, as `vllm serve
+"""vLLM's own server as a child: `python -m toolkit.backends.vllm.child MODEL FLAGS`, as `vllm serve
 MODEL FLAGS`.
 
 It runs in vLLM's Python and imports nothing of ours. It ends when its standard input does, so that

@@ -1,5 +1,5 @@
 """vLLM's scheduler with our policy at its gate: `--scheduler-cls
-toolkit.inside.vllm_scheduler.LlmctlScheduler`.
+toolkit.backends.vllm.scheduler.LlmctlScheduler`.
 
 Who of those who wait may run, in which order, who makes way for whom: that is
 `toolkit.sched.scheduler.Scheduler`, the same that `llmctl simulate` and `llmctl serve` run.
@@ -21,11 +21,11 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import FullAttentionSpec, UniformTypeKVCacheSpecs
 from vllm.v1.request import Request as VllmRequest
 
-from toolkit.endpoints.vllm import check_version
+from toolkit.backends.vllm.command import check_version
+from toolkit.backends.vllm.rounds import AdmissionGate, StepOrders, Steps
+from toolkit.backends.vllm.setup import Setup, make_worker, one_line, read_setup, warm_up
 from toolkit.errors import InputError
 from toolkit.files.lines import LineLog
-from toolkit.inside.rounds import AdmissionGate, StepOrders, Steps
-from toolkit.inside.setup import Setup, make_worker, one_line, read_setup, warm_up
 from toolkit.sched.eventlog import Event, EventLogHeader, RecordingScheduler, lost_line, to_line
 from toolkit.sched.policies.parameters import parameters
 from toolkit.sched.scheduler import Scheduler
@@ -79,7 +79,7 @@ with one_line():
 
 
 class LlmctlScheduler(AsyncScheduler):  # type: ignore[misc]  # vLLM is not there when this is checked
-    """What it runs is in the environment (`toolkit.inside.setup`). `InputError` for what it cannot
+    """What it runs is in the environment (`toolkit.backends.vllm.setup`). `InputError` for what it cannot
     run, or run inside.
 
     Requests that our books cannot hold (longer than all of the cache, sessions with streamed input)

@@ -1,6 +1,6 @@
 """vLLM's scheduler, or ours inside it, that counts its passes.
 
-The flag is `--scheduler-cls toolkit.inside.vllm_counts.counted_scheduler`. It decides nothing more
+The flag is `--scheduler-cls toolkit.backends.vllm.counts.counted_scheduler`. It decides nothing more
 than they do. The laws are those of LLMCTL_VLLM_PLAN. vLLM's /metrics shows the sums where
 PROMETHEUS_MULTIPROC_DIR names an empty folder: then its processes share their metrics through files
 there.
@@ -18,22 +18,22 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request as VllmRequest
 
-from toolkit.endpoints.vllm import POLICY
+from toolkit.backends.vllm.command import POLICY
+from toolkit.backends.vllm.iterations import PassLoggingMixin
+from toolkit.backends.vllm.pass_counts import PassCounts
+from toolkit.backends.vllm.scheduler import LlmctlScheduler
+from toolkit.backends.vllm.setup import one_line
 from toolkit.errors import InputError
 from toolkit.estimators.steps import StepLaw, law_of_steps
 from toolkit.files.io import read_file
 from toolkit.files.plan import Plan
-from toolkit.inside.pass_counts import PassCounts
-from toolkit.inside.setup import one_line
-from toolkit.inside.vllm_iterations import PassLoggingMixin
-from toolkit.inside.vllm_scheduler import LlmctlScheduler
 from toolkit.sched.iterations import LoggedPass
 
 PLAN = "LLMCTL_VLLM_PLAN"
 
 
 class PassSeries:
-    """`toolkit.inside.pass_counts.Sums` as Prometheus' series, named as llmctl's own server names
+    """`toolkit.backends.vllm.pass_counts.Sums` as Prometheus' series, named as llmctl's own server names
     them.
     """
 

@@ -16,6 +16,7 @@ import math
 import os
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 
 import numpy as np
 
@@ -27,6 +28,7 @@ from toolkit.files.profile import EngineFacts
 from toolkit.files.recipe import Recipe
 from toolkit.profiling.bench import VISIT_S, VISIT_SAMPLES, Unmeasurable
 from toolkit.profiling.grid import GridPoint, SliceShape
+from toolkit.profiling.run import ProfileBench
 from toolkit.workers.protocol import BatchDone, OnEvent, Times, WorkerReady, Workers
 from toolkit.workers.supervisor import SilentWorkerError
 
@@ -375,3 +377,11 @@ class EndpointWorkers:
             self._on_event(
                 BatchDone(0, batch_id, output, Times(engine_s=time.perf_counter() - start_s))
             )
+
+
+class OpenaiBackend:
+    """`toolkit.backends.Backend` of a server that runs already."""
+
+    def timed(self, recipe: Recipe) -> AbstractContextManager[ProfileBench]:
+        """See `Backend.timed`."""
+        return endpoint_bench(recipe)

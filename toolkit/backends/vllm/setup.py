@@ -5,7 +5,7 @@ LLMCTL_VLLM_POLICY     a policy, and its parameters: "past-future reserve=0.1 wi
 LLMCTL_VLLM_FIT        fit.json: the laws of time, for policies that ask for them
 LLMCTL_VLLM_PLAN       plan.json: policy and laws in one, instead of these two
 LLMCTL_VLLM_EVENT_LOG  a file that gets every call and decision of the scheduler
-LLMCTL_VLLM_ITERATIONS a file that gets a line for each pass (`toolkit.inside.vllm_iterations`);
+LLMCTL_VLLM_ITERATIONS a file that gets a line for each pass (`toolkit.backends.vllm.iterations`);
 nothing to this one
 LLMCTL_VLLM_PYTHON     the Python that has vLLM, for `llmctl profile` and `llmctl serve`; nothing to an engine
 """

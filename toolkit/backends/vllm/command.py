@@ -17,12 +17,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
-import httpx
 import psutil
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
 import toolkit
+from toolkit import guard
 from toolkit.errors import EngineError, InputError
 from toolkit.files.recipe import Recipe, VllmSpec
 from toolkit.sched.policies import make_any
@@ -51,6 +51,8 @@ def check_version(version: str, remedy: str = "or leave out --scheduler-cls") ->
 # environment.
 
 PYTHON = "LLMCTL_VLLM_PYTHON"
+SHUTDOWN = "--shutdown-timeout"  # vLLM's flag: seconds for requests that run
+COMMAND_END_S = 10.0  # from then to SIGKILL, as `toolkit.backends.vllm.child` has it
 MIB = 1 << 20
 ASK_VERSION = "import importlib.metadata as m; print(m.version('vllm'))"
 PATIENCE_S = 60.0
@@ -72,7 +74,7 @@ class VllmCommand:
     def words(self, host: str, port: int) -> list[str]:
         """The command, the Python first."""
         spec, model, engine = self._spec, self.recipe.model, self.recipe.engine
-        words = [vllm_python(self.recipe), "-m", "toolkit.inside.vllm_serve", self.model]
+        words = [vllm_python(self.recipe), "-m", "toolkit.backends.vllm.child", self.model]
         words += ["--host", host, "--port", str(port), "--served-model-name", self.served_model]
         words += ["--dtype", model.dtype, "--max-model-len", str(model.max_model_len)]
         if model.source != "random":
@@ -103,6 +105,16 @@ class VllmCommand:
         if Path(self.model).is_dir():
             environment |= {"HF_HUB_OFFLINE": "1"}
         return environment
+
+    @property
+    def end_s(self) -> float:
+        """Seconds that a server whose llmctl has died takes at most, if it runs: see
+        `toolkit.backends.vllm.child`.
+        """
+        words = list(self.flags)
+        return COMMAND_END_S + (
+            float(words[words.index(SHUTDOWN) + 1]) if SHUTDOWN in words else 0.0
+        )
 
     @property
     def cpus(self) -> tuple[list[int], list[int]]:
@@ -161,6 +173,7 @@ LOOK_EVERY_S = 0.25
 END_S = 30.0  # from SIGTERM to SIGKILL
 REST_S = 5.0  # the same while it loads, and for processes that it leaves behind
 LOOK_AGAIN_S = 0.02
+GUARD_S = 2.0  # from the time by which it has killed itself to the guard's own look
 TAIL_LINES = 40
 UP_S = 5.0  # for an answer of /health
 
@@ -178,8 +191,8 @@ class VllmServer:
         self._tail: collections.deque[str] = collections.deque(maxlen=TAIL_LINES)
         self._engine_cpus, self._other_cpus = command.cpus
         link_package(folder)
-        # Its session is its own: Ctrl-C is for us, who then end it in order. Its input ends with
-        # us.
+        # Its session is its own: Ctrl-C is for us, and we end it in order. Its input ends with us,
+        # which it notices itself where it still runs; the guard ends what is left of the session.
         self._child = subprocess.Popen(
             command.words(host, port),
             stdin=subprocess.PIPE,
@@ -191,6 +204,12 @@ class VllmServer:
             text=True,
             errors="replace",
         )
+        try:
+            guard.watch(self._child.pid, command.end_s + GUARD_S)
+        except OSError:
+            self._child.kill()
+            self._child.wait()
+            raise
         self._reader = threading.Thread(
             target=self._keep_output, args=(self._child.stdout,), daemon=True
         )
@@ -210,6 +229,8 @@ class VllmServer:
 
     def healthy(self) -> bool:
         """Whether /health says so now."""
+        import httpx  # here: what runs inside vLLM imports this module and needs none
+
         try:
             return httpx.get(f"{self.url}/health", timeout=UP_S, trust_env=False).status_code == 200
         except httpx.HTTPError:
@@ -268,6 +289,7 @@ class VllmServer:
                     os.waitpid(-group, os.WNOHANG)  # process 1 of a container inherits them
                 os.killpg(group, 0)
             os.killpg(group, signal.SIGKILL)
+        guard.forget(group)
 
     def _keep_clear(self) -> None:
         """Move what is not the engine off the CPUs that its threads are bound to, now that they
