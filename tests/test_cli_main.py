@@ -81,6 +81,24 @@ def test_every_command_explains_itself_and_offers_json(
     assert "--json" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("width", [80, 120])
+@pytest.mark.parametrize("name", ["", *NAMES])
+def test_no_line_of_the_help_is_cut(
+    name: str, width: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    assert llmctl(*([name] if name else []), "--help") == 0
+    shown = capsys.readouterr().out
+    assert max(map(len, shown.splitlines())) <= width
+    assert "\N{HORIZONTAL ELLIPSIS}" not in shown
+
+
+def test_the_help_names_the_extra_that_a_picture_needs(capsys: pytest.CaptureFixture[str]) -> None:
+    """`llmctl[plot]` would be taken for markup, and its brackets left out."""
+    assert llmctl("compare", "--help") == 0
+    assert "extra 'plot'" in " ".join(capsys.readouterr().out.replace("│", "").split())
+
+
 def test_no_words_at_all_is_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert llmctl() == 0
     assert "Usage: llmctl" in capsys.readouterr().out
