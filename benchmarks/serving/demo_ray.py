@@ -40,7 +40,7 @@ from toolkit.files.io import read_file, write_file
 
 ESTIMATE = "some three minutes on two cores, half of them measuring"
 PROCESSES = "processes"
-KILL_AT = 0.3  # of the replay
+KILL_AT = 0.3  # as a share of the replay
 PATIENCE_S = 120.0
 STORE_BYTES = 80 << 20
 Counts = dict[str, float]  # of /metrics, by series
@@ -55,8 +55,8 @@ SMALL = {
 
 
 class Nodes:
-    """A Ray cluster of this machine: a head, which the server belongs to, and a second node that
-    may be killed.
+    """A Ray cluster on this machine: a head node, which the server belongs to, and a second node
+    that may be killed.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -73,9 +73,7 @@ class Nodes:
         self.cluster.add_node(**self._options)
 
     def kill(self) -> int:
-        """SIGKILL to the second node's raylet and to all that it started; how many processes that
-        were.
-        """
+        """Send SIGKILL to the second node's raylet and all its processes; their number."""
         (node,) = self.cluster.worker_nodes
         (raylet,) = node.all_processes["raylet"]
         root = psutil.Process(raylet.process.pid)
@@ -88,7 +86,7 @@ class Nodes:
 
 @contextmanager
 def cluster() -> Iterator[Nodes]:
-    """Two nodes until the block ends; nothing of them is left, also where another cluster of this
+    """Two nodes until the block ends. Nothing of them is left, also where another cluster of this
     user runs.
     """
     os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
@@ -97,12 +95,12 @@ def cluster() -> Iterator[Nodes]:
         get_ray_address_file,  # Ray reads its environment when it is imported
     )
 
-    found = Path(get_ray_address_file(None))  # what `--ray auto` and `ray.init()` would join
+    found = Path(get_ray_address_file(None))  # the cluster that `--ray auto` and `ray.init()` join
     before = found.read_text() if found.exists() else None
-    found.unlink(missing_ok=True)  # Ray would mention that it is written over
+    found.unlink(missing_ok=True)  # Ray warns when it overwrites it
     folder = Path(
         tempfile.mkdtemp(prefix="llmctl-ray-", dir="/tmp")
-    )  # sockets' paths may have 107 characters
+    )  # a socket's path has at most 107 characters
     nodes = None
     try:
         nodes = Nodes(folder)
@@ -140,7 +138,7 @@ class Replay:
     def run(
         self, name: str, *serve: object, nodes: Nodes | None = None
     ) -> tuple[BenchReport, Counts]:
-        """Serve with these options and replay; with `nodes`, one is killed meanwhile, and another
+        """Serve with these options and replay; with `nodes` one is killed meanwhile, and another
         joins.
         """
         report = self._out / f"bench-{name}.json"
@@ -193,7 +191,7 @@ def _wait(condition: Callable[[], bool]) -> None:
 
 
 def show(results: dict[str, tuple[BenchReport, Counts]]) -> None:
-    """The three replays beside each other."""
+    """Print the three replays beside each other."""
     base = results[PROCESSES][0].measured["throughput_rps"]
     rows = []
     for name, (report, seen) in results.items():
@@ -217,7 +215,7 @@ def show(results: dict[str, tuple[BenchReport, Counts]]) -> None:
 
 
 def demo(arguments: argparse.Namespace) -> None:
-    """All of it. `typer.Exit` where a command fails, or a request did."""
+    """Run everything. `typer.Exit` where a command or a request failed."""
     began_s = time.monotonic()
     out: Path = arguments.out
     out.mkdir(parents=True, exist_ok=True)

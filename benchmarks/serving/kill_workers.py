@@ -45,7 +45,7 @@ PROMPTS = 24
 
 
 class Load:
-    """Clients that stream, and what they found wrong."""
+    """Clients that stream, and the errors that they found."""
 
     def __init__(self, http: httpx.AsyncClient, tokens: int, rng: random.Random) -> None:
         self._http = http
@@ -63,7 +63,7 @@ class Load:
         return self._http
 
     async def undisturbed(self) -> None:
-        """What each prompt gives."""
+        """Record the answer to each prompt."""
         for _ in range(PROMPTS):
             prompt = "".join(
                 self._rng.choice("abcdefgh ") for _ in range(self._rng.randint(5, 120))
@@ -74,7 +74,7 @@ class Load:
             self.expected[prompt] = text
 
     async def _ask(self, prompt: str) -> tuple[str, int, str]:
-        """Text, tokens by usage, and what went wrong."""
+        """Text, tokens by usage, and the error of one request."""
         body = {
             "prompt": prompt,
             "max_tokens": self._tokens,
@@ -102,7 +102,7 @@ class Load:
         return text, tokens, "" if last == "[DONE]" else "the stream ended early"
 
     async def go(self) -> None:
-        """One client."""
+        """Run one client."""
         while not self.stopping:
             prompt = self._rng.choice(list(self.expected))
             try:
@@ -121,15 +121,15 @@ class Load:
 
 
 FAULTS = ("kill", "stop", "loading", "engine")
-HANG = 258  # the fake engine hangs at this token, which it never draws
-LEFT_S = 10.0  # for the processes of a front that was killed
-PATIENCE_S = 180.0  # for a round
+HANG = 258  # the fake engine hangs at this token, which it never samples
+LEFT_S = 10.0  # for the processes of a killed front to end
+ROUND_TIMEOUT_S = 180.0
 
 
-async def strike(
+async def inject_fault(
     fault: str, server: Server, http: httpx.AsyncClient, rng: random.Random, load: Load
 ) -> int:
-    """Do it; how many workers it costs."""
+    """Inject the fault; the number of workers that it costs."""
     if fault == "engine":
         body = {"prompt": [rng.randrange(97, 123), HANG], "max_tokens": 8, "ignore_eos": True}
         load.hangs.append(asyncio.create_task(http.post("/v1/completions", json=body)))
@@ -138,19 +138,19 @@ async def strike(
     before = {worker.pid for worker in server.workers()}
     victim.send_signal(signal.SIGSTOP if fault == "stop" else signal.SIGKILL)
     if fault == "loading":
-        end_s = time.monotonic() + PATIENCE_S
+        end_s = time.monotonic() + ROUND_TIMEOUT_S
         while not (new := [one for one in server.workers() if one.pid not in before]):
             if time.monotonic() > end_s:
-                raise RuntimeError(f"no worker was started again within {PATIENCE_S:.0f} s")
+                raise RuntimeError(f"no worker was started again within {ROUND_TIMEOUT_S:.0f} s")
             await asyncio.sleep(0.002)
         new[0].send_signal(signal.SIGSTOP)
     return 1
 
 
-async def mixed_life(
+async def serve_until_front_killed(
     server: Server, load: Load, rounds: int, rng: random.Random, found: dict[str, int]
 ) -> None:
-    """Rounds until they are over or the front is killed, in every fifth."""
+    """Run rounds until all are done or the front is killed, in every fifth."""
     load.stopping = False
     clients = [asyncio.create_task(load.go()) for _ in range(CLIENTS)]
     http, restarts, size = load.http, 0.0, len(server.workers())
@@ -162,7 +162,7 @@ async def mixed_life(
         found["rounds"] += 1
         found[fault] += 1
         everything = psutil.Process(server.process.pid).children(recursive=True)
-        restarts += await strike(fault, server, http, rng, load)
+        restarts += await inject_fault(fault, server, http, rng, load)
         if found["rounds"] % 5 == 0:
             found["front"] += 1
             await asyncio.sleep(rng.random() * 2)
@@ -175,7 +175,7 @@ async def mixed_life(
             gone_ms = round(1000 * (time.monotonic() - killed_s))
             found["gone_ms_max"] = max(found["gone_ms_max"], gone_ms)
             break
-        deadline_s = time.monotonic() + PATIENCE_S
+        deadline_s = time.monotonic() + ROUND_TIMEOUT_S
         while (
             await metric(http, "llmctl_worker_restarts_total") < restarts
             or await metric(http, "llmctl_workers_alive") < size
@@ -196,7 +196,7 @@ async def mixed_life(
 
 
 def run_mixed(plan: Path, settings: list[str], options: argparse.Namespace) -> dict[str, object]:
-    """All rounds, over as many fronts as it takes."""
+    """Run all rounds, with a new front after each that was killed."""
     rng, found = random.Random(options.seed), Counter[str]()
     wrong: list[str] = []
     expected: dict[str, str] = {}
@@ -213,7 +213,7 @@ def run_mixed(plan: Path, settings: list[str], options: argparse.Namespace) -> d
                     load.expected = expected
                     if not expected:
                         await load.undisturbed()
-                    await mixed_life(server, load, options.rounds, rng, found)
+                    await serve_until_front_killed(server, load, options.rounds, rng, found)
                     return load
 
             load = asyncio.run(live())
