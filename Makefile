@@ -28,7 +28,7 @@ demo: $(STAMP)  ## profile, fit, tune, serve and check a tiny model on this CPU 
 	$(BIN)/llmctl demo --out demo-out $(if $(TRACE),--trace $(TRACE))
 
 demo-ray: $(STAMP)  ## serve on a Ray cluster of two nodes on this machine, lose one under load and no request
-	$(BIN)/python bench/demo_ray.py --out demo-out/ray
+	$(BIN)/python -m benchmarks.serving.demo_ray --out demo-out/ray
 
 # How many processes run tests: auto is one more than there are processors, 0 runs them in pytest's own.
 JOBS   ?= auto

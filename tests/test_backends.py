@@ -9,8 +9,8 @@ from pathlib import Path
 import httpx
 import pytest
 from commands import llmctl
-from serving import Server
 
+from benchmarks.common.serving import Server
 from toolkit.backends import Checks, Serves, backend_of
 from toolkit.engine_traits import ENGINES, traits_of
 from toolkit.errors import InputError

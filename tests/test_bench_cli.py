@@ -75,7 +75,7 @@ def test_a_plan_s_prediction_stands_beside_what_was_measured(capsys, tmp_path, t
 
 
 @pytest.mark.slow
-def test_the_table_fits_80_columns_and_says_what_was_done(capsys, trace, plan):
+def test_the_table_fits_80_columns_with_notes_on_the_replay(capsys, trace, plan):
     with sse_server() as server:
         code, out, err = llmctl(capsys, "--url", server.url, "--trace", trace, "--plan", plan)
     assert code == 0
@@ -86,7 +86,7 @@ def test_the_table_fits_80_columns_and_says_what_was_done(capsys, trace, plan):
     assert "replaying 5 requests against tiny" in err
 
 
-def test_another_server_is_told_the_lengths_and_the_report_says_so(capsys, trace):
+def test_another_server_gets_the_lengths_and_the_report_says_so(capsys, trace):
     with sse_server(
         models={"data": [{"id": "m", "owned_by": "vllm", "max_model_len": 4096}]}
     ) as server:
@@ -94,7 +94,7 @@ def test_another_server_is_told_the_lengths_and_the_report_says_so(capsys, trace
     assert code == 0
     assert "predicted" not in out
     assert (
-        "replay: each request asks for exactly its output: the scheduler knows the lengths as limits"
+        "replay: each request's limit is exactly its output, so the scheduler knows the lengths"
         in err
     )
     assert sorted(body["max_tokens"] for body in server.bodies[1:]) == [3, 4, 5, 6, 7]
@@ -156,7 +156,7 @@ def test_a_replay_in_which_nothing_was_served_fails(capsys, tmp_path, trace):
         code, _, err = llmctl(capsys, "--url", server.url, "--trace", trace, "--out", out)
     assert code == 1
     assert "5 requests failed: HTTP 503: busy" in err
-    assert "error: not one of 5 requests was served" in err
+    assert "error: none of 5 requests was served" in err
     assert json.loads(out.read_text())["failures"] == {"HTTP 503: busy": 5}
 
 
@@ -187,7 +187,7 @@ def without_end_after(body: dict) -> bytes | None:
     return NO_END_AFTER if "llmctl_end_after" in body else serve_request(body)
 
 
-def test_a_server_that_does_not_hide_lengths_is_asked_for_exactly_the_outputs(capsys, trace, plan):
+def test_a_server_without_hidden_lengths_gets_the_outputs_as_limits(capsys, trace, plan):
     with sse_server(without_end_after) as server:
         options = ["--trace", trace, "--plan", plan, "--warmup", 0, "--json"]
         code, printed, err = llmctl(capsys, "--url", server.url, *options)
@@ -203,12 +203,12 @@ def test_a_server_that_does_not_hide_lengths_is_asked_for_exactly_the_outputs(ca
     assert sorted(body["max_tokens"] for body in (a, b, c, d, e)) == [3, 4, 5, 6, 7]
     assert all(body["ignore_eos"] for body in (a, b, c, d, e))
     assert (
-        "replay: each request asks for exactly its output: the scheduler knows the lengths as limits"
+        "replay: each request's limit is exactly its output, so the scheduler knows the lengths"
         in err
     )
 
 
-def test_the_prediction_knows_as_limits_what_the_requests_ask_for(capsys, tmp_path):
+def test_the_prediction_uses_the_limits_of_the_requests(capsys, tmp_path):
     """A policy that reserves each request's limit has room for more at once where the limit is the
     output.
     """
@@ -229,7 +229,7 @@ def test_the_prediction_knows_as_limits_what_the_requests_ask_for(capsys, tmp_pa
     )
 
 
-def test_lengths_that_must_be_hidden_and_cannot_be_name_the_flag(capsys, trace):
+def test_hidden_lengths_that_the_server_refuses_name_the_flag(capsys, trace):
     with sse_server(without_end_after) as server:
         code, out, err = llmctl(
             capsys, "--url", server.url, "--trace", trace, "--lengths", "hidden"
@@ -237,7 +237,7 @@ def test_lengths_that_must_be_hidden_and_cannot_be_name_the_flag(capsys, trace):
     assert (code, out) == (2, "")
     assert "HTTP 400: 'llmctl_end_after' needs a server started with --allow-end-after" in err
     assert (
-        "hint: start it with: llmctl serve --allow-end-after; or leave --lengths hidden out" in err
+        "hint: start it with: llmctl serve --allow-end-after; or leave out --lengths hidden" in err
     )
     assert len(server.bodies) == 1
 
@@ -274,9 +274,7 @@ def test_refused_requests_are_counted_and_the_prediction_says_that_it_serves_the
     assert "the prediction serves every request" in err
 
 
-def test_every_target_stands_with_its_limit_what_was_measured_and_predicted_and_whether_it_was_kept(
-    capsys, trace, plan
-):
+def test_every_target_is_shown_with_limit_measurement_prediction_and_verdict(capsys, trace, plan):
     with sse_server() as server:
         options = ["--trace", trace, "--plan", plan, "--warmup", 0]
         sla = ["--sla", "ttft_p99_s=30", "--sla", "e2e_p95_s=0.000001"]
@@ -299,7 +297,7 @@ def test_every_target_stands_with_its_limit_what_was_measured_and_predicted_and_
     assert within.count("%") == 2
 
 
-def test_another_rate_than_the_plan_was_tuned_for_is_said(capsys, tmp_path, trace):
+def test_a_rate_other_than_the_tuned_one_is_noted(capsys, tmp_path, trace):
     plan = tmp_path / "plan.json"
     tuned = make_plan(samples.recipe(), samples.fit(), None, {})
     workload = PlannedWorkload(trace="trace.jsonl", request_rate_rps=50.0)
@@ -322,9 +320,10 @@ def test_another_rate_than_the_plan_was_tuned_for_is_said(capsys, tmp_path, trac
             50,
         )
     assert (
-        "the plan was tuned for 50 requests/s, and this replays 100; its promise: --rate 50" in err
+        "the plan was tuned for 50 requests/s, and this replays 100; for the tuned rate: --rate 50"
+        in err
     )
-    assert "its promise" not in same
+    assert "for the tuned rate" not in same
 
 
 def test_without_a_url_the_plans_own_address_is_asked(capsys, tmp_path, trace):

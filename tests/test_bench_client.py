@@ -1,6 +1,4 @@
-"""The load generator against a tiny server: what it sends, when, and what it makes of every way a
-replay can go.
-"""
+"""The load generator against a tiny server: requests, times, and every outcome of a replay."""
 
 import asyncio
 import math
@@ -31,7 +29,7 @@ def play(server, trace=THREE, load=HIDDEN):
     return run(find_target(server.url), trace, load, lambda: None)
 
 
-def test_every_request_has_the_trace_s_lengths_and_the_scheduler_is_not_told():
+def test_every_request_has_the_trace_s_lengths_hidden_from_the_scheduler():
     with sse_server() as server:
         result = play(server)
     assert sorted(
@@ -47,13 +45,13 @@ def test_every_request_has_the_trace_s_lengths_and_the_scheduler_is_not_told():
     assert not result.interrupted
 
 
-def test_a_client_s_own_limit_is_what_the_scheduler_is_told():
+def test_the_scheduler_gets_a_client_s_own_limit():
     with sse_server() as server:
         play(server, trace_of((0, 5, 3), max_tokens=17))
     assert server.bodies[0]["max_tokens"] == 17
 
 
-def test_lengths_that_are_given_away_are_max_tokens():
+def test_given_lengths_are_max_tokens():
     with sse_server() as server:
         result = play(server, load=LoadSpec("given", 64, 50))
     assert sorted(body["max_tokens"] for body in server.bodies) == [1, 3, 4]
@@ -149,7 +147,7 @@ def test_a_server_that_has_gone_is_a_failure_of_each_request():
     assert all(math.isnan(one.sent_s) for one in result.samples)
 
 
-def test_each_end_is_told_once():
+def test_each_end_is_reported_once():
     ends = []
     with sse_server() as server:
         run(find_target(server.url), THREE, HIDDEN, lambda: ends.append(1))
@@ -175,7 +173,7 @@ def test_the_key_goes_with_every_request():
     assert "authorization: Bearer secret" in server.heads[0]
 
 
-def test_a_target_says_what_it_serves_and_whose_it_is():
+def test_a_target_names_its_model_and_its_server():
     with sse_server() as server:
         for url in (server.url, server.url + "/", server.url + "/v1", server.url + "/v1/"):
             target = find_target(url)
@@ -208,7 +206,7 @@ def test_a_server_without_the_model_is_an_input_error(models, model, message):
 
 
 @pytest.mark.parametrize("url", ["localhost:8000", "ftp://x", "http://", "http://x:y", "", "/v1"])
-def test_what_is_no_url_of_a_server_is_an_input_error(url):
+def test_an_invalid_server_url_is_an_input_error(url):
     with pytest.raises(InputError, match="is not"):
         find_target(url)
 

@@ -1,19 +1,17 @@
-"""bench/gpu.py where there is no GPU: its stages, what they skip, and the live replay on the fake
-engine.
-"""
+"""`benchmarks.gpu.run` without a GPU: its stages, and the live replay on the fake engine."""
 
 import json
 import subprocess
 import sys
 
-import gpu
-import gpu_live
 import psutil
 import pytest
 import samples
-from gpu_stages import ROUNDS, SLICES, derive, write_recipes
-from gpu_table import tables
 
+from benchmarks.gpu import live as gpu_live
+from benchmarks.gpu import run as gpu
+from benchmarks.gpu.stages import ROUNDS, SLICES, derive, write_recipes
+from benchmarks.gpu.table import tables
 from toolkit.errors import InputError
 from toolkit.files.io import write_file
 from toolkit.files.shipped import load_recipe
@@ -62,7 +60,9 @@ def test_a_folder_holds_one_recipe(tmp_path):
         write_recipes(recipe, tmp_path, "cpu", "cpu", quick=False)
 
 
-def test_what_is_there_is_skipped_and_what_needs_a_failed_stage_is_left_out(run, monkeypatch):
+def test_finished_stages_are_skipped_and_stages_that_need_a_failed_one_are_left_out(
+    run, monkeypatch
+):
     run.folder.mkdir()
     (run.folder / "profile-transformers.json").touch()
     started = []
@@ -98,12 +98,10 @@ def test_it_needs_no_more_than_a_bare_gpu_machine_has():
     code = (
         "import sys\n"
         f"for name in {NOT_ON_BARE_MACHINES!r}: sys.modules[name] = None\n"
-        "import gpu, gpu_live, gpu_stages, gpu_table\n"
+        "import benchmarks.gpu.run, benchmarks.gpu.live, benchmarks.gpu.stages, benchmarks.gpu.table\n"
         "import toolkit.estimators.fitting, toolkit.profiling.run, toolkit.profiling.child, toolkit.workers.child\n"
     )
-    subprocess.run(
-        [sys.executable, "-c", code], check=True, env=gpu._environment(), cwd=gpu.ROOT / "bench"
-    )
+    subprocess.run([sys.executable, "-c", code], check=True, env=gpu._environment(), cwd=gpu.ROOT)
 
 
 @pytest.fixture
@@ -138,7 +136,7 @@ def test_contenders_serve_the_same_requests_on_live_workers(fake_folder, contend
 
 
 @pytest.mark.slow
-def test_rows_that_one_contender_left_behind_are_not_met_by_the_next(fake_folder):
+def test_rows_of_one_contender_are_dropped_before_the_next(fake_folder):
     """No time at all: every request is given up, some of them on their way."""
     gpu_live.replay_all(fake_folder, "fake", ROUNDS, gpu_live.Pace(0.2, 0.0), "live.json")
     found = json.loads((fake_folder / "live.json").read_text())
@@ -146,7 +144,7 @@ def test_rows_that_one_contender_left_behind_are_not_met_by_the_next(fake_folder
     assert [one["worker_restarts"] for one in found["outcomes"]] == [0, 0, 0]
 
 
-def test_tables_show_what_is_done(tmp_path):
+def test_tables_show_the_finished_stages(tmp_path):
     folder = tmp_path / "cpu" / "tiny"
     assert tables(tmp_path / "cpu") == ""
     point = {

@@ -1,6 +1,4 @@
-"""What clients saw of a warm-up stands for a server's own counters: its speed today, and its
-front's delay.
-"""
+"""The speed and the front's delay of a server, read off what clients saw of a warm-up."""
 
 import numpy as np
 import pytest
@@ -49,7 +47,7 @@ def test_the_speed_and_the_delay_of_a_server_are_found_again(slowdown: float):
     assert warm.front.first_s == warm.front.last_s == pytest.approx(0.03, abs=0.005)
 
 
-def test_requests_that_failed_tell_nothing():
+def test_failed_requests_show_nothing():
     trace = busy()
     seen = as_seen(trace, predicted(plan(), trace).served)
     for sample in seen[::3]:
@@ -68,7 +66,7 @@ def test_a_server_that_is_faster_than_fitted_has_no_delay_below_zero():
     assert seen_by_clients(plan(), trace, seen, ()).front.first_s == 0.0
 
 
-def test_of_single_tokens_no_speed_can_be_read():
+def test_single_tokens_show_no_speed():
     trace = busy(output=1)
     assert (
         seen_by_clients(plan(), trace, as_seen(trace, predicted(plan(), trace).served), ()) is None

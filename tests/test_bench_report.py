@@ -1,4 +1,4 @@
-"""What a replay becomes: metrics over what was answered, beside what was predicted."""
+"""The report of a replay: metrics of the answered requests, beside the prediction."""
 
 import pytest
 import samples

@@ -1,6 +1,4 @@
-"""Predictions held against a server: errors by metric and request, what is written, when it fails,
-who shows it.
-"""
+"""Predictions compared with a server: errors, the file, exit codes, and the commands that show it."""
 
 import json
 from pathlib import Path
@@ -120,7 +118,7 @@ def validate(plan: Path, url: str, *options: str) -> int:
     return llmctl(*words)
 
 
-def test_a_validation_is_written_beside_the_plan_and_shown_by_those_who_predict(
+def test_a_validation_is_written_beside_the_plan_and_shown_with_predictions(
     plan: Path, capsys: pytest.CaptureFixture[str]
 ):
     with sse_server() as server:
@@ -181,7 +179,9 @@ def test_errors_beyond_the_limit_are_exit_code_4_and_nothing_is_lost(
     assert plan.with_name("validation.json").is_file()
 
 
-def test_a_server_that_fails_every_request_is_said(plan: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_server_that_fails_every_request_is_reported(
+    plan: Path, capsys: pytest.CaptureFixture[str]
+):
     tried = []
 
     def answer(body: dict) -> bytes:

@@ -1,6 +1,4 @@
-"""The warm-up before a replay: which requests it takes, and what it makes of the server's own
-figures.
-"""
+"""The warm-up before a replay: its requests, and what the server's counters show."""
 
 import json
 from dataclasses import asdict
@@ -65,7 +63,7 @@ def test_the_slowdown_is_of_the_batches_that_ran_meanwhile():
     )
 
 
-def test_without_batches_nothing_is_said():
+def test_without_batches_the_warm_up_shows_nothing():
     with sse_server() as server:
         assert warm_up(find_target(server.url), others(trace(), 0.0, 1), LOAD, lambda: None) == (
             None,
@@ -82,7 +80,7 @@ def test_prompts_are_not_those_of_the_replay():
     assert first["prompt"] != second["prompt"]
 
 
-def test_a_server_that_does_not_tell_is_named(monkeypatch):
+def test_a_server_without_counters_is_named(monkeypatch):
     with sse_server() as server:
         monkeypatch.setattr("toolkit.bench.warmup.TOOK", "llmctl_no_such_total")
         with pytest.raises(InputError, match=r"/metrics has no llmctl_no_such_total") as error:
@@ -121,7 +119,7 @@ def seen_by_clients(count: int, ttft_s: float, e2e_s: float) -> list[Sample]:
     ]
 
 
-def test_what_clients_wait_longer_than_the_driver_says_is_the_fronts():
+def test_the_clients_extra_latency_is_the_fronts_delay():
     samples_ = seen_by_clients(4, ttft_s=0.5, e2e_s=2.0)
     times = times_between(counters(0, 0.0, 0.0), counters(4, ttft_s=0.375, e2e_s=1.75), samples_)
     assert times.front == Front(first_s=0.125, last_s=0.25)
@@ -136,7 +134,7 @@ def test_clocks_that_disagree_make_no_token_early():
 
 
 @pytest.mark.parametrize("served", [3, 5])
-def test_of_a_server_that_served_others_too_the_fronts_share_is_not_known(served):
+def test_the_fronts_delay_is_unknown_where_the_server_had_other_requests(served):
     times = times_between(
         counters(0, 0.0, 0.0), counters(served, 0.375, 1.75), seen_by_clients(4, 0.5, 2.0)
     )
@@ -144,13 +142,13 @@ def test_of_a_server_that_served_others_too_the_fronts_share_is_not_known(served
     assert conditions(times.slowdown, times.front, [7]) == ServerConditions(2.0, None, (7,))
 
 
-def test_where_a_request_failed_the_fronts_share_is_not_known():
+def test_the_fronts_delay_is_unknown_where_a_request_failed():
     failed = seen_by_clients(4, 0.5, 2.0)
     failed[2].failure = "the connection was lost"
     assert times_between(counters(0, 0.0, 0.0), counters(4, 0.375, 1.75), failed).front is None
 
 
-def test_refused_requests_never_came_to_the_driver_and_say_nothing_of_the_fronts_share():
+def test_refused_requests_do_not_count_for_the_fronts_delay():
     refused = seen_by_clients(5, 0.5, 2.0)
     refused[2].failure, refused[2].refused = "HTTP 503: too many requests wait", True
     times = times_between(counters(0, 0.0, 0.0), counters(4, 0.375, 1.75), refused)
@@ -180,7 +178,7 @@ def crowded(
 
 
 @pytest.mark.parametrize(("slowdown", "cost_s"), [(1.0, 0.0007), (1.2, 0.0005), (0.9, 0.002)])
-def test_what_arrivals_cost_is_told_apart_from_a_slow_machine(slowdown: float, cost_s: float):
+def test_the_cost_of_arrivals_is_separated_from_a_slow_machine(slowdown: float, cost_s: float):
     found = arrival_cost_of(crowded(slowdown, cost_s))
     assert found.cost_s == pytest.approx(cost_s, rel=0.02)
     sums = crowded(slowdown, cost_s)
@@ -201,11 +199,11 @@ def test_what_arrivals_cost_is_told_apart_from_a_slow_machine(slowdown: float, c
         slices([]),
     ],
 )
-def test_where_the_cost_cannot_be_told_the_slowdown_has_it_all(sums: dict[str, float]):
+def test_where_the_cost_is_uncertain_the_slowdown_covers_everything(sums: dict[str, float]):
     assert arrival_cost_of(sums) == (0.0, 0.0)
 
 
-def test_what_all_slices_took_is_kept_however_it_is_shared():
+def test_the_total_time_of_the_slices_is_kept():
     sums = crowded(1.1, 0.0006, noise_s=0.01)
     found = arrival_cost_of(sums)
     slowdown = ServerTimes(sums["took"], sums["expected"], None, found).slowdown
@@ -215,7 +213,7 @@ def test_what_all_slices_took_is_kept_however_it_is_shared():
     )
 
 
-def test_the_command_says_and_predicts_what_arrivals_cost(capsys, tmp_path):
+def test_the_command_prints_and_predicts_the_cost_of_arrivals(capsys, tmp_path):
     def answer(body):
         ran.append(body)
         at = len(ran)
@@ -244,7 +242,7 @@ def test_the_command_says_and_predicts_what_arrivals_cost(capsys, tmp_path):
     assert report["predicted"]["ttft_mean_s"] > report["predicted_as_fitted"]["ttft_mean_s"]
 
 
-def test_a_slow_machine_makes_batches_longer_and_decides_nothing_else():
+def test_a_slow_machine_only_makes_batches_longer():
     """With everything slow, the backlog of one worker takes so many times as long."""
     plan = make_plan(samples.recipe(), samples.fit(), None, {})
     backlog = Trace(np.zeros(40), np.full(40, 20), np.full(40, 9), np.zeros(40, dtype=np.int64))
@@ -300,5 +298,5 @@ def test_the_command_warms_up_and_predicts_at_the_speed_that_it_saw(capsys, tmp_
     assert report["predicted_in_hindsight"]["e2e_mean_s"] == pytest.approx(
         report["predicted"]["e2e_mean_s"]
     )
-    assert "had it known that speed, the prediction's errors were: throughput_rps" in err
+    assert "at that speed the prediction's errors would be: throughput_rps" in err
     assert "batches take 1.25 times as long as fitted" in err

@@ -1,4 +1,4 @@
-"""`llmctl compare`: its table, its plots, its settings, what it says, and Ctrl-C."""
+"""`llmctl compare`: its table, plots, settings and notes, and Ctrl-C."""
 
 import json
 import sys
@@ -169,10 +169,10 @@ def test_ctrl_c_prints_what_is_done(stage, capsys, monkeypatch):
     found = json.loads(out)
     assert found["interrupted"]
     assert [run["policy"] for run in found["runs"]] == ["slice"]
-    assert "interrupted: 1 of 2 runs are done, and shown" in err
+    assert "interrupted: 1 of 2 runs are finished and shown" in err
 
 
-def test_one_who_stalls_does_not_stop_the_others(stage, capsys, monkeypatch):
+def test_a_stalled_policy_does_not_stop_the_others(stage, capsys, monkeypatch):
     real = comparison.simulate
 
     def stalls(trace, policy, world):
@@ -239,9 +239,7 @@ def test_a_log_axis_leaves_out_what_has_no_logarithm():
 
 
 @pytest.mark.parametrize("option", ["--policies", "--rate", "--columns"])
-def test_a_list_that_names_nothing_is_refused(
-    option: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_empty_list_is_refused(option: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert (
         llmctl(
             "compare",
@@ -256,7 +254,7 @@ def test_a_list_that_names_nothing_is_refused(
         )
         == 2
     )
-    assert f"{option} ',': it names nothing" in capsys.readouterr().err
+    assert f"{option} ',': the list is empty" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["simulate", "compare"])
@@ -265,7 +263,7 @@ def test_a_negative_seed_is_refused(command: str, capsys: pytest.CaptureFixture[
     assert "'--seed'" in capsys.readouterr().err
 
 
-def test_extrapolation_is_said_once_with_the_share_of_each_policy(
+def test_extrapolation_is_noted_once_with_the_share_of_each_policy(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_file(samples.fit(), tmp_path / "fit.json")
@@ -292,7 +290,7 @@ def test_extrapolation_is_said_once_with_the_share_of_each_policy(
     assert "slice" in line
 
 
-def test_what_the_engine_cannot_run_is_marked_as_tune_marks_it(stage, capsys):
+def test_unservable_policies_are_marked_as_in_tune(stage, capsys):
     write_file(samples.fit(engine="transformers"), stage[4])
     assert llmctl(*stage, "--policies", "slice,past-future,baton") == 0
     out = capsys.readouterr().out
@@ -311,7 +309,7 @@ def test_what_the_engine_cannot_run_is_marked_as_tune_marks_it(stage, capsys):
     )
 
 
-def test_simulate_marks_it_too(stage, capsys):
+def test_simulate_marks_an_unservable_policy(stage, capsys):
     write_file(samples.fit(engine="transformers"), stage[4])
     assert llmctl("simulate", *stage[1:], "--policy", "past-future") == 0
     out, err = capsys.readouterr()

@@ -1,6 +1,4 @@
-"""The demo, whole, with a model that computes nothing and short replays: what it runs, holds, and
-says at its end.
-"""
+"""The whole demo with a model that computes nothing and short replays: commands, checks, result."""
 
 import json
 from pathlib import Path
@@ -39,7 +37,7 @@ serve: {max_new_tokens: 64}
 
 
 @pytest.mark.slow
-def test_the_demo_holds_the_tuned_server_to_the_promise_and_says_what_was_achieved(
+def test_the_demo_compares_the_tuned_server_with_the_promise_and_prints_the_result(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ):
     monkeypatch.setattr(demo, "REPLAY_S", 0.5)
@@ -88,7 +86,7 @@ def achieved(kept: bool) -> Achieved:
     )
 
 
-def test_one_sentence_says_what_was_achieved():
+def test_one_sentence_has_the_result():
     assert achieved(kept=True).text == (
         "At 30 requests/s the tuned server kept both targets (goodput 24/s, 24.9 predicted), "
         "and under overload it served 2.24 times the throughput of SLS."
@@ -96,7 +94,7 @@ def test_one_sentence_says_what_was_achieved():
     assert "the tuned server broke ttft_p99_s (goodput" in achieved(kept=False).text
 
 
-def test_where_no_setting_keeps_the_limits_the_demo_goes_on_and_says_so(
+def test_the_demo_continues_with_a_note_where_no_setting_keeps_the_limits(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
     ran: list[list[str]] = []

@@ -1,4 +1,4 @@
-"""`llmctl doctor`: what is missing is said with its remedy, and does not fail unless asked to."""
+"""`llmctl doctor`: missing things come with a remedy, and fail only with --strict."""
 
 import json
 import os
@@ -57,7 +57,7 @@ def test_this_machine_can_run_the_demo(capsys: pytest.CaptureFixture[str]) -> No
 
 
 @pytest.mark.slow
-def test_a_recipe_for_another_machine_is_fine_and_strict_is_not(
+def test_a_recipe_for_another_machine_fails_only_with_strict(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("toolkit.engines.devices.find_devices", lambda: CPU_ONLY)
@@ -148,7 +148,7 @@ def test_a_model_folder_needs_its_files(tmp_path: Path) -> None:
     assert check().status == "ok"
 
 
-def test_a_model_that_was_never_downloaded_says_how(tmp_path: Path) -> None:
+def test_a_missing_model_names_the_download_command(tmp_path: Path) -> None:
     check = checked(tmp_path, "source: random", "source: nobody/such-a-model")["model"]
     assert check.status == "missing"
     assert check.remedy == "fetch it once with: hf download nobody/such-a-model"

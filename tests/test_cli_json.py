@@ -1,4 +1,4 @@
-"""`simulate --json` and `compare --json`: the documented keys are those that are printed."""
+"""`simulate --json` and `compare --json` print the documented keys."""
 
 import json
 import re
@@ -35,7 +35,7 @@ def keys_under(head: str) -> set[str]:
         ("a run of `runs`", ComparedRun),
     ],
 )
-def test_the_documented_keys_are_the_models(head: str, model: type[BaseModel]) -> None:
+def test_the_documented_keys_are_those_of_the_models(head: str, model: type[BaseModel]) -> None:
     assert keys_under(head) == set(model.model_fields)
 
 

@@ -1,4 +1,4 @@
-"""`llmctl recipes`, `llmctl policies`, and what the shell completes."""
+"""`llmctl recipes`, `llmctl policies`, and shell completion."""
 
 import json
 import os
@@ -11,7 +11,7 @@ from commands import llmctl
 from test_cli_main import HEAVY
 
 from toolkit.cli import completion
-from toolkit.cli.serve_start import HERE, MANAGED
+from toolkit.cli.serve_start import IN_PROCESS, MANAGED
 from toolkit.cli.stage import open_stage
 from toolkit.deploy.render import TARGETS
 from toolkit.files.io import shipped_fits
@@ -84,14 +84,14 @@ def completed(*words: str, cwd: Path | None = None) -> list[str]:
 
 
 @pytest.mark.slow
-def test_the_shell_is_offered_commands_and_options_at_no_cost() -> None:
+def test_completion_of_commands_and_options_imports_nothing_heavy() -> None:
     assert completed("tu") == ["tune"]
     assert "--trace" in completed("tune", "tiny-llama-cpu", "--t")
     assert completed("trace", "insp") == ["inspect"]
 
 
 @pytest.mark.slow
-def test_the_shell_is_offered_what_ships_and_files_here(tmp_path: Path) -> None:
+def test_completion_offers_shipped_names_and_local_files(tmp_path: Path) -> None:
     (tmp_path / "tiny-mine.yaml").touch()
     here = [name for name in shipped_names() if name.startswith("tiny-")]
     assert completed("tune", "tiny-", cwd=tmp_path) == sorted([*here, "tiny-mine.yaml"])
@@ -107,10 +107,10 @@ def test_the_shell_is_offered_what_ships_and_files_here(tmp_path: Path) -> None:
         (completion.traces, shipped_traces()),
         (completion.policy, KNOWN),
         (completion.rendered_targets, TARGETS),
-        (completion.served_targets, HERE + MANAGED),
+        (completion.served_targets, IN_PROCESS + MANAGED),
     ],
 )
-def test_what_is_offered_is_what_there_is(
+def test_completion_offers_exactly_the_existing_names(
     complete, known, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -118,6 +118,6 @@ def test_what_is_offered_is_what_there_is(
     assert complete("no-such") == []
 
 
-def test_the_clock_is_offered_that_simulations_take() -> None:
+def test_completion_offers_the_clock_of_steps_to_simulations() -> None:
     assert open_stage("bursty-small", completion.UNIT_STEP, None, fit_lengths=True).fit is None
     assert completion.UNIT_STEP == UNIT_STEP

@@ -1,4 +1,4 @@
-"""The command line's edge: what is imported, what is printed where, and exit codes."""
+"""The command line: imports, output streams, and exit codes."""
 
 import io
 import subprocess
@@ -81,6 +81,24 @@ def test_every_command_explains_itself_and_offers_json(
     assert "--json" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("width", [80, 120])
+@pytest.mark.parametrize("name", ["", *NAMES])
+def test_no_line_of_the_help_is_cut(
+    name: str, width: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    assert llmctl(*([name] if name else []), "--help") == 0
+    shown = capsys.readouterr().out
+    assert max(map(len, shown.splitlines())) <= width
+    assert "\N{HORIZONTAL ELLIPSIS}" not in shown
+
+
+def test_the_help_names_the_extra_that_a_picture_needs(capsys: pytest.CaptureFixture[str]) -> None:
+    """`llmctl[plot]` would be taken for markup, and its brackets left out."""
+    assert llmctl("compare", "--help") == 0
+    assert "extra 'plot'" in " ".join(capsys.readouterr().out.replace("│", "").split())
+
+
 def test_no_words_at_all_is_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert llmctl() == 0
     assert "Usage: llmctl" in capsys.readouterr().out
@@ -120,7 +138,7 @@ def test_a_wrong_word_is_one_line_a_hint_and_exit_2(
         ("xyz", "valid: bench, "),
     ],
 )
-def test_a_misspelt_command_is_told_the_nearest_one(
+def test_a_misspelt_command_names_the_nearest_one(
     word: str, hint: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert llmctl(word) == 2
@@ -161,7 +179,7 @@ def test_several_problems_are_several_lines(
     assert capsys.readouterr().err == "error: a: wrong\nerror: b: wrong\n"
 
 
-def test_a_bug_stays_loud(command: Callable[..., None]) -> None:
+def test_a_bug_shows_its_traceback(command: Callable[..., None]) -> None:
     def fail() -> None:
         raise ZeroDivisionError
 
@@ -200,7 +218,7 @@ def test_a_command_may_choose_its_exit_code(command: Callable[..., None]) -> Non
         ("None", ["tune", "--help"]),
     ],
 )
-def test_a_reader_that_leaves_is_no_error(printed: str, words: list[str]) -> None:
+def test_a_closed_pipe_on_stdout_is_no_error(printed: str, words: list[str]) -> None:
     script = f"""
 import sys, types
 from toolkit.cli.output import table
@@ -248,14 +266,14 @@ def test_every_text_is_printed_where_stdout_is_no_utf_8(
     assert "?" not in text
 
 
-def test_another_pipe_that_breaks_is_a_bug(
+def test_another_broken_pipe_is_a_bug(
     command: Callable[..., None], capfd: pytest.CaptureFixture[str]
 ) -> None:
     def fail() -> None:
         raise BrokenPipeError
 
     command(fail)
-    with pytest.raises(RuntimeError, match="not stdout"):
+    with pytest.raises(RuntimeError, match="other than stdout"):
         main.run(["schema"])
 
 
@@ -268,5 +286,5 @@ def test_a_full_disk_under_stdout_is_one_line() -> None:
     assert done.returncode == 1
     assert done.stderr.splitlines() == [
         "error: the output: No space left on device",
-        "hint: make room, and run it again",
+        "hint: free some space, and repeat",
     ]

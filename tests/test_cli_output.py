@@ -1,4 +1,4 @@
-"""What commands print."""
+"""The output of commands."""
 
 import io
 import json
@@ -58,7 +58,7 @@ def test_a_model_is_printed_as_it_would_be_written(capsys: pytest.CaptureFixture
     assert Fit.model_validate_json(capsys.readouterr().out) == samples.fit()
 
 
-def test_without_json_people_are_served(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_json_the_output_is_for_people(capsys: pytest.CaptureFixture[str]) -> None:
     emit(False, {}, lambda: print("hello"))
     assert capsys.readouterr().out == "hello\n"
 
@@ -103,7 +103,9 @@ def test_a_table_takes_the_width_of_the_terminal(capsys: pytest.CaptureFixture[s
 MANY = [f">column\nnumber {k}" for k in range(12)]
 
 
-def test_numbers_never_wrap_and_the_table_goes_on_below(capsys: pytest.CaptureFixture[str]) -> None:
+def test_numbers_never_wrap_and_the_table_continues_below(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     rows = [
         [name, *(round(1234.5 * (k + 1)) for k in range(12))] for name in ("first-policy", "second")
     ]
@@ -125,7 +127,7 @@ def test_a_wide_terminal_shows_all_columns_at_once(capsys: pytest.CaptureFixture
     assert row.split() == ["first-policy", *["1,234"] * 12]
 
 
-def test_text_gives_way_before_a_column_goes_below(capsys: pytest.CaptureFixture[str]) -> None:
+def test_text_wraps_before_a_column_moves_below(capsys: pytest.CaptureFixture[str]) -> None:
     table(["name", "text", ">a value", ">another"], [("a", "long " * 40, "1.25 ms", 3)])
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 80

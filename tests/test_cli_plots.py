@@ -3,7 +3,7 @@
 from toolkit.cli.plots import PlotPoint, scatter
 
 
-def test_the_least_and_the_greatest_stand_in_the_corners() -> None:
+def test_the_least_and_the_greatest_points_are_in_the_corners() -> None:
     lines = scatter([PlotPoint(1, 5, "a"), PlotPoint(100, 9, "b")], x_name="seconds")
     assert lines[0].endswith("b")
     assert lines[0].lstrip().startswith("9 |")
@@ -26,7 +26,7 @@ def test_later_points_cover_earlier_ones_and_equal_ones_need_no_axis() -> None:
     assert "a" not in "".join(lines)
 
 
-def test_nothing_to_show_is_no_line() -> None:
+def test_nothing_to_show_prints_no_line() -> None:
     assert scatter([], x_name="x") == []
 
 

@@ -1,4 +1,4 @@
-"""`llmctl render`: the plan, what explains it, and --check."""
+"""`llmctl render`: the plan, its explanation, and --check."""
 
 import json
 from pathlib import Path
@@ -118,7 +118,7 @@ def test_the_best_of_the_tuning_is_planned_and_explained(files: Path) -> None:
 
 
 @pytest.mark.parametrize("gain_percent", [0.04, -0.04, 0.0])
-def test_no_gain_is_not_praised(files: Path, gain_percent: float) -> None:
+def test_a_tuning_without_gain_claims_none(files: Path, gain_percent: float) -> None:
     made_from = {"recipe": Path("recipe.yaml"), "fit": Path("fit.json")}
     write_file(tuning(made_from, gain_percent=gain_percent), "tuning.json")
     assert render() == 0
@@ -178,7 +178,7 @@ def test_check_is_the_same_on_another_machine(files: Path) -> None:
     assert render("--check") == 0
 
 
-def test_check_names_what_differs_and_writes_nothing(
+def test_check_names_the_differences_and_writes_nothing(
     files: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     render(tuned=False)
@@ -282,4 +282,4 @@ def test_a_recipe_may_be_json_too(files: Path, capsys: pytest.CaptureFixture[str
     write_file(samples.recipe(), "recipe.json")
     with pytest.raises(SystemExit):
         main.run(["render", "recipe.json"])
-    assert capsys.readouterr().err.startswith("error: a recipe alone is no plan\n")
+    assert capsys.readouterr().err.startswith("error: a recipe needs its fit\n")

@@ -1,4 +1,6 @@
-"""`llmctl render --target`: folders are written whole, compared, and keep edited files."""
+"""`llmctl render --target`: folders are written whole and compared; edited files are not
+overwritten.
+"""
 
 import json
 from pathlib import Path
@@ -80,14 +82,12 @@ def test_check_shows_a_diff_and_writes_nothing(capsys: pytest.CaptureFixture[str
     out, err = capsys.readouterr()
     assert "--- core/deployment.yaml (there)\n+++ core/deployment.yaml (rendered)\n" in out
     assert "-  replicas: 1\n+  replicas: 3\n" in out
-    assert err.startswith(
-        "error: kubernetes differs from what would be rendered: EXPLAIN.md, core/deployment.yaml"
-    )
+    assert err.startswith("error: kubernetes is out of date: EXPLAIN.md, core/deployment.yaml")
     assert contents("kubernetes") == before
 
 
 @pytest.mark.usefixtures("plan")
-def test_what_was_edited_by_hand_stays(capsys: pytest.CaptureFixture[str]) -> None:
+def test_files_edited_by_hand_stay(capsys: pytest.CaptureFixture[str]) -> None:
     render("--target", "compose")
     edited = Path("compose/compose.yaml")
     edited.write_text(edited.read_text() + "# mine\n")
@@ -111,7 +111,7 @@ def test_a_file_that_was_there_before_stays() -> None:
 
 
 @pytest.mark.usefixtures("plan")
-def test_what_is_rendered_no_more_is_removed() -> None:
+def test_files_that_are_no_longer_rendered_are_removed() -> None:
     render("--target", "kubernetes", "--out", "x")
     assert render("--target", "local", "--out", "x") == 0
     left = {path.name for path in Path("x").rglob("*") if path.is_file()}
@@ -148,7 +148,7 @@ def test_templates_have_plain_names(name: str) -> None:
         fill(name)
 
 
-def test_a_plan_that_is_given_is_taken_as_it_is(plan: Plan) -> None:
+def test_a_given_plan_stays_unchanged(plan: Plan) -> None:
     render("--target", "local")
     other = plan.model_copy(
         update={"environment": plan.environment.model_copy(update={"processor": "another"})}
@@ -187,7 +187,7 @@ def test_a_plan_needs_a_target_and_a_recipe_a_fit(capsys: pytest.CaptureFixture[
     assert render() == 2
     assert render(source="tiny-llama-cpu") == 2
     errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error")]
-    assert errors == ["error: plan.json is a plan already", "error: a recipe alone is no plan"]
+    assert errors == ["error: plan.json is already a plan", "error: a recipe needs its fit"]
 
 
 @pytest.mark.parametrize("target", ["local", "systemd", "compose", "kubernetes", "kuberay"])
@@ -228,7 +228,7 @@ def test_a_secret_in_a_plan_is_refused_and_not_repeated(
     assert not Path("local").exists()
 
 
-def test_from_a_recipe_the_plan_is_made_too_and_on_another_machine_is_the_same(
+def test_the_plan_of_a_recipe_is_the_same_on_another_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -1,4 +1,4 @@
-"""A key from the environment is nowhere to be read once the server has it."""
+"""A key from the environment is not readable any more once the server has it."""
 
 import subprocess
 import sys
@@ -19,7 +19,7 @@ print("LLMCTL_API_KEY" in os.environ, b"canary-7" in Path("/proc/self/environ").
 
 
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="no /proc here")
-def test_a_variable_is_forgotten_in_the_memory_of_the_process_too() -> None:
+def test_a_variable_is_erased_from_the_process_memory_too() -> None:
     around = {
         "LLMCTL_API_KEY": "canary-7",
         "OTHER": "stays",

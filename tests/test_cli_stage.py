@@ -1,4 +1,4 @@
-"""`simulate` and `compare` take lengths as `tune` does: by the recipe that the fit was made from."""
+"""`simulate` and `compare` scale lengths as `tune` does, by the recipe of the fit."""
 
 import json
 from pathlib import Path
@@ -17,7 +17,7 @@ COMPARE = ["compare", "--policies", "slice,sequence", "--trace", "trace.jsonl"]
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The working directory, with a recipe, its fit, and a trace whose outputs are too long for it."""
+    """The working directory, with a recipe, its fit, and a trace with outputs that are too long for it."""
     monkeypatch.chdir(tmp_path)
     Path("recipe.yaml").write_text(RECIPE)
     samples.write_fit(Path("recipe.yaml"))
@@ -49,7 +49,7 @@ def test_all_commands_scale_alike(folder: Path, capsys: pytest.CaptureFixture[st
 
 
 @pytest.mark.parametrize("command", [SIMULATE, COMPARE])
-def test_what_was_scaled_is_the_first_line(
+def test_the_first_line_says_how_lengths_were_scaled(
     folder: Path, command: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert llmctl(*command) == 0
@@ -83,15 +83,13 @@ def test_the_recipe_is_found_beside_the_fit_here_and_by_option(
 
 
 @pytest.mark.parametrize("command", [SIMULATE, COMPARE])
-def test_without_its_recipe_a_limit_is_asked_for(
+def test_without_its_recipe_a_limit_is_required(
     folder: Path, command: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     Path("recipe.yaml").unlink()
     assert llmctl(*command) == 2
     error, hint = capsys.readouterr().err.splitlines()
-    assert error.startswith(
-        "error: fit.json: its recipe 'test', which says how long outputs may be"
-    )
+    assert error.startswith("error: fit.json: its recipe 'test', which limits the outputs")
     assert hint == "hint: name the recipe with --recipe, or give the limit with --max-new-tokens"
     assert scaling(command, capsys, "--max-new-tokens", "200")["max_new_tokens"] == 200
 
@@ -106,14 +104,14 @@ def test_a_recipe_whose_measured_part_changed_is_not_the_fit_s(
     assert "fit.json is stale: 'model' of recipe.yaml changed" in capsys.readouterr().err
 
 
-def test_a_limit_that_is_given_takes_the_place_of_the_recipe_s(
+def test_a_given_limit_replaces_the_recipe_s(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert scaling(SIMULATE, capsys, "--max-new-tokens", "64")["max_new_tokens"] == 64
     assert scaling(SIMULATE, capsys, "--no-fit-lengths") is None
 
 
-def test_a_recipe_that_changes_nothing_is_refused(
+def test_a_recipe_without_effect_is_refused(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert llmctl(*SIMULATE, "--fit", "unit-step", "--recipe", "recipe.yaml") == 2

@@ -1,6 +1,4 @@
-"""Servers that run here: remembered, looked at, stopped in order; and what is said of managers that
-are not there.
-"""
+"""Running servers: their records, `status`, `stop`, and missing service managers."""
 
 import json
 import os
@@ -17,8 +15,8 @@ import orders
 import psutil
 import pytest
 from commands import llmctl
-from serving import Server, fake_plan
 
+from benchmarks.common.serving import Server, fake_plan
 from toolkit.deploy import running as managers
 from toolkit.deploy.running import (
     Running,
@@ -67,7 +65,7 @@ def keyed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Keyed]:
 
 
 def gone(pid: int = 1) -> Running:
-    """A server whose process number is another's now."""
+    """A server with a process number that another process has now."""
     return Running(
         name="old-8000", target="local", url="http://127.0.0.1:9", model="m", workers=1, policy="slice", pid=pid,
         started_s=1.0,
@@ -75,7 +73,7 @@ def gone(pid: int = 1) -> Running:
 
 
 @pytest.mark.slow
-def test_status_shows_what_runs(
+def test_status_shows_running_servers(
     keyed: Keyed, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", keyed.state)
@@ -87,11 +85,11 @@ def test_status_shows_what_runs(
     out, err = capsys.readouterr()
     assert keyed.server.url[-5:] in out
     assert max(map(len, out.splitlines())) <= 80
-    assert "asks for the key" in err
+    assert "/metrics needs the key" in err
 
 
 @pytest.mark.slow
-def test_the_key_is_asked_for_and_remembered_nowhere(keyed: Keyed) -> None:
+def test_the_key_is_required_and_stored_nowhere(keyed: Keyed) -> None:
     url = f"{keyed.server.url}/v1/models"
     assert httpx.get(url).status_code == 401
     assert httpx.get(url, headers={"authorization": f"Bearer {CANARY}"}).status_code == 200
@@ -146,8 +144,8 @@ def test_a_killed_server_is_noticed(states: Path, capsys: pytest.CaptureFixture[
         process.kill()
     assert llmctl("status") == 1
     out, err = capsys.readouterr()
-    assert out == "no server runs here\n"
-    assert "is gone and did not end in order; forgotten" in err
+    assert out == "no server runs on this machine\n"
+    assert "is gone without an orderly shutdown; its record is removed" in err
     assert not list(states.glob("*.json"))
 
 
@@ -160,16 +158,16 @@ def test_a_step_of_the_clock_does_not_hide_a_live_server(monkeypatch: pytest.Mon
 
 
 @pytest.mark.usefixtures("states")
-def test_a_process_number_of_another_is_not_stopped(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_reused_process_number_is_not_stopped(capsys: pytest.CaptureFixture[str]) -> None:
     remember(gone(os.getpid()))
     assert llmctl("stop") == 2
     err = capsys.readouterr().err
     assert "old-8000" in err
-    assert "error: no server runs here" in err
+    assert "error: no server runs on this machine" in err
 
 
 @pytest.mark.usefixtures("states")
-def test_several_are_not_stopped_at_once_unless_asked(capsys: pytest.CaptureFixture[str]) -> None:
+def test_several_servers_are_stopped_only_with_all(capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("a-1", "b-2"):
         remember(
             gone().model_copy(
@@ -177,13 +175,15 @@ def test_several_are_not_stopped_at_once_unless_asked(capsys: pytest.CaptureFixt
             )
         )
     assert llmctl("stop") == 2
-    assert capsys.readouterr().err.splitlines()[0] == "error: 2 servers run here: a-1, b-2"
+    assert (
+        capsys.readouterr().err.splitlines()[0] == "error: 2 servers run on this machine: a-1, b-2"
+    )
     assert llmctl("stop", "c-3") == 2
-    assert "error: no server 'c-3' runs here" in capsys.readouterr().err
+    assert "error: no server 'c-3' runs on this machine" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("states")
-def test_status_of_a_url_where_nobody_is(capsys: pytest.CaptureFixture[str]) -> None:
+def test_status_of_a_url_without_a_server(capsys: pytest.CaptureFixture[str]) -> None:
     assert llmctl("status", "--url", "http://127.0.0.1:9", "--json") == 1
     assert json.loads(capsys.readouterr().out)["servers"][0]["state"] == "no answer"
 
@@ -219,7 +219,7 @@ def rendered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.usefixtures("rendered", "states")
-def test_a_manager_that_is_not_there_is_one_line_and_a_command(
+def test_a_missing_service_manager_is_one_line_and_a_command(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(managers.shutil, "which", lambda _: None)
@@ -235,7 +235,9 @@ def test_a_manager_that_is_not_there_is_one_line_and_a_command(
 
 
 @pytest.mark.usefixtures("rendered", "states")
-def test_what_serve_cannot_start_is_said_with_what_can(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_target_that_serve_cannot_start_names_the_command_that_can(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     for words, said in (
         (["kubernetes"], "start it with: kubectl apply -k kubernetes"),
         (["plan.json", "--target", "compose"], "llmctl render PLAN.json --target compose"),
@@ -293,7 +295,7 @@ def test_status_wants_the_url_of_a_server(url: str, capsys: pytest.CaptureFixtur
         ("", "did not start: Job failed."),
     ],
 )
-def test_a_unit_that_does_not_start_is_given_up_with_its_own_words(
+def test_a_unit_that_does_not_start_is_an_error_with_its_own_message(
     rendered: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -322,7 +324,7 @@ def test_a_unit_that_does_not_start_is_given_up_with_its_own_words(
 
 
 @pytest.mark.slow
-def test_what_a_rendered_script_starts_is_a_server(states: Path, tmp_path: Path) -> None:
+def test_a_rendered_script_starts_a_server(states: Path, tmp_path: Path) -> None:
     """serve.sh, with a `llmctl` on the path that is this one; then bench.sh against it."""
     fake_plan(tmp_path)
     assert (
@@ -360,7 +362,7 @@ def test_what_a_rendered_script_starts_is_a_server(states: Path, tmp_path: Path)
     assert process.returncode == 0
 
 
-def test_a_look_at_vllm_finds_its_names_for_the_same():
+def test_metrics_of_vllm_are_found_under_its_names():
     metrics = [
         Metric("vllm:num_requests_running", {"engine": "0"}, 3.0),
         Metric("vllm:request_success_total", {"finished_reason": "length"}, 7.0),

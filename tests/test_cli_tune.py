@@ -1,4 +1,4 @@
-"""`llmctl tune`: what it prints and writes, whatever the number of processes, and what it refuses."""
+"""`llmctl tune`: its output and file, for any number of processes, and its refusals."""
 
 import json
 import re
@@ -31,7 +31,7 @@ WRITTEN = (0, 5)  # with limits kept, and with limits broken
 
 @pytest.fixture
 def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The working directory, with a recipe whose policy is a poor one, and a fit of it."""
+    """The working directory, with a recipe that has a poor policy, and its fit."""
     monkeypatch.chdir(tmp_path)
     Path("recipe.yaml").write_text(RECIPE)
     samples.write_fit(Path("recipe.yaml"))
@@ -54,7 +54,7 @@ def tune(*words: str) -> int:
     )
 
 
-def test_what_is_printed_fits_80_columns_and_says_what_matters(
+def test_the_output_fits_80_columns_and_has_the_results(
     files: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert tune("--policies", "slice,past-future") == 0
@@ -76,7 +76,7 @@ def test_what_is_printed_fits_80_columns_and_says_what_matters(
 
 
 @pytest.mark.slow
-def test_processes_change_no_byte_of_the_file(files: Path) -> None:
+def test_the_number_of_processes_changes_no_byte_of_the_file(files: Path) -> None:
     assert tune("--out", "one.json") == tune("--jobs", "2", "--out", "two.json") == 0
     assert Path("one.json").read_bytes() == Path("two.json").read_bytes()
 
@@ -109,7 +109,7 @@ def test_the_best_is_one_that_the_engine_runs_and_the_best_of_all_is_named(
 
 
 @pytest.mark.slow
-def test_by_default_every_policy_is_searched_and_the_price_is_said(
+def test_by_default_every_policy_is_searched_and_the_cost_is_noted(
     files: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Path("recipe.yaml").write_text(
@@ -126,7 +126,7 @@ def test_by_default_every_policy_is_searched_and_the_price_is_said(
     assert "2 trials of the recipe's own policy; about " in capsys.readouterr().err
 
 
-def test_nothing_within_the_limits_is_said_with_what_binds_and_a_remedy(
+def test_no_settings_within_the_limits_name_the_binding_limit_and_a_remedy(
     files: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Path("recipe.yaml").write_text(RECIPE.replace("ttft_p99_s: 2", "ttft_p99_s: 0.001"))
@@ -150,7 +150,7 @@ def test_nothing_within_the_limits_is_said_with_what_binds_and_a_remedy(
     )
 
 
-def test_a_tuning_that_breaks_limits_says_so_and_is_written_and_printed_all_the_same(
+def test_a_tuning_that_breaks_limits_is_written_and_printed_with_an_error(
     files: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Path("recipe.yaml").write_text(RECIPE.replace("ttft_p99_s: 2", "ttft_p99_s: 0.001"))
@@ -169,7 +169,7 @@ def test_a_tuning_that_breaks_limits_says_so_and_is_written_and_printed_all_the_
 
 
 @pytest.mark.slow
-def test_every_kind_of_limit_is_judged_by_what_is_recommended(files: Path) -> None:
+def test_every_kind_of_limit_is_judged_by_the_recommendation(files: Path) -> None:
     extra = "tune: {max_evicted_percent: 5, min_attainment_percent: 99.9,"
     Path("recipe.yaml").write_text(RECIPE.replace("tune: {", extra))
     assert tune("--draws", "0", "--policies", "slice") == 5
@@ -214,7 +214,7 @@ def test_a_policy_that_was_not_searched_and_keeps_the_limits_is_named(
     assert "fewer requests: at most " in said
 
 
-def test_the_fewest_workers_are_said_and_written(
+def test_the_fewest_workers_are_printed_and_written(
     files: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert tune("--workers", "auto", "--policies", "slice", "--draws", "0") == 0
@@ -248,7 +248,7 @@ def test_json_is_the_file(files: Path, capsys: pytest.CaptureFixture[str]) -> No
         (("--workers", "many"), "--workers many: it is a whole number from 1, or 'auto'", ""),
     ],
 )
-def test_what_cannot_be_searched_is_refused_before_anything_runs(
+def test_an_impossible_search_is_refused_before_anything_runs(
     files: Path, words: tuple[str, ...], message: str, hint: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert tune(*words) == 2
@@ -305,7 +305,7 @@ def test_few_requests_are_counted_and_longer_windows_proposed(
     assert "this rests on only" not in capsys.readouterr().out
 
 
-def test_nothing_to_gain_is_said_in_place_of_a_gain_of_nothing(
+def test_a_tuning_with_nothing_to_gain_prints_that_instead_of_a_gain(
     files: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Path("recipe.yaml").write_text(RECIPE.replace("batch_size: 1}", "batch_size: 8}"))

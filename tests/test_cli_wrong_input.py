@@ -1,6 +1,4 @@
-"""What a person may give a command that it cannot use: one clear line with the value, the limit and
-the remedy.
-"""
+"""Wrong input to commands: one clear line with the value, the limit and the remedy."""
 
 import json
 from pathlib import Path
@@ -90,14 +88,16 @@ def test_a_search_has_bounds(
     assert lines_of(capsys) == [f"error: {error}", f"hint: {hint}"]
 
 
-def test_so_has_that_of_a_recipe(stage: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_number_of_workers_in_a_recipe_has_a_limit(
+    stage: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = stage / "recipe.yaml"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"workers": 1_000_000}))
     assert llmctl("tune", path) == 2
     assert lines_of(capsys)[0] == f"error: recipe.yaml: workers: 1,000,000: {LIMIT}"
 
 
-def test_and_that_of_a_fleet_and_of_all_its_kinds_together(
+def test_the_number_of_workers_in_a_fleet_has_a_limit(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_kind(tmp_path, "large")
@@ -116,7 +116,7 @@ def test_a_count_of_workers_is_a_whole_number(
     assert "it is a whole number from 1, or 'auto'" in lines_of(capsys)[0]
 
 
-def test_the_fit_of_another_recipe_is_called_that(
+def test_a_fit_of_another_recipe_is_named_as_such(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_kind(tmp_path, "large")
@@ -127,7 +127,7 @@ def test_the_fit_of_another_recipe_is_called_that(
     assert hint == "hint: make one of 'large': llmctl profile RECIPE; llmctl fit PROFILE"
 
 
-def test_the_fit_that_ships_is_offered_in_the_place_of_anothers(
+def test_the_shipped_fit_is_offered_instead_of_another_recipes(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     one, other = shipped_fits()[0], shipped_fits()[-1]
@@ -167,7 +167,7 @@ def test_a_report_needs_its_folder(
     assert not page.exists()
 
 
-def test_processes_that_simulate_have_a_limit(
+def test_the_number_of_processes_has_a_limit(
     stage: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert llmctl("tune", "recipe.yaml", "--jobs", 1_000_000) == 2
@@ -181,7 +181,7 @@ def test_processes_that_simulate_have_a_limit(
     ("policy", "setting"),
     [("sequence", "batch_size"), ("slice", "slice_tokens"), ("fcfs", "capacity_tokens")],
 )
-def test_a_whole_number_that_no_machine_counts_to_is_refused(
+def test_an_enormous_whole_number_is_refused(
     policy: str, setting: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["--fit", "unit-step", "--trace", "bursty-small", "--set", f"{setting}={10**21}"]

@@ -9,9 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import samples
 import tiny
-from serving import client
 from test_tuning import trace
 
+from benchmarks.common.serving import client
 from toolkit.cluster.connect import check_address, joined
 from toolkit.cluster.workers import KIND, RayWorkers, WorkerActor, WorkerPlacement, accelerator_type
 from toolkit.engines.factory import make_engine

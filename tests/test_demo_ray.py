@@ -1,7 +1,6 @@
 """What `make demo-ray` measures is little, and enough for a fit."""
 
-from demo_ray import SMALL
-
+from benchmarks.serving.demo_ray import SMALL
 from toolkit.estimators.fitting import POINTS_MIN
 from toolkit.estimators.forms import SLICES_MIN
 

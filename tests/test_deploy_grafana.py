@@ -10,9 +10,9 @@ import orders
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
-from serving import HandWorkers, make_driver
 
 import toolkit
+from benchmarks.common.serving import HandWorkers, make_driver
 from toolkit.deploy.monitoring import COLUMNS, dashboard, expressions, rules
 from toolkit.deploy.order import Sourced
 from toolkit.deploy.render import TARGETS, render_target

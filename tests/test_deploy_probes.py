@@ -9,8 +9,8 @@ import openai
 import orders
 import pytest
 import yaml
-from serving import Server, fake_plan
 
+from benchmarks.common.serving import Server, fake_plan
 from toolkit.deploy.render import render_target
 
 GREEDY = {"model": "toy", "temperature": 0, "max_tokens": 200}

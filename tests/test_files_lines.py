@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from serving import LAW
 
+from benchmarks.common.serving import LAW
 from toolkit.errors import InputError
 from toolkit.estimators.memory import ZetaMemory
 from toolkit.files.lines import MARK_BYTES, LineLog

@@ -168,6 +168,4 @@ def test_commands_take_a_fleet_where_they_take_a_recipe(unequal, monkeypatch, ca
 def test_the_number_of_workers_comes_from_the_fleet(unequal, monkeypatch, capsys, words):
     monkeypatch.chdir(unequal.parent)
     assert run(*words.split()) != 0
-    assert (
-        "--workers: a fleet says how many workers there are of each kind" in capsys.readouterr().err
-    )
+    assert "--workers: a fleet sets the number of workers of each kind" in capsys.readouterr().err

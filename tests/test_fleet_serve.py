@@ -10,9 +10,9 @@ import pytest
 import test_serve_replay
 import tiny
 from live import ThreadWorkers
-from serving import LAW, Server
 from test_fleet_files import write_fleet, write_kind
 
+from benchmarks.common.serving import LAW, Server
 from toolkit.cli.basis import plan_of_fleet
 from toolkit.engines.factory import make_engine
 from toolkit.estimators.laws import LinearSwap, WithOverhead

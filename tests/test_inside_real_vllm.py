@@ -8,8 +8,9 @@ import json
 from pathlib import Path
 
 import pytest
-import vllm_past_future as bench
 from real_vllm import PYTHON, differences, needed
+
+from benchmarks.engines import vllm_past_future as bench
 
 
 @needed

@@ -11,9 +11,9 @@ import pytest
 import samples
 import typer
 from commands import llmctl
-from serving import Server, fake_plan
 from test_cli_render import RECIPE, limits, outcome, tuning
 
+from benchmarks.common.serving import Server, fake_plan
 from toolkit.cli import demo
 from toolkit.cli.serve_start import _announce
 from toolkit.deploy.order import ALLOW_BROKEN

@@ -6,11 +6,12 @@ import struct
 from pathlib import Path
 
 import numpy as np
-import offline_work
 import pytest
-from gguf_file import write_llama
-from offline_throughput import aims, table
-from offline_work import LONGEST_OUTPUT, LONGEST_PROMPT, SHORTEST, Work, prepare
+
+from benchmarks.common.gguf_file import write_llama
+from benchmarks.engines import offline_work
+from benchmarks.engines.offline_throughput import aims, table
+from benchmarks.engines.offline_work import LONGEST_OUTPUT, LONGEST_PROMPT, SHORTEST, Work, prepare
 
 
 def run(**seconds: float) -> dict[str, object]:

@@ -1,12 +1,12 @@
-"""What `bench/oom.py` says of texts that differ."""
+"""What `benchmarks/serving/oom.py` says of texts that differ."""
 
 from types import SimpleNamespace
 from typing import cast
 
-import oom
 import tiny
 from rounds import generated_alone
 
+from benchmarks.serving import oom
 from toolkit.engines.protocol import Row
 from toolkit.engines.tokenizer import ByteTokenizer
 from toolkit.files.plan import Plan

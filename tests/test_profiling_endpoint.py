@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import samples
-from serving import Server, fake_plan
 from sse_server import chunked, serve_request, sse_server, tokens_event, usage_event, whole
 
+from benchmarks.common.serving import Server, fake_plan
 from toolkit.backends.openai import EndpointBench, OpenaiBackend, kv_tokens
 from toolkit.cli.main import run
 from toolkit.endpoints.target import Metric

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_cli_render import tuning
 
-from toolkit.cli.serve_start import changed
+from toolkit.cli.serve_start import override
 from toolkit.deploy.plan import make_plan
 from toolkit.errors import InputError
 from toolkit.files.io import read_file
@@ -212,7 +212,7 @@ def test_settings_of_serve_are_named_as_such_and_have_no_prediction(
         for name, value in by_hand.items()
     ]
     try:
-        served = changed(plan, None, words, None)
+        served = override(plan, None, words, None)
     except InputError:  # of vLLM's own scheduler two parameters bound each other
         assert policy == VllmPolicy.name
         return
@@ -228,15 +228,15 @@ def test_settings_of_serve_are_named_as_such_and_have_no_prediction(
 def test_another_policy_or_number_of_workers_has_no_prediction() -> None:
     recipe = recipe_of("slice", {"slice_tokens": 64})
     plan = plan_of(recipe, tuned_to(recipe, "slice", [defaults(KNOWN["slice"])], keep=True))
-    other = changed(plan, "sequence", ["batch_size=16"], None)
+    other = override(plan, "sequence", ["batch_size=16"], None)
     assert other.explained["policy"].source == "set by --policy"
     assert other.explained["batch_size"].source == "set by --set"
     assert (other.predicted, other.workload) == ({}, None)
-    more = changed(plan, None, None, 3)
+    more = override(plan, None, None, 3)
     assert more.explained["workers"].source == "set by --workers"
     assert more.explained["slice_tokens"].source == "recipe"
     assert {one.kept for one in more.limits} == {None}
-    assert changed(plan, None, None, None) == plan
+    assert override(plan, None, None, None) == plan
 
 
 @pytest.mark.parametrize(("value", "policy"), [(12, "sequence"), (16, "sequence")])

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from serving import LAW
 
+from benchmarks.common.serving import LAW
 from toolkit.estimators.laws import WithOverhead
 from toolkit.estimators.memory import ZetaMemory
 from toolkit.sched.footprint import longest

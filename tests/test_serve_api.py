@@ -5,9 +5,9 @@ from collections.abc import Callable, Coroutine
 
 import httpx
 import pytest
-from serving import HandWorkers, client, events, generate, text, turns
 
 import toolkit
+from benchmarks.common.serving import HandWorkers, client, events, generate, text, turns
 
 
 def ask(test: Callable[[httpx.AsyncClient], Coroutine], **options) -> None:

@@ -9,8 +9,8 @@ import httpx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from serving import HandWorkers, client, turns
 
+from benchmarks.common.serving import HandWorkers, client, turns
 from toolkit.engines.tokenizer import ByteTokenizer
 from toolkit.errors import InputError
 from toolkit.serve.errors import ApiError

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 from commands import llmctl
-from serving import fake_plan
 
 import toolkit
+from benchmarks.common.serving import fake_plan
 from toolkit.files.io import write_file
 
 
@@ -30,12 +30,12 @@ def plan(tmp_path: Path) -> str:
 
 
 def test_it_needs_a_plan(capsys: pytest.CaptureFixture[str]):
-    assert "there is no plan to serve" in fails(capsys)
+    assert "neither a plan nor a recipe with --fit is given" in fails(capsys)
     assert "hint: llmctl serve plan.json" in fails(capsys, "tiny-llama-cpu")
 
 
-def test_a_plan_and_a_fit_together_are_refused(capsys: pytest.CaptureFixture[str], plan: str):
-    assert "one or the other" in fails(capsys, "--plan", plan, "--fit", "fit.json")
+def test_a_plan_and_a_fit_are_one_too_many(capsys: pytest.CaptureFixture[str], plan: str):
+    assert "either the plan or these" in fails(capsys, "--plan", plan, "--fit", "fit.json")
 
 
 def test_a_public_address_needs_a_key(capsys: pytest.CaptureFixture[str], plan: str):
@@ -109,14 +109,14 @@ def test_a_fit_of_another_engine_is_refused_with_both_sides(
     assert "--force" in told
 
 
-def test_options_override_the_plans_policy_parameters_and_workers(plan: str):
-    from toolkit.cli.serve_start import changed
+def test_policy_parameters_and_workers_can_be_others_than_the_plans(plan: str):
+    from toolkit.cli.serve_start import override
     from toolkit.files.io import read_file
     from toolkit.files.plan import Plan
 
     original = read_file(Plan, plan)
     assert original.policy.parameters["slice_tokens"] == 128
-    smaller = changed(original, None, ["slice_tokens=64"], 3)
+    smaller = override(original, None, ["slice_tokens=64"], 3)
     assert (smaller.policy.parameters["slice_tokens"], smaller.workers) == (64, 3)
-    other = changed(original, "sequence", ["batch_size=4"], None)
+    other = override(original, "sequence", ["batch_size=4"], None)
     assert (other.policy.name, other.policy.parameters["batch_size"]) == ("sequence", 4)

@@ -5,8 +5,8 @@ from collections.abc import Callable, Coroutine
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from serving import HandWorkers, client, make_driver, turns
 
+from benchmarks.common.serving import HandWorkers, client, make_driver, turns
 from toolkit.bench.predict import COUNTED, scheduling
 from toolkit.engines.protocol import SamplingParams, StepOutput
 from toolkit.engines.tokenizer import ByteDetokenizer

@@ -6,8 +6,8 @@ import asyncio
 
 import httpx
 import pytest
-from serving import LAW, HandWorkers, ToyWorkers, client, events, turns
 
+from benchmarks.common.serving import LAW, HandWorkers, ToyWorkers, client, events, turns
 from toolkit.estimators.memory import ZetaMemory
 from toolkit.sched.eventlog import CancelCall, RecordingScheduler, replay
 from toolkit.sched.policies import make_policy

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 import samples
-from serving import FACTS, fake_plan
 
+from benchmarks.common.serving import FACTS, fake_plan
 from toolkit.deploy.plan import make_plan
 from toolkit.engines.fake import FakeRoundEngine
 from toolkit.engines.protocol import Round, RoundOutput, SliceOutput

@@ -7,8 +7,8 @@ import dataclasses
 from collections.abc import Callable, Coroutine
 
 import pytest
-from serving import HandWorkers, generate, make_driver, turns
 
+from benchmarks.common.serving import HandWorkers, generate, make_driver, turns
 from toolkit.engines.protocol import SamplingParams
 from toolkit.engines.tokenizer import ByteDetokenizer
 from toolkit.serve.driver import SHUTTING_DOWN, Driver, RefusedError

@@ -4,8 +4,8 @@ import asyncio
 import math
 
 import pytest
-from serving import LAW, HandWorkers, client, turns
 
+from benchmarks.common.serving import LAW, HandWorkers, client, turns
 from toolkit.engines.tokenizer import ByteTokenizer
 from toolkit.estimators.memory import ZetaMemory
 from toolkit.sched.policies import make_policy

@@ -1,15 +1,16 @@
-"""A few hundred of the requests of which `bench/fuzz_server.py` sends 20,000."""
+"""Some hundreds of the requests of which `benchmarks/serving/fuzz_server.py` sends 20,000."""
 
 import asyncio
 import random
 from collections.abc import Iterator
 
-import fuzzing
 import httpx
 import pytest
 from hypothesis import HealthCheck, given, settings
 from schemathesis import GenerationMode
-from serving import Server, ToyWorkers, client, fake_plan
+
+from benchmarks.common import fuzzing
+from benchmarks.common.serving import Server, ToyWorkers, client, fake_plan
 
 pytestmark = pytest.mark.slow
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
-from serving import HandWorkers, client, make_driver, turns
 
+from benchmarks.common.serving import HandWorkers, client, make_driver, turns
 from toolkit.errors import EngineError
 from toolkit.serve.stats import Histogram
 from toolkit.serve.status import failure, gauges, problem, state

@@ -13,8 +13,8 @@ from commands import llmctl
 from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
-from serving import HandWorkers, Server, client, fake_plan, turns
 
+from benchmarks.common.serving import HandWorkers, Server, client, fake_plan, turns
 from toolkit.errors import InputError
 from toolkit.files.keys import MAX_KEYS, ApiKey, read_keys
 from toolkit.serve.access import Bucket
@@ -341,7 +341,7 @@ def test_an_api_key_and_a_keys_file_together_are_refused(tmp_path: Path, capsys)
         )
         == 2
     )
-    assert "there is an API key, and a file of keys" in capsys.readouterr().err
+    assert "an API key and a file of keys are given" in capsys.readouterr().err
 
 
 @pytest.mark.slow

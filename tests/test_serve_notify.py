@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from serving import Server, fake_plan
 
+from benchmarks.common.serving import Server, fake_plan
 from toolkit.serve.launch import Manager
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import httpx
 import openai
 import pytest
-from serving import Server, fake_plan
 
+from benchmarks.common.serving import Server, fake_plan
 from toolkit.files.io import write_file
 from toolkit.files.plan import Plan, PlannedPolicy
 from toolkit.sched.eventlog import from_lines, replay

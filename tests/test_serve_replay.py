@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 import pytest
 import tiny
 from live import ThreadWorkers
-from serving import LAW
 
+from benchmarks.common.serving import LAW
 from toolkit.engines.factory import make_engine
 from toolkit.engines.protocol import Row, SamplingParams
 from toolkit.engines.tokenizer import ByteDetokenizer

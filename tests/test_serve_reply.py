@@ -2,8 +2,7 @@
 
 import asyncio
 
-from serving import turns
-
+from benchmarks.common.serving import turns
 from toolkit.serve.live import Delta, Reply
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from serving import Server, client, fake_plan
 
+from benchmarks.common.serving import Server, client, fake_plan
 from toolkit.errors import InputError
 from toolkit.files.keys import ApiKey, read_keys
 from toolkit.serve import rereading

@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 import httpx
 import pytest
-from serving import SETTINGS, HandWorkers, events, make_driver, text, turns
 
+from benchmarks.common.serving import SETTINGS, HandWorkers, events, make_driver, text, turns
 from toolkit.engines.tokenizer import ByteTokenizer
 from toolkit.errors import EngineError, InputError
 from toolkit.serve.api import make_app

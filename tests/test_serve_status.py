@@ -16,8 +16,15 @@ import pytest
 from browser import CONTRAST, chromium, page_of
 from hypothesis import given
 from hypothesis import strategies as st
-from serving import SETTINGS, HandWorkers, Server, ToyWorkers, fake_plan, make_driver
 
+from benchmarks.common.serving import (
+    SETTINGS,
+    HandWorkers,
+    Server,
+    ToyWorkers,
+    fake_plan,
+    make_driver,
+)
 from toolkit.cli.main import run
 from toolkit.engines.tokenizer import ByteTokenizer
 from toolkit.metrics import Served, meets_sla

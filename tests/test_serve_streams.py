@@ -6,8 +6,16 @@ from collections.abc import Callable, Coroutine
 from dataclasses import replace
 
 import pytest
-from serving import SETTINGS, HandWorkers, ToyWorkers, events, make_driver, text, turns
 
+from benchmarks.common.serving import (
+    SETTINGS,
+    HandWorkers,
+    ToyWorkers,
+    events,
+    make_driver,
+    text,
+    turns,
+)
 from toolkit.engines.tokenizer import ByteTokenizer
 from toolkit.serve.api import make_app
 from toolkit.serve.driver import Driver

@@ -150,7 +150,10 @@ def test_nothing_of_vllm_is_left_when_llmctl_is_killed_and_its_server_cannot_end
     ("words", "message"),
     [
         (["--engine", "rebatch"], "--engine rebatch: this plan is for engine 'vllm'"),
-        (["--request-log", "x"], "--request-log: not with engine vllm, whose server is its own"),
+        (
+            ["--request-log", "x"],
+            "engine vllm does not support --request-log: its server is its own",
+        ),
         (["--host", "0.0.0.0"], "there is no API key"),
     ],
 )

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import vllm_passes as bench
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.engines import vllm_passes as bench
 from toolkit.errors import InputError
 from toolkit.estimators.laws import unit_step
 from toolkit.estimators.memory import ZetaMemory
@@ -82,7 +82,7 @@ def test_every_pass_of_a_real_log_is_the_same() -> None:
 
 @pytest.mark.parametrize("number", range(6))
 def test_passes_of_made_up_workloads_are_those_of_vllm_s_schedulers(number: int) -> None:
-    """As `bench/vllm_passes_child.py` found them with vLLM 0.32.0; both schedulers, prefix caching
+    """As `benchmarks/engines/vllm_passes_child.py` found them with vLLM 0.32.0; both schedulers, prefix caching
     off and on.
     """
     case, theirs = json.loads((DATA / "vllm-0.32.0-cases.json").read_text())[number]

@@ -1,14 +1,15 @@
 """What the SCLS paper found must come out of the simulator (ALGORITHMS section 2): orderings,
 shapes and gains.
 
-The setting is that of `bench/scls_figures.py`, on one trace instead of the mean of several.
+The setting is that of `benchmarks/papers/scls_figures.py`, on one trace instead of the mean of several.
 """
 
 from itertools import pairwise
 
 import pytest
-import scls_figures as bench
-from scls_figures import DS, HF, Case, gain_percent, run
+
+from benchmarks.papers import scls_figures as bench
+from benchmarks.papers.scls_figures import DS, HF, Case, gain_percent, run
 
 STEPS = ("SLS", "SO", "PM", "AB", "LB", "SCLS")
 

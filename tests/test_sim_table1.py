@@ -1,8 +1,8 @@
 """One row of each kind of Past-Future's Table 1, with fewer requests: the whole table is a bench."""
 
-import past_future_table1 as bench
 import pytest
 
+from benchmarks.papers import past_future_table1 as bench
 from toolkit.sim.api import simulate
 from toolkit.sim.world import make_world, policy_for
 from toolkit.traces.generate import Lengths, backlog

@@ -14,9 +14,9 @@ import openai
 import pytest
 from certificates import listening, needs_openssl, self_signed
 from commands import llmctl
-from serving import Server, fake_plan
 from sse_server import sse_server
 
+from benchmarks.common.serving import Server, fake_plan
 from toolkit.endpoints.target import find_target, look
 from toolkit.endpoints.upstream import Upstream, UpstreamError
 from toolkit.errors import InputError

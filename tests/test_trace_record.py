@@ -449,7 +449,10 @@ def test_the_command_records_and_ends_in_order(tmp_path: Path):
             ["--upstream", f"http://user:{SECRET}@x", "--listen", "127.0.0.1:0"],
             "more than its address and a path",
         ),
-        (["--upstream", "http://127.0.0.1:1", "--listen", "8100"], "--listen '8100' is no address"),
+        (
+            ["--upstream", "http://127.0.0.1:1", "--listen", "8100"],
+            "--listen '8100': not an address",
+        ),
         (
             ["--upstream", "http://127.0.0.1:1", "--listen", "0.0.0.0:0"],
             "can be reached from other machines",

@@ -641,7 +641,7 @@ BENCH = """
 import os, signal, sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
-from serving import fake_plan
+from benchmarks.common.serving import fake_plan
 from toolkit.profiling.process import EngineProcess
 
 bench = EngineProcess(fake_plan(Path(sys.argv[2])).recipe)

@@ -1,8 +1,8 @@
-"""The load generator: replays a trace against a server in open loop, that is, at the trace's times
-whatever happens.
+"""The load generator: replays a trace against a server in open loop.
 
-Latencies count from the scheduled arrival, so a server that stalls cannot hide it by slowing the
-client down. Prompts are random tokens, drawn from a seed, each its own: no cache of prefixes helps.
+Requests are sent at the trace's times whatever the server does, and latencies count from these
+times, so that a server cannot hide a stall by slowing the client down. Prompts are random tokens
+from a seed, each different from the others, so that no prefix cache helps.
 """
 
 from __future__ import annotations
@@ -22,24 +22,22 @@ from toolkit.endpoints.target import FULL, Dialect, Target, learn, post, refusal
 from toolkit.endpoints.wire import ClientConnection, Sample, loop_factory
 from toolkit.traces.types import Trace
 
-END_AFTER = b"llmctl_end_after"  # stands in the refusal of a server that does not take the field
-PREPARED = (
-    2000  # requests made before the clock starts: making one costs the machine that is measured
-)
+END_AFTER = b"llmctl_end_after"  # part of the refusal of a server that rejects this field
+# requests made before the clock starts, since making them takes CPU of the measured machine
+PREPARED = 2000
 
 Lengths = Literal["hidden", "given"]
-Progress = Callable[
-    [str, int], AbstractContextManager[Callable[..., None]]
-]  # a title and a count; gives advance()
+# called with a title and a count; gives advance()
+Progress = Callable[[str, int], AbstractContextManager[Callable[..., None]]]
 
 
 @dataclass(slots=True, frozen=True)
 class LoadSpec:
     """How a trace becomes requests.
 
-    With `lengths` 'hidden', requests say max_tokens = their client's limit (`max_new_tokens` where
-    the trace has none), and the length that the trace knows goes to the engine alone; with 'given',
-    max_tokens is that length, so the scheduler knows it as the request's limit.
+    With `lengths` 'hidden' a request's max_tokens is its client's limit (`max_new_tokens` where the
+    trace has none), and only the engine gets the length in the trace. With 'given' max_tokens is
+    that length, so that the scheduler knows it as the request's limit.
     """
 
     lengths: Lengths
@@ -52,18 +50,17 @@ class LoadSpec:
 
 @dataclass(slots=True, frozen=True)
 class Replay:
-    """What became of each request, in the trace's order, and whether the replay was interrupted."""
+    """The outcome of each request, in the trace's order, and whether the replay was interrupted."""
 
     samples: list[Sample]
     interrupted: bool
 
 
 def try_out(target: Target, lengths: Lengths | None, max_tokens: int) -> tuple[Lengths, Dialect]:
-    """How the server is asked for a trace's lengths, found out with a request of one token or a few
-    of them.
+    """How the server takes a trace's lengths, found with a few requests of one token each.
 
-    Where `lengths` is None, they are hidden if the server allows it: llmctl's own does with
-    `--allow-end-after`. Raises `InputError` with the server's own words where it refuses.
+    Where `lengths` is None they are hidden if the server allows it: llmctl's own does with
+    `--allow-end-after`. Raises `InputError` with the server's own message where it refuses.
     """
     if lengths == "given" or (lengths is None and not target.own):
         return "given", learn(target)
@@ -80,14 +77,14 @@ def try_out(target: Target, lengths: Lengths | None, max_tokens: int) -> tuple[L
         "/v1/completions",
         status,
         body,
-        "start it with: llmctl serve --allow-end-after; or leave --lengths hidden out",
+        "start it with: llmctl serve --allow-end-after; or leave out --lengths hidden",
     )
 
 
 def run(target: Target, trace: Trace, load: LoadSpec, on_done: Callable[[], None]) -> Replay:
     """Replay `trace` from start to end; `on_done` is called as each request ends.
 
-    Ctrl-C ends it early: what was not answered by then has the failure 'interrupted' or 'not sent'.
+    Ctrl-C ends it early: an unanswered request then has the failure 'interrupted' or 'not sent'.
     """
     with asyncio.Runner(loop_factory=loop_factory()) as runner:
         return runner.run(replay(target, trace, load, on_done))
@@ -96,7 +93,7 @@ def run(target: Target, trace: Trace, load: LoadSpec, on_done: Callable[[], None
 async def replay(
     target: Target, trace: Trace, load: LoadSpec, on_done: Callable[[], None]
 ) -> Replay:
-    """`run` on the caller's loop; cancelling the task interrupts it."""
+    """`run` on the caller's event loop; cancelling the task interrupts it."""
     samples = [
         Sample(arrival_s, prompt, output) for arrival_s, prompt, output, _, _ in trace.rows()
     ]
@@ -129,7 +126,7 @@ async def replay(
 
 
 class _Sender:
-    """Makes requests and sends them. Its clock is 0 at `start`."""
+    """Makes requests and sends them. Its clock starts at 0 in `start`."""
 
     def __init__(self, target: Target, load: LoadSpec) -> None:
         self._connection = ClientConnection(target)
@@ -163,9 +160,7 @@ class _Sender:
 
 
 def send_lag_s(samples: list[Sample]) -> float:
-    """99th percentile of how late requests left the client: large where the client itself was short
-    of CPU.
-    """
+    """The 99th percentile of how late requests left the client; large where it lacked CPU."""
     lags = [
         sample.sent_s - sample.scheduled_s for sample in samples if not math.isnan(sample.sent_s)
     ]

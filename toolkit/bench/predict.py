@@ -1,5 +1,9 @@
-"""What the simulator says of the very requests that are replayed, under the plan that the server
-runs.
+"""The simulator's prediction for the requests of a replay, under the server's plan.
+
+In order: `predict`, under the conditions that a warm-up shows (`ServerConditions`); these
+conditions read off what clients saw (`seen_by_clients`), for servers without counters; the counters
+of llmctl's own servers (`counts`, `scheduling`); whether the server runs the plan's engine
+(`check_server`); and the limits that requests must respect (`limits_of`).
 """
 
 from __future__ import annotations
@@ -32,12 +36,12 @@ from toolkit.traces.windows import scale_lengths, scale_rate
 
 @dataclass(slots=True, frozen=True)
 class ServerConditions:
-    """What a fit cannot know of a server as it runs now; a warm-up shows it.
+    """What a fit cannot know of a running server; a warm-up shows it.
 
-    Every batch takes `slowdown` times as long as the scheduler believes; clients see tokens later
-    by the `front`'s delay (None: what the fit knows of it). `finished` are the output lengths that
-    the scheduler has seen before: Past-Future admits by them. `arrival_cost_s` is what each request
-    that arrives adds to every static batch that runs then.
+    Every batch takes `slowdown` times the time that the scheduler believes. Clients see tokens
+    later by the delay of the `front` (None: what the fit knows of it). `finished` are the output
+    lengths that the scheduler has seen before: Past-Future admits by them. `arrival_cost_s` is what
+    each arriving request adds to every static batch that runs then.
     """
 
     slowdown: float = 1.0
@@ -52,12 +56,12 @@ AS_FITTED = ServerConditions()
 def predict(
     plan: Plan, trace: Trace, sla: Mapping[str, float], conditions: ServerConditions = AS_FITTED
 ) -> dict[str, float]:
-    """Metric name to value, as in `toolkit.metrics.summarize`, for `trace` served by the plan."""
+    """The metrics of `trace` served by the plan, named as in `toolkit.metrics.summarize`."""
     return predicted(plan, trace, conditions).metrics(sla)
 
 
 def predicted(plan: Plan, trace: Trace, conditions: ServerConditions = AS_FITTED) -> SimResult:
-    """What becomes of each request of `trace` under the plan."""
+    """The outcome of each request of `trace` under the plan."""
     recipe = plan.recipe
     world = world_of(plan.kinds, max_new_tokens=recipe.serve.max_new_tokens, seed=recipe.tune.seed)
     policy = make_any(plan.policy.name, plan.policy.parameters)
@@ -70,7 +74,7 @@ def predicted(plan: Plan, trace: Trace, conditions: ServerConditions = AS_FITTED
 
 
 def _slowed(world: World, conditions: ServerConditions) -> World:
-    """Its workers take so much longer than their scheduler believes."""
+    """The world with workers that are slower than their scheduler believes."""
     return replace(
         world,
         latency=WithOverhead(world.latency, 0.0, conditions.slowdown),
@@ -79,18 +83,9 @@ def _slowed(world: World, conditions: ServerConditions) -> World:
     )
 
 
-# How a server does today that tells nothing of itself: read off what clients saw of other
-# requests.
-#
-# Two numbers are found, in this order. The slowdown is that at which the simulated requests take
-# as long from their first to their last tokens as the measured ones did, summed over all of them:
-# it is of steps, and of what prompts of others put between them. The front is what is then left
-# of the mean time to the first token: HTTP and text on a machine that is at work, which a profile
-# asks one request at a time for. What is left out: that either changes within a minute.
-
 FACTOR_MAX = 16.0  # a slowdown is between this and its inverse
-# of that range: to 0.14 %. Rows that last longer meet others, so seconds are no line in the
-# slowdown
+# Bisections of that range, to 0.14 %. Seconds are not linear in the slowdown, since rows that last
+# longer meet other rows.
 HALVINGS = 12
 
 Chosen = NDArray[np.bool_]
@@ -101,7 +96,13 @@ def seen_by_clients(
 ) -> Warmup | None:
     """What `samples`, the requests of `trace` as they were served, show of a server under `plan`.
 
-    `finished` are the output lengths of requests before them. None where no request had two tokens.
+    The result has two numbers, found in this order. The slowdown is the one at which the simulated
+    requests take as long from their first to their last tokens as the measured ones, in total: it
+    is of steps, and of the prefills of other requests between them. The front's delay is the rest
+    of the mean time to first token: HTTP and text on a busy machine, while a profile sends one
+    request at a time. Both are taken as constant over a minute.
+
+    `finished` are the output lengths of earlier requests. None where no request had two tokens.
     """
     measured = served(samples)
     simulated = predicted(plan, trace, ServerConditions(finished=tuple(finished))).served
@@ -137,10 +138,7 @@ def _first_s(requests: Served, chosen: Chosen) -> float:
     return float((requests.first_token_s - requests.arrival_s)[chosen].mean())
 
 
-# What scheduling cost while a replay ran: read from a server of llmctl's, which counts it
-# (docs/serving.md).
-
-COUNTED = {  # field of `Scheduling`, and the series it is the growth of
+COUNTED = {  # field of `Scheduling`: the growth of this series (docs/serving.md)
     "batches": "llmctl_batches_total",
     "steps": "llmctl_engine_steps_total",
     "engine_s": "llmctl_engine_seconds_total",
@@ -152,7 +150,7 @@ COUNTED = {  # field of `Scheduling`, and the series it is the growth of
 
 
 def counts(target: Target) -> dict[str, float]:
-    """What a server of llmctl's counts, by series, and sums of several kinds by `name:kind`.
+    """The counters of a server of llmctl's, by series; a series with several sums by `name:sum`.
 
     `InputError` where it does not answer.
     """
@@ -165,7 +163,7 @@ def counts(target: Target) -> dict[str, float]:
 
 
 def counts_or_none(target: Target) -> dict[str, float]:
-    """The same; empty where it is silent."""
+    """The same; empty where the server does not answer."""
     try:
         return counts(target)
     except InputError:
@@ -173,14 +171,14 @@ def counts_or_none(target: Target) -> dict[str, float]:
 
 
 def scheduling(before: dict[str, float], after: dict[str, float]) -> Scheduling | None:
-    """What it cost between two looks; None where nothing ran, or the server does not count it."""
+    """The scheduling cost between two readings; None where nothing ran, or the server does not
+    count it.
+    """
     if not set(COUNTED.values()) <= before.keys() & after.keys():
         return None
     grown = {field: after[series] - before[series] for field, series in COUNTED.items()}
     return Scheduling.model_validate(grown) if grown["batches"] and grown["engine_s"] else None
 
-
-# Whether a plan's predictions are of the engine that serves, as far as a server tells who it is.
 
 ENGINE_INFO = "llmctl_engine_info"
 PREDICTED = "llmctl_predicted_batch_seconds_total"
@@ -190,17 +188,17 @@ def check_server(plan: Plan, target: Target, on_foreign: OnForeign | None = None
     """`ForeignError` where the plan's fit is of another engine, model or device than `target`'s;
     see `refuse_foreign`.
 
-    llmctl's own servers say all of it in /metrics; of others /version and the model's name are
-    compared.
+    llmctl's own servers name all of these in /metrics; of other servers, /version and the model's
+    name are compared.
     """
     refuse_foreign(plan.fit.engine, [_served(plan, target)], on_foreign)
 
 
 def tells_of_its_laws(plan: Plan, target: Target) -> bool:
-    """Whether the server's predicted batch times are by the plan's laws: not where it was fitted
+    """Whether the server reports batch times that the plan's laws predict: not where it was fitted
     from outside.
 
-    vLLM's tells of them where llmctl started it.
+    vLLM reports them where llmctl started it.
     """
     if not traits_of(plan.fit.engine.engine).started:
         return False
@@ -209,23 +207,20 @@ def tells_of_its_laws(plan: Plan, target: Target) -> bool:
 
 def _served(plan: Plan, target: Target) -> Identity:
     engine = plan.fit.engine.engine
-    if not traits_of(
-        engine
-    ).started:  # whatever it is: it was asked the same two questions when it was profiled
+    # a server that llmctl did not start: the same two facts were recorded when it was profiled
+    if not traits_of(engine).started:
         return {"engine": f"{engine} {version(target)}".strip(), "model": target.model}
     if not target.own:
         return {"engine": f"{engine} {version(target)}".strip()}
     return next((labels for name, labels, _ in scrape(target) if name == ENGINE_INFO), {})
 
 
-# What requests must keep to, and a trace that does.
-
-DEFAULT_LIMIT = 256  # tokens, as in recipes
-SAFE_VOCABULARY = 256  # tokens that every tokenizer has
+DEFAULT_LIMIT = 256  # output tokens, as in recipes
+SAFE_VOCABULARY = 256  # every tokenizer has tokens below this number
 
 
 class LengthLimits(NamedTuple):
-    """In tokens."""
+    """Limits of requests, in tokens."""
 
     context: int | None  # prompt + output; None: the server does not say
     output: int
@@ -235,7 +230,7 @@ class LengthLimits(NamedTuple):
 def limits_of(
     plan: Plan | None, target: Target, output: int | None = None, vocabulary: int | None = None
 ) -> LengthLimits:
-    """What was asked for, else the plan's, else what the server says, else what any server can do."""
+    """The given limits, else the plan's, else the server's, else limits that any server accepts."""
     if plan is not None:
         recipe = plan.recipe
         given = recipe.model.max_model_len, recipe.serve.max_new_tokens, plan.fit.engine.vocab_size
@@ -246,7 +241,7 @@ def limits_of(
 
 
 def fitted(trace: Trace, limits: LengthLimits, rate: float | None) -> Trace:
-    """The trace with lengths that the server takes and the wanted rate, in requests per second."""
+    """The trace with lengths that the server accepts, at the given rate in requests per second."""
     if limits.context is not None:
         trace = scale_lengths(trace, limits.context, limits.output)
     return trace if rate is None else scale_rate(trace, rate)

@@ -1,4 +1,4 @@
-"""What a replay measured, beside what was predicted."""
+"""The report of a replay: measured beside predicted."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ NOT_SENT = Sample.__dataclass_fields__["failure"].default
 
 @dataclass(slots=True, frozen=True)
 class Prediction:
-    """What was predicted before the replay, at the speed that the warm-up showed and as fitted;
-    empty: no plan.
+    """The prediction made before the replay, at the warm-up's speed and as fitted; empty without a
+    plan.
     """
 
     metrics: Mapping[str, float] = field(default_factory=dict)
@@ -67,7 +67,7 @@ def report(
 ) -> BenchReport:
     """The report of a replay.
 
-    An interrupted replay is not compared: the prediction is about all of it.
+    An interrupted replay is not compared, since the prediction is about all of it.
     """
     answered = [one for one in replay.samples if one.failure not in (INTERRUPTED, NOT_SENT)]
     seen = served(answered)
@@ -106,7 +106,7 @@ def report(
 
 
 def values_of(ratios: Mapping[str, float], sla: Mapping[str, float]) -> dict[str, float]:
-    """Each target's value in seconds, from its ratio to its limit (`toolkit.metrics.sla_ratios`)."""
+    """Each target's value in seconds, from its ratio to its limit (see `sla_ratios`)."""
     return {target: ratio * sla[target] for target, ratio in ratios.items()}
 
 
@@ -127,22 +127,22 @@ def _targets(
 
 
 def _failures(reasons: Iterable[str]) -> dict[str, int]:
-    """Reason to count. Reasons that differ in numbers alone, such as forecast seconds, are one,
-    with dots for them.
+    """Reason to count. Reasons that differ only in numbers, such as forecast seconds, are counted
+    together, with dots for the numbers.
     """
-    alike: dict[str, list[str]] = {}
+    by_form: dict[str, list[str]] = {}
     for reason in reasons:
         status, _, words = reason.partition(": ")
-        alike.setdefault(f"{status}: {NUMBER.sub('...', words)}" if words else reason, []).append(
+        by_form.setdefault(f"{status}: {NUMBER.sub('...', words)}" if words else reason, []).append(
             reason
         )
-    return {(same[0] if len(set(same)) == 1 else form): len(same) for form, same in alike.items()}
+    return {(same[0] if len(set(same)) == 1 else form): len(same) for form, same in by_form.items()}
 
 
 def compare(
     measured: Mapping[str, float], predicted: Mapping[str, float], as_fitted: Mapping[str, float]
 ) -> list[Compared]:
-    """The metrics that tell how well a server does, those that any side has."""
+    """The metrics that tell how well a server does, if either side has them."""
     return [
         Compared(
             metric=metric,
@@ -162,8 +162,8 @@ def _error_percent(measured: float | None, predicted: float | None) -> float | N
 
 
 def request_lines(samples: Sequence[Sample]) -> list[TraceLine]:
-    """The requests as a canonical trace with what was measured; those that failed say why in
-    `status`.
+    """The requests as a canonical trace with the measured latencies; `status` has the reason of a
+    failure.
     """
     return [
         TraceLine(

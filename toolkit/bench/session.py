@@ -1,8 +1,9 @@
-"""Windows of a trace against a running server, one after the other: warm-up, prediction, replay,
-and what came of each.
+"""Replays against a running server: warm-up, prediction, replay, and the comparison of both.
 
-Every window is predicted before it is replayed, with what the warm-up just before it has shown. How
-far one gets is told through a `Progress`; nothing is printed or written here.
+In order: the server and the requests for it (`look_at` makes a `Subject`); `Measurement`, one part
+of a trace (`llmctl bench`); `Session`, several windows (`llmctl validate`); and the errors over
+windows and requests. Each replay is predicted before it starts, with what the warm-up just before
+it showed. Progress is reported through a `Progress` and `note`; nothing is printed or written here.
 """
 
 from __future__ import annotations
@@ -50,146 +51,22 @@ from toolkit.traces.windows import TraceWindow, mean_rate
 from toolkit.traces.write import to_ms
 from toolkit.units import seconds
 
-# Predictions held against a running server: by metric over windows of a trace, and request by
-# request.
-
 METRICS = ("throughput_rps", "ttft_mean_s", "tpot_mean_s", "e2e_mean_s", "e2e_p95_s")
-HELD_TO = (
-    "throughput_rps",
-    "ttft_mean_s",
-    "tpot_mean_s",
-    "e2e_mean_s",
-)  # what --max-error is about
+HELD_TO = ("throughput_rps", "ttft_mean_s", "tpot_mean_s", "e2e_mean_s")  # by --max-error
 
 Floats = NDArray[np.float64]
 
 
-@dataclass(slots=True, frozen=True)
-class Pair:
-    """The requests of one window as they were served and as they were predicted, in the same order."""
-
-    measured: Served
-    predicted: Served
-
-
-def metric_errors(windows: Sequence[WindowResult]) -> list[MetricError]:
-    """Each of `METRICS` over the windows, those left out that nothing was measured of."""
-    found = []
-    for name in METRICS:
-        measured = np.array([window.measured.get(name, 0.0) for window in windows])
-        predicted = np.array([window.predicted.get(name, 0.0) for window in windows])
-        if not measured.size or (measured <= 0.0).any():
-            continue
-        errors = 100.0 * (predicted / measured - 1.0)
-        found.append(
-            MetricError(
-                metric=name,
-                measured=float(measured.mean()),
-                predicted=float(predicted.mean()),
-                error_percent=float(100.0 * (predicted.mean() / measured.mean() - 1.0)),
-                worst_percent=float(errors[np.abs(errors).argmax()]),
-            )
-        )
-    return found
-
-
-def request_errors(pairs: Sequence[Pair]) -> list[RequestError]:
-    """TTFT and E2E of every request that was served here and there."""
-    found = []
-    for name in ("ttft", "e2e"):
-        errors = np.concatenate([_errors(pair, name) for pair in pairs]) if pairs else np.empty(0)
-        if not errors.size:
-            continue
-        found.append(
-            RequestError(
-                latency=name,
-                median_percent=float(np.median(errors)),
-                median_absolute_percent=float(np.median(np.abs(errors))),
-                p90_absolute_percent=float(np.percentile(np.abs(errors), 90)),
-                requests=errors.size,
-            )
-        )
-    return found
-
-
-class RequestLine(msgspec.Struct, frozen=True):
-    """A request of a validation, as measured and as predicted. A prediction of a warm-up knows
-    nothing of today.
-    """
-
-    window: int
-    part: str  # warm-up or window
-    timestamp: float  # ms
-    input_length: int
-    output_length: int
-    ttft_ms: float | None
-    e2e_ms: float | None
-    predicted_ttft_ms: float | None
-    predicted_e2e_ms: float | None
-
-
-def request_lines(number: int, part: str, trace: Trace, pair: Pair) -> list[str]:
-    """The requests of window `number`'s `part`, a line of JSON each; None stands where one was not
-    served.
-    """
-    latencies = [
-        [
-            to_ms(value) if ok else None
-            for value, ok in zip(_latency(one, name).tolist(), one.ok.tolist(), strict=True)
-        ]
-        for one in (pair.measured, pair.predicted)
-        for name in ("ttft", "e2e")
-    ]
-    columns = (
-        trace.arrival_s.tolist(),
-        trace.prompt_tokens.tolist(),
-        trace.output_tokens.tolist(),
-        *latencies,
-    )
-    encode = msgspec.json.Encoder().encode
-    return [
-        encode(RequestLine(number, part, to_ms(arrival_s), *rest)).decode() + "\n"
-        for arrival_s, *rest in zip(*columns, strict=True)
-    ]
-
-
-def hold(errors: Iterable[tuple[str, float | None]], limit_percent: float) -> None:
-    """`TargetMissedError` where one of `HELD_TO` is predicted further off; None stands where
-    nothing was predicted.
-    """
-    known = [(metric, error) for metric, error in errors if metric in HELD_TO and error is not None]
-    wrong = [f"{metric} {error:+.1f} %" for metric, error in known if abs(error) > limit_percent]
-    if wrong:
-        told = f"beyond {limit_percent:g} %: {', '.join(wrong)}"
-        raise TargetMissedError(told, "profile and fit again, on the machine as it is now")
-
-
-def _errors(pair: Pair, name: str) -> Floats:
-    both = pair.measured.ok & pair.predicted.ok
-    measured, predicted = (
-        _latency(served, name)[both] for served in (pair.measured, pair.predicted)
-    )
-    seen = measured > 0.0
-    return np.asarray(100.0 * (predicted[seen] / measured[seen] - 1.0))
-
-
-def _latency(served: Served, name: str) -> Floats:
-    return (served.first_token_s if name == "ttft" else served.finish_s) - served.arrival_s
-
-
-# A server that was looked at, a trace as it takes it, and how it is asked: what every replay
-# begins with.
-
-GIVEN = "each request asks for exactly its output: the scheduler knows the lengths as limits"
-HIDDEN = "the scheduler sees each request's limit; the engine alone knows the lengths"
+GIVEN = "each request's limit is exactly its output, so the scheduler knows the lengths"
+HIDDEN = "the scheduler knows each request's limit; only the engine knows the lengths"
 
 
 @dataclass(slots=True, frozen=True)
-class Wanted:
-    """What somebody asks of the requests besides their trace; None: as the plan has it, else as any
-    server takes it.
+class RequestSettings:
+    """What the user sets for the requests; None: the plan's value, else one that any server
+    accepts.
 
-    `rate` is in requests per second; `lengths` are by default hidden from a server that allows it
+    `rate` is in requests per second. `lengths` are hidden by default from a server that allows it
     (llmctl's with `--allow-end-after`), and given to others.
     """
 
@@ -203,11 +80,11 @@ class Wanted:
 
 @dataclass(slots=True, frozen=True)
 class Subject:
-    """`trace` with the lengths that `target` takes and the rate that is wanted, and how it becomes
-    requests.
+    """A server, the trace with lengths that it accepts and the rate of the replay, and how the
+    trace becomes requests.
 
-    Its limits are those that the requests name: where lengths are given, each is the request's
-    output, so that a prediction simulates what is asked.
+    The trace's limits are those that the requests name: where lengths are given, each limit is the
+    request's output, so that a prediction simulates what is sent.
     """
 
     target: Target
@@ -216,7 +93,7 @@ class Subject:
 
     @property
     def notes(self) -> list[str]:
-        """What a reader must know of how the server was asked."""
+        """What a reader must know of the requests."""
         lacks = self.load.dialect.lacks
         given = self.load.lengths == "given"
         return [
@@ -229,162 +106,29 @@ def look_at(
     target: Target,
     trace: Trace,
     plan: Plan | None,
-    wanted: Wanted,
+    settings: RequestSettings,
     on_foreign: OnForeign | None = None,
 ) -> Subject:
-    """Ask the server what it takes, with a few requests of its own.
+    """Ask the server what it accepts, with a few requests.
 
-    `ForeignError` where it is not the one that `plan` was fitted to (with `on_foreign` that is told
-    instead), `InputError` in the server's own words where it refuses.
+    `ForeignError` where it is not the server that `plan` was fitted to (with `on_foreign` that is
+    called instead), `InputError` with the server's own message where it refuses.
     """
     if plan is not None:
         check_server(plan, target, on_foreign)
-    limits = limits_of(plan, target, wanted.max_new_tokens, wanted.vocab_size)
-    whole = fitted(trace, limits, wanted.rate)
-    lengths, dialect = try_out(target, wanted.lengths, limits.output)
-    asked = (
+    limits = limits_of(plan, target, settings.max_new_tokens, settings.vocab_size)
+    whole = fitted(trace, limits, settings.rate)
+    lengths, dialect = try_out(target, settings.lengths, limits.output)
+    limits_named = (
         whole.output_tokens
         if lengths == "given"
         else np.where(whole.max_tokens, whole.max_tokens, limits.output)
     )
-    whole = replace(whole, max_tokens=asked)
+    whole = replace(whole, max_tokens=limits_named)
     load = LoadSpec(
-        lengths, limits.output, limits.vocabulary, wanted.timeout_s, wanted.seed, dialect
+        lengths, limits.output, limits.vocabulary, settings.timeout_s, settings.seed, dialect
     )
     return Subject(target, whole, load)
-
-
-class Session:
-    """Windows replayed against one server under one plan.
-
-    Args:
-        subject: the server, and the whole trace; warm-ups are taken from behind each window.
-        warmup_s: about how long they last; 0: none.
-
-    `results`, and `lines` (each request as JSON), hold what was replayed to its end.
-    """
-
-    def __init__(self, subject: Subject, plan: Plan, warmup_s: float, progress: Progress) -> None:
-        self._target, self._whole, self._load = subject.target, subject.trace, subject.load
-        self._notes = subject.notes
-        self._plan, self._warmup_s, self._progress = plan, warmup_s, progress
-        self._tells = tells_of_its_laws(plan, subject.target)
-        self.results: list[WindowResult] = []
-        self.lines: list[str] = []
-        self._pairs: list[Pair] = []
-        self._finished: list[int] = []  # output lengths that the server's scheduler has seen
-
-    def run(self, windows: Sequence[TraceWindow]) -> bool:
-        """Replay them; whether that was interrupted."""
-        for number, window in enumerate(windows, start=1):
-            shown = self._warm_up(number, window)
-            if shown is None or self._replay(number, len(windows), window, shown):
-                return True
-        return False
-
-    def validation(self, trace: Path, plan: Path) -> Validation:
-        """validation.json; the files are those that this was made from."""
-        return Validation(
-            **head({"plan": plan, "trace": trace}),
-            model=self._target.model,
-            policy=self._plan.policy.name,
-            notes=[*self._whole.notes, *self._notes],
-            windows=self.results,
-            metrics=metric_errors(self.results),
-            requests=request_errors(self._pairs),
-        )
-
-    def _warm_up(self, number: int, window: TraceWindow) -> ServerConditions | None:
-        """What other requests show of the server as it is now; None: interrupted."""
-        count = round(self._warmup_s * predict(self._plan, window.trace, {})["throughput_rps"])
-        if not count:
-            return self._unwarmed()
-        trace = others(self._whole, window.end_s, count)
-        with self._progress("warming up", count) as advance:
-            if self._tells:
-                warm, interrupted = warm_up(self._target, trace, self._load, advance)
-            else:
-                warm, interrupted = self._look(number, trace, advance)
-        if interrupted:
-            return None
-        self._finished += trace.output_tokens.tolist()
-        if warm is None:
-            return self._unwarmed()
-        return conditions(warm.slowdown, warm.front, self._finished, warm.arrival_cost_s)
-
-    def _unwarmed(self) -> ServerConditions:
-        return ServerConditions(finished=tuple(self._finished))
-
-    def _look(
-        self, number: int, trace: Trace, advance: Callable[..., None]
-    ) -> tuple[Warmup | None, bool]:
-        """`warm_up` of a server that tells nothing of its batches."""
-        expected = predicted(self._plan, trace, self._unwarmed()).served
-        replay = run(self._target, trace, replace(self._load, seed=self._load.seed + 1), advance)
-        if replay.interrupted:
-            return None, True
-        self.lines += request_lines(
-            number, "warm-up", trace, Pair(served(replay.samples), expected)
-        )
-        return seen_by_clients(self._plan, trace, replay.samples, self._finished), False
-
-    def _replay(
-        self, number: int, count: int, window: TraceWindow, shown: ServerConditions
-    ) -> bool:
-        """One window; whether that was interrupted."""
-        simulated = predicted(self._plan, window.trace, shown)
-        before = counts_or_none(self._target) if self._tells else {}
-        with self._progress(f"window {number} of {count}", len(window.trace)) as advance:
-            replay = run(self._target, window.trace, self._load, advance)
-        if replay.interrupted:
-            return True
-        times = (
-            times_between(before, counts_or_none(self._target), replay.samples)
-            if self._tells
-            else None
-        )
-        pair = Pair(served(replay.samples), simulated.served)
-        self._finished += window.trace.output_tokens.tolist()
-        self._pairs.append(pair)
-        self.lines += request_lines(number, "window", window.trace, pair)
-        self.results.append(self._result(window, replay, simulated, shown, times))
-        return False
-
-    def _result(
-        self,
-        window: TraceWindow,
-        replay: Replay,
-        simulated: SimResult,
-        shown: ServerConditions,
-        times: ServerTimes | None,
-    ) -> WindowResult:
-        sla, meanwhile = self._plan.recipe.sla, times.slowdown if times else None
-        known: dict[str, float] = {}
-        if times and meanwhile:
-            then = conditions(meanwhile, times.front, shown.finished, times.arrivals.cost_s)
-            known = predicted(self._plan, window.trace, then).metrics(sla)
-        return WindowResult(
-            start_s=window.start_s,
-            end_s=window.end_s,
-            requests=len(replay.samples),
-            failed=sum(bool(sample.failure) for sample in replay.samples),
-            refused=sum(sample.refused for sample in replay.samples),
-            slowdown=shown.slowdown,
-            arrival_cost_s=shown.arrival_cost_s,
-            front_first_s=shown.front.first_s if shown.front else 0.0,
-            front_last_s=shown.front.last_s if shown.front else 0.0,
-            measured=summarize(served(replay.samples), sla),
-            predicted=simulated.metrics(sla),
-            slowdown_meanwhile=meanwhile,
-            predicted_in_hindsight=known,
-        )
-
-
-# A part of a trace against a running server, once: warm-up, prediction, replay, and what came of
-# it.
-#
-# It is predicted before it is replayed, with what the warm-up has shown. What a person should
-# know meanwhile is told through `note` and a `Progress`; nothing is printed or written here.
 
 
 class Measurement:
@@ -433,15 +177,15 @@ class Measurement:
             return False
         self._finished = trace.output_tokens.tolist()
         if warm:
-            shown = conditions(warm.slowdown, warm.front, self._finished, warm.arrival_cost_s)
-            found = predicted(self._plan, self._part, shown)
+            current = conditions(warm.slowdown, warm.front, self._finished, warm.arrival_cost_s)
+            found = predicted(self._plan, self._part, current)
         metrics = found.metrics(self._sla)
         targets = values_of(found.sla_ratios(self._sla), self._sla) if found.served.ok.any() else {}
         self._predicted = Prediction(metrics, as_fitted, warm, targets)
         return True
 
     def _warm_up(self, trace: Trace, about_s: float) -> tuple[Warmup | None, bool]:
-        """`warm_up`, in words for whoever watches."""
+        """`warm_up`, with notes for the user."""
         self._note(f"warming up with {len(trace):,} other requests: about {seconds(about_s)}")
         with self._progress("warming up", len(trace)) as advance:
             warm, interrupted = warm_up(self._target, trace, self._load, advance)
@@ -453,19 +197,21 @@ class Measurement:
                 if warm.arrival_cost_s
                 else ""
             )
-            self._note(f"warm-up: {slow}{more}; the prediction takes that over")
+            self._note(f"warm-up: {slow}{more}; the prediction includes that")
         if warm and warm.front:
-            delays = f"{seconds(warm.front.first_s)} to first tokens and {seconds(warm.front.last_s)} to last ones"
-            self._note(
-                f"warm-up: HTTP and the front add {delays}; so do the prediction's latencies"
+            delays = (
+                f"{seconds(warm.front.first_s)} to first tokens and"
+                f" {seconds(warm.front.last_s)} to last ones"
             )
+            self._note(f"warm-up: HTTP and the front add {delays}; the prediction includes that")
         return warm, interrupted
 
     def replay(self) -> Replay:
-        """The part itself."""
+        """Replay the part."""
         expected_s = self._predicted.metrics.get("makespan_s", float(self._part.arrival_s[-1]))
         self._note(
-            f"replaying {len(self._part):,} requests against {self._target.model}: about {seconds(expected_s)}"
+            f"replaying {len(self._part):,} requests against {self._target.model}:"
+            f" about {seconds(expected_s)}"
         )
         self._counted = counts_or_none(self._target) if self._target.own else {}
         with self._progress("replaying", len(self._part)) as advance:
@@ -474,16 +220,16 @@ class Measurement:
         return replay
 
     def report(self, replay: Replay, inputs: Mapping[str, Path]) -> BenchReport:
-        """What `replay` measured beside what was predicted; `inputs` are the files that this was
-        made from.
+        """What `replay` measured beside the prediction; `inputs` are the files that this was made
+        from.
         """
         counted, later = self._counted, self._counted_later
         times = times_between(counted, later, replay.samples) if self._predicted.warmup else None
         slowdown, front = (times.slowdown, times.front) if times else (None, None)
         cost_s = times.arrivals.cost_s if times else 0.0
-        known: dict[str, float] = {}
+        hindsight: dict[str, float] = {}
         if self._plan and slowdown:
-            known = predict(
+            hindsight = predict(
                 self._plan,
                 self._part,
                 self._sla,
@@ -500,8 +246,249 @@ class Measurement:
             replay_slowdown=slowdown,
             replay_arrival_cost_s=cost_s,
             replay_front=front,
-            in_hindsight=known,
+            in_hindsight=hindsight,
             scheduling=scheduling(counted, later) if counted else None,
             policy=self._plan.policy.name if self._plan else None,
             request_rate_rps=mean_rate(self._whole) or None,
         )
+
+
+class Session:
+    """Windows replayed against one server under one plan.
+
+    Args:
+        subject: the server, and the whole trace; warm-ups are taken from behind each window.
+        warmup_s: about how long they last; 0: no warm-up.
+
+    `results`, and `lines` (each request as JSON), hold the windows that were replayed to their end.
+    """
+
+    def __init__(self, subject: Subject, plan: Plan, warmup_s: float, progress: Progress) -> None:
+        self._target, self._whole, self._load = subject.target, subject.trace, subject.load
+        self._notes = subject.notes
+        self._plan, self._warmup_s, self._progress = plan, warmup_s, progress
+        self._reports_batches = tells_of_its_laws(plan, subject.target)
+        self.results: list[WindowResult] = []
+        self.lines: list[str] = []
+        self._pairs: list[Pair] = []
+        self._finished: list[int] = []  # output lengths that the server's scheduler has seen
+
+    def run(self, windows: Sequence[TraceWindow]) -> bool:
+        """Replay the windows; whether that was interrupted."""
+        for number, window in enumerate(windows, start=1):
+            current = self._warm_up(number, window)
+            if current is None or self._replay(number, len(windows), window, current):
+                return True
+        return False
+
+    def validation(self, trace: Path, plan: Path) -> Validation:
+        """validation.json, with the files that it was made from."""
+        return Validation(
+            **head({"plan": plan, "trace": trace}),
+            model=self._target.model,
+            policy=self._plan.policy.name,
+            notes=[*self._whole.notes, *self._notes],
+            windows=self.results,
+            metrics=metric_errors(self.results),
+            requests=request_errors(self._pairs),
+        )
+
+    def _warm_up(self, number: int, window: TraceWindow) -> ServerConditions | None:
+        """What other requests show of the server now; None: interrupted."""
+        count = round(self._warmup_s * predict(self._plan, window.trace, {})["throughput_rps"])
+        if not count:
+            return self._unwarmed()
+        trace = others(self._whole, window.end_s, count)
+        with self._progress("warming up", count) as advance:
+            if self._reports_batches:
+                warm, interrupted = warm_up(self._target, trace, self._load, advance)
+            else:
+                warm, interrupted = self._look(number, trace, advance)
+        if interrupted:
+            return None
+        self._finished += trace.output_tokens.tolist()
+        if warm is None:
+            return self._unwarmed()
+        return conditions(warm.slowdown, warm.front, self._finished, warm.arrival_cost_s)
+
+    def _unwarmed(self) -> ServerConditions:
+        return ServerConditions(finished=tuple(self._finished))
+
+    def _look(
+        self, number: int, trace: Trace, advance: Callable[..., None]
+    ) -> tuple[Warmup | None, bool]:
+        """`warm_up` of a server that does not report its batches."""
+        expected = predicted(self._plan, trace, self._unwarmed()).served
+        replay = run(self._target, trace, replace(self._load, seed=self._load.seed + 1), advance)
+        if replay.interrupted:
+            return None, True
+        self.lines += request_lines(
+            number, "warm-up", trace, Pair(served(replay.samples), expected)
+        )
+        return seen_by_clients(self._plan, trace, replay.samples, self._finished), False
+
+    def _replay(
+        self, number: int, count: int, window: TraceWindow, current: ServerConditions
+    ) -> bool:
+        """Replay one window; whether that was interrupted."""
+        simulated = predicted(self._plan, window.trace, current)
+        before = counts_or_none(self._target) if self._reports_batches else {}
+        with self._progress(f"window {number} of {count}", len(window.trace)) as advance:
+            replay = run(self._target, window.trace, self._load, advance)
+        if replay.interrupted:
+            return True
+        times = (
+            times_between(before, counts_or_none(self._target), replay.samples)
+            if self._reports_batches
+            else None
+        )
+        pair = Pair(served(replay.samples), simulated.served)
+        self._finished += window.trace.output_tokens.tolist()
+        self._pairs.append(pair)
+        self.lines += request_lines(number, "window", window.trace, pair)
+        self.results.append(self._result(window, replay, simulated, current, times))
+        return False
+
+    def _result(
+        self,
+        window: TraceWindow,
+        replay: Replay,
+        simulated: SimResult,
+        current: ServerConditions,
+        times: ServerTimes | None,
+    ) -> WindowResult:
+        sla, replay_slowdown = self._plan.recipe.sla, times.slowdown if times else None
+        hindsight: dict[str, float] = {}
+        if times and replay_slowdown:
+            during_replay = conditions(
+                replay_slowdown, times.front, current.finished, times.arrivals.cost_s
+            )
+            hindsight = predicted(self._plan, window.trace, during_replay).metrics(sla)
+        return WindowResult(
+            start_s=window.start_s,
+            end_s=window.end_s,
+            requests=len(replay.samples),
+            failed=sum(bool(sample.failure) for sample in replay.samples),
+            refused=sum(sample.refused for sample in replay.samples),
+            slowdown=current.slowdown,
+            arrival_cost_s=current.arrival_cost_s,
+            front_first_s=current.front.first_s if current.front else 0.0,
+            front_last_s=current.front.last_s if current.front else 0.0,
+            measured=summarize(served(replay.samples), sla),
+            predicted=simulated.metrics(sla),
+            slowdown_meanwhile=replay_slowdown,
+            predicted_in_hindsight=hindsight,
+        )
+
+
+@dataclass(slots=True, frozen=True)
+class Pair:
+    """The requests of one window as served and as predicted, in the same order."""
+
+    measured: Served
+    predicted: Served
+
+
+def metric_errors(windows: Sequence[WindowResult]) -> list[MetricError]:
+    """The errors of each of `METRICS` over the windows, except metrics without a measurement."""
+    found = []
+    for name in METRICS:
+        measured = np.array([window.measured.get(name, 0.0) for window in windows])
+        predicted = np.array([window.predicted.get(name, 0.0) for window in windows])
+        if not measured.size or (measured <= 0.0).any():
+            continue
+        errors = 100.0 * (predicted / measured - 1.0)
+        found.append(
+            MetricError(
+                metric=name,
+                measured=float(measured.mean()),
+                predicted=float(predicted.mean()),
+                error_percent=float(100.0 * (predicted.mean() / measured.mean() - 1.0)),
+                worst_percent=float(errors[np.abs(errors).argmax()]),
+            )
+        )
+    return found
+
+
+def request_errors(pairs: Sequence[Pair]) -> list[RequestError]:
+    """TTFT and E2E of every request that was served in both."""
+    found = []
+    for name in ("ttft", "e2e"):
+        errors = np.concatenate([_errors(pair, name) for pair in pairs]) if pairs else np.empty(0)
+        if not errors.size:
+            continue
+        found.append(
+            RequestError(
+                latency=name,
+                median_percent=float(np.median(errors)),
+                median_absolute_percent=float(np.median(np.abs(errors))),
+                p90_absolute_percent=float(np.percentile(np.abs(errors), 90)),
+                requests=errors.size,
+            )
+        )
+    return found
+
+
+class RequestLine(msgspec.Struct, frozen=True):
+    """A request of a validation, as measured and as predicted. The prediction of a warm-up does not
+    know today's conditions.
+    """
+
+    window: int
+    part: str  # warm-up or window
+    timestamp: float  # ms
+    input_length: int
+    output_length: int
+    ttft_ms: float | None
+    e2e_ms: float | None
+    predicted_ttft_ms: float | None
+    predicted_e2e_ms: float | None
+
+
+def request_lines(number: int, part: str, trace: Trace, pair: Pair) -> list[str]:
+    """The requests of window `number`'s `part`, a line of JSON each; None for a request that was
+    not served.
+    """
+    latencies = [
+        [
+            to_ms(value) if ok else None
+            for value, ok in zip(_latency(one, name).tolist(), one.ok.tolist(), strict=True)
+        ]
+        for one in (pair.measured, pair.predicted)
+        for name in ("ttft", "e2e")
+    ]
+    columns = (
+        trace.arrival_s.tolist(),
+        trace.prompt_tokens.tolist(),
+        trace.output_tokens.tolist(),
+        *latencies,
+    )
+    encode = msgspec.json.Encoder().encode
+    return [
+        encode(RequestLine(number, part, to_ms(arrival_s), *rest)).decode() + "\n"
+        for arrival_s, *rest in zip(*columns, strict=True)
+    ]
+
+
+def hold(errors: Iterable[tuple[str, float | None]], limit_percent: float) -> None:
+    """`TargetMissedError` where a prediction of `HELD_TO` is off by more than the limit; None
+    stands for no prediction.
+    """
+    known = [(metric, error) for metric, error in errors if metric in HELD_TO and error is not None]
+    wrong = [f"{metric} {error:+.1f} %" for metric, error in known if abs(error) > limit_percent]
+    if wrong:
+        found = f"beyond {limit_percent:g} %: {', '.join(wrong)}"
+        raise TargetMissedError(found, "profile and fit again, on the machine as it is now")
+
+
+def _errors(pair: Pair, name: str) -> Floats:
+    both = pair.measured.ok & pair.predicted.ok
+    measured, predicted = (
+        _latency(served, name)[both] for served in (pair.measured, pair.predicted)
+    )
+    seen = measured > 0.0
+    return np.asarray(100.0 * (predicted[seen] / measured[seen] - 1.0))
+
+
+def _latency(served: Served, name: str) -> Floats:
+    return (served.first_token_s if name == "ttft" else served.finish_s) - served.arrival_s

@@ -1,12 +1,11 @@
-"""Other requests before the replay: they warm the server up, and show how fast the machine is
-today.
+"""The warm-up: other requests before the replay, which show how fast the machine is today.
 
-A machine that others share is not as fast as it was while it was profiled. The server knows how
-long its batches took and how long its laws say they take; the ratio, over requests that are not
-replayed, corrects the prediction before anything is measured. Where workers compute on the front's
-cores, a request that arrives takes time from the batches that run; the server counts how many
-arrived during each, which tells the two apart. It also knows when it had each token: clients see it
-later, by what HTTP, tokenizing and streams take, which is in no law.
+A shared machine is not as fast as it was while it was profiled. The server knows how long its
+batches took and how long its laws predict; the ratio, over requests that are not replayed, corrects
+the prediction before anything is measured. Where workers compute on the front's cores, an arriving
+request takes time from the batches that run; the server counts the arrivals during each batch,
+which separates the two effects. The server also knows when it had each token. Clients see it later,
+by the time of HTTP, tokenizing and streams, which is in no law.
 """
 
 from __future__ import annotations
@@ -29,40 +28,30 @@ from toolkit.traces.types import Trace
 
 TOOK, PREDICTED = "llmctl_batch_seconds_total", "llmctl_predicted_batch_seconds_total"
 SUM_NAMES = (
-    *(
-        "batches",
-        "took",
-        "expected",
-        "arrived",
-        "due",
-        "took_took",
-        "took_expected",
-        "took_arrived",
-    ),
+    *("batches", "took", "expected", "arrived", "due"),
+    *("took_took", "took_expected", "took_arrived"),
     *("expected_expected", "expected_arrived", "arrived_arrived"),
     *("due_took", "due_expected", "due_arrived", "due_due"),
 )
 SUMS = {name: f"llmctl_slice_sums_total:{name}" for name in SUM_NAMES}
-FEWEST = 40  # batches: over fewer the machine's own drift looks like what arrivals cost
-ROUNDING = 1e-9  # of a sum: what is less is a difference of equals
-SURE = 2.0  # standard errors that a cost must be above 0
-MOST_OF_IT = 0.9  # of what batches took: arrivals cost no more
-TTFT, E2E = (
-    "llmctl_ttft_seconds",
-    "llmctl_e2e_seconds",
-)  # from submission to the driver's having a token
+MIN_BATCHES = 40  # over fewer batches the machine's own drift looks like the cost of arrivals
+ROUNDING = 1e-9  # a smaller share of a sum is the rounding error of a difference of equals
+SURE = 2.0  # a cost must be above 0 by so many standard errors
+MAX_ARRIVAL_SHARE = 0.9  # of the batches' time; arrivals cost no more
+# from submission until the driver has the token
+TTFT, E2E = "llmctl_ttft_seconds", "llmctl_e2e_seconds"
 
 
 def others(trace: Trace, after_s: float, count: int) -> Trace:
-    """`count` requests of `trace` from `after_s` on, as they arrive there; from its start again
-    where it ends.
+    """`count` requests of `trace` from `after_s` on, with their gaps; from the start of the trace
+    again after its end.
     """
     first = int(np.searchsorted(trace.arrival_s, after_s))
     rows = (first + np.arange(count)) % len(trace)
     gaps_s = np.diff(trace.arrival_s[rows], prepend=trace.arrival_s[rows[:1]])
     return replace(
         trace,
-        arrival_s=np.cumsum(np.maximum(gaps_s, 0.0)),  # where it starts again, time goes on
+        arrival_s=np.cumsum(np.maximum(gaps_s, 0.0)),  # time continues where the trace starts again
         prompt_tokens=trace.prompt_tokens[rows],
         output_tokens=trace.output_tokens[rows],
         max_tokens=trace.max_tokens[rows],
@@ -71,8 +60,8 @@ def others(trace: Trace, after_s: float, count: int) -> Trace:
 
 
 class ArrivalCost(NamedTuple):
-    """What each request that arrives adds to the batches that run then, and how many such meetings
-    there were.
+    """What each arriving request adds to the batches that run then, and how many arrivals met a
+    batch.
     """
 
     cost_s: float = 0.0
@@ -84,7 +73,7 @@ NO_COST = ArrivalCost()
 
 @dataclass(slots=True, frozen=True)
 class ServerTimes:
-    """What a server of llmctl's counted between two looks at its metrics, in seconds."""
+    """What a server of llmctl's counted between two readings of its metrics, in seconds."""
 
     batch_s: float
     predicted_batch_s: float  # what its laws say of the same batches
@@ -93,10 +82,10 @@ class ServerTimes:
 
     @property
     def slowdown(self) -> float | None:
-        """How many times as long as the laws say batches took, without what requests that arrived
-        meanwhile took.
+        """How many times as long as predicted batches took, without the time of requests that
+        arrived meanwhile.
 
-        None where none ended that they can be held against.
+        None where no comparable batch ended.
         """
         if self.predicted_batch_s <= 0.0:
             return None
@@ -106,44 +95,44 @@ class ServerTimes:
 
 
 def arrival_cost_of(sums: Mapping[str, float]) -> ArrivalCost:
-    """The cost that a server's `llmctl_slice_sums` over some batches show.
+    """The cost per arrival that a server's `llmctl_slice_sums` over some batches show.
 
-    A batch takes `slowdown` times what the law says, and `cost_s` for each request that arrives
-    meanwhile. Together they are what all batches took; the second equation weighs each batch by its
-    arrivals that were due in the law's time. Plain least squares would not do: a batch that is late
-    for another reason meets more arrivals, which would then seem to cost that. Where the cost does
-    not stand out of its error (`SURE` standard errors), as where requests arrive so evenly that the
-    two cannot be told apart, it is 0 and the slowdown has it all.
+    The model: a batch takes `slowdown` times the law's time, plus `cost_s` for each request that
+    arrives meanwhile. The first equation is that these add up to the time of all batches. The
+    second weighs each batch by the arrivals that were due in the law's time. Plain least squares
+    would be biased: a batch that is late for another reason meets more arrivals, which would then
+    seem to cost that. Where the cost is below `SURE` standard errors, as where requests arrive so
+    evenly that the two cannot be separated, it is 0, and the slowdown covers everything.
     """
     count, took, expected, arrived = (
         sums[name] for name in ("batches", "took", "expected", "arrived")
     )
-    if count < FEWEST or expected <= 0.0 or arrived <= 0.0:
+    if count < MIN_BATCHES or expected <= 0.0 or arrived <= 0.0:
         return NO_COST
     mean_due = sums["due_expected"] / expected
-    told = sums["due_arrived"] - mean_due * arrived
-    if told <= ROUNDING * sums["due_arrived"]:
+    covariance = sums["due_arrived"] - mean_due * arrived
+    if covariance <= ROUNDING * sums["due_arrived"]:
         return NO_COST
-    cost_s = (sums["due_took"] - mean_due * took) / told
+    cost_s = (sums["due_took"] - mean_due * took) / covariance
     slowdown = (took - cost_s * arrived) / expected
-    left = (
+    residual = (
         sums["took_took"]
         + slowdown**2 * sums["expected_expected"]
         + cost_s**2 * sums["arrived_arrived"]
     )
-    left -= 2.0 * (slowdown * sums["took_expected"] + cost_s * sums["took_arrived"])
-    left += 2.0 * slowdown * cost_s * sums["expected_arrived"]
+    residual -= 2.0 * (slowdown * sums["took_expected"] + cost_s * sums["took_arrived"])
+    residual += 2.0 * slowdown * cost_s * sums["expected_arrived"]
     spread = sums["due_due"] - 2.0 * mean_due * sums["due"] + count * mean_due**2
-    error_s = math.sqrt(max(left, 0.0) / (count - 2) * max(spread, 0.0)) / told
+    error_s = math.sqrt(max(residual, 0.0) / (count - 2) * max(spread, 0.0)) / covariance
     if cost_s <= 0.0 or cost_s < SURE * error_s:
         return NO_COST
-    return ArrivalCost(min(cost_s, MOST_OF_IT * took / arrived), arrived)
+    return ArrivalCost(min(cost_s, MAX_ARRIVAL_SHARE * took / arrived), arrived)
 
 
 def times_between(
     before: dict[str, float], after: dict[str, float], samples: Sequence[Sample]
 ) -> ServerTimes | None:
-    """The growth of a server's counters while `samples` were served; None where it does not count."""
+    """The growth of a server's counters while it served `samples`; None if it has no counters."""
     if not {TOOK, PREDICTED} <= before.keys() & after.keys():
         return None
     sums = {name: after.get(key, 0.0) - before.get(key, 0.0) for name, key in SUMS.items()}
@@ -158,10 +147,10 @@ def times_between(
 def _front_delay(
     before: dict[str, float], after: dict[str, float], samples: Sequence[Sample]
 ) -> Front | None:
-    """Mean latencies at the clients less those at the server's driver, of the same requests.
+    """Mean latencies at the clients minus those at the server's driver, of the same requests.
 
-    Requests that were refused never came to the driver; where it counted others than those that
-    were served, the delay is not known.
+    Refused requests never reach the driver. Where it counted other requests than those that were
+    served, the delay is unknown.
     """
     served = [one for one in samples if not one.failure]
     clients = [
@@ -181,13 +170,13 @@ def _front_delay(
 
 
 def counts_of_times(target: Target) -> dict[str, float]:
-    """What a server of llmctl's counts. InputError where it does not tell of its batches."""
+    """The counters of a server of llmctl's. `InputError` where it does not report its batches."""
     found = counts(target)
     missing = sorted({TOOK, PREDICTED} - found.keys())
     if missing:
         raise InputError(
             f"{target.url}/metrics has no {missing[0]}",
-            "is it llmctl's server? --warmup 0 does without",
+            "is it a server of llmctl's? --warmup 0 needs no counters",
         )
     return found
 
@@ -198,7 +187,7 @@ def warm_up(
     """Serve `trace`, with other prompts than the replay's; what it shows, and whether it was
     interrupted.
 
-    None where no batch ended that the laws can be held against.
+    None where no batch ended that the laws can be compared with.
     """
     before = counts_of_times(target)
     replay = run(target, trace, replace(load, seed=load.seed + 1), on_done)
@@ -223,6 +212,6 @@ def warm_up(
 def conditions(
     slowdown: float, front: Front | None, finished: Sequence[int], arrival_cost_s: float = 0.0
 ) -> ServerConditions:
-    """What a prediction may know; without a `front`, what the fit knows of one."""
+    """The conditions of a prediction; without a `front` the delay is what the fit knows."""
     delay = FrontDelay(front.first_s, front.last_s) if front else None
     return ServerConditions(slowdown, delay, tuple(finished), arrival_cost_s)

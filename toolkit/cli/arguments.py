@@ -1,9 +1,16 @@
-"""The arguments and options that several commands share, so that they read and behave alike."""
+"""Arguments and options that several commands share, and how a command takes many of them.
+
+`command_of` makes a command of a function of one dataclass. Below it are the shared arguments and
+options, and the functions that check and parse their values.
+"""
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
+from dataclasses import MISSING, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
 
 import typer
 
@@ -12,26 +19,56 @@ from toolkit.cli import completion
 if TYPE_CHECKING:
     from toolkit.files.recipe import Recipe
 
-
 SLA_EXAMPLE = "ttft_p99_s=2"
 
 
+Options = TypeVar("Options")
+
+
+def command_of(
+    options: type[Options],
+) -> Callable[[Callable[[Options], None]], Callable[..., None]]:
+    """Make a typer command of a function of one dataclass: its fields are the arguments and
+    options.
+    """
+    hints = get_type_hints(options, include_extras=True)
+    parameters = [
+        inspect.Parameter(
+            field.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=inspect.Parameter.empty if field.default is MISSING else field.default,
+            annotation=hints[field.name],
+        )
+        for field in fields(options)  # type: ignore[arg-type]  # it is a dataclass
+    ]
+
+    def decorate(function: Callable[[Options], None]) -> Callable[..., None]:
+        def command(**given: Any) -> None:
+            function(options(**given))
+
+        command.__doc__ = function.__doc__
+        command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        return command
+
+    return decorate
+
+
 def resolve_recipe(recipe: Path | None) -> Path | None:
-    """A recipe's file, from what an argument or an option was given: a path, or a name."""
+    """The file of a recipe, from its path or its name."""
     from toolkit.files.io import recipe_path
 
     return None if recipe is None else recipe_path(recipe)
 
 
 def resolve_fit(fit: Path | None) -> Path | None:
-    """A fit's file, from what an option was given: a path, or a name."""
+    """The file of a fit, from its path or its recipe's name."""
     from toolkit.files.io import fit_path
 
     return None if fit is None else fit_path(fit)
 
 
 def limit_workers(workers: int | None) -> int | None:
-    """What an option --workers was given. `InputError` above what one scheduler may have."""
+    """The value of --workers. `InputError` above the limit of one scheduler."""
     from toolkit.errors import InputError
     from toolkit.files.recipe import MAX_WORKERS, MORE_WORKERS, WORKERS_LIMIT
 
@@ -46,17 +83,18 @@ RecipeArgument = Annotated[
         metavar="RECIPE",
         callback=resolve_recipe,
         autocompletion=completion.recipes,
-        help="A recipe's file, or the name of a shipped one.",
+        help="A recipe's file, or the name of a shipped recipe.",
     ),
 ]
-FIT_HELP = "fit.json, from `llmctl fit`, or the name of a recipe whose fit ships."
+FIT_HELP = "fit.json, from `llmctl fit`, or the name of a recipe that has a shipped fit."
+SET_HELP = "Set a parameter of the policy, like slice_tokens=64; repeatable."
 JsonOption = Annotated[
     bool, typer.Option("--json", help="Print one JSON object to stdout; notes go to stderr.")
 ]
 
 
 def open_recipe(path: Path) -> Recipe:
-    """A recipe, its policy checked against the registry. `InputError` naming what is right."""
+    """Read a recipe and check its policy. `InputError` names the nearest policy or parameter."""
     from toolkit.errors import InputError
     from toolkit.files.io import load_recipe
     from toolkit.sched.policies import make_any
@@ -71,16 +109,12 @@ def open_recipe(path: Path) -> Recipe:
 
 SetOption = Annotated[
     list[str] | None,
-    typer.Option(
-        "--set",
-        metavar="KEY=VALUE",
-        help="A parameter of the policy, like slice_tokens=64; repeatable.",
-    ),
+    typer.Option("--set", metavar="KEY=VALUE", help=SET_HELP),
 ]
 SlaOption = Annotated[
     list[str] | None,
     typer.Option(
-        "--sla", metavar="KEY=SECONDS", help="A latency target, like ttft_p99_s=2; repeatable."
+        "--sla", metavar="KEY=SECONDS", help="Set a latency target, like ttft_p99_s=2; repeatable."
     ),
 ]
 
@@ -88,17 +122,20 @@ SlaOption = Annotated[
 MaxErrorOption = Annotated[
     float | None,
     typer.Option(
-        min=0.0, help="Exit code 4 where throughput or a mean latency is off by more percent."
+        min=0.0, help="Exit with 4 where throughput or a mean latency differs by more percent."
     ),
 ]
 ModelOption = Annotated[
-    str | None, typer.Option(help="The model's name; default: the first that the server has.")
+    str | None, typer.Option(help="The model's name; default: the first that the server lists.")
 ]
-ApiKeyOption = Annotated[str, typer.Option(envvar="LLMCTL_API_KEY", help="The server's key.")]
+ApiKeyOption = Annotated[
+    str, typer.Option(envvar="LLMCTL_API_KEY", help="The API key of the server.")
+]
 ForeignOption = Annotated[
     bool,
     typer.Option(
-        "--force", help="Go on though the plan is of another device, engine, version or model."
+        "--force",
+        help="Continue although the plan is for another device, engine, version or model.",
     ),
 ]
 
@@ -106,13 +143,13 @@ BrokenOption = Annotated[
     bool,
     typer.Option(
         "--allow-broken-limits",
-        help="Go on though the settings are predicted to break limits; --force does, too.",
+        help="Continue although the settings are predicted to break limits; --force does so, too.",
     ),
 ]
 
 
 def parse_settings(settings: list[str] | None) -> dict[str, bool | int | float | str]:
-    """`key=value` words as a dict: whole numbers, numbers, true and false, else text. `InputError`
+    """Parse `key=value` words: whole numbers, numbers, true and false, else text. `InputError`
     without a '='.
     """
     from toolkit.sched.policies.parameters import from_words
@@ -121,8 +158,8 @@ def parse_settings(settings: list[str] | None) -> dict[str, bool | int | float |
 
 
 def parse_sla(targets: list[str] | None) -> dict[str, float]:
-    """`key=seconds` words as targets. `InputError` for a key that is no target, or no positive
-    number.
+    """Parse `key=seconds` words. `InputError` for a key that is not a target, and for a value that
+    is not a positive number.
     """
     from toolkit.errors import InputError
     from toolkit.files.recipe import sla_problem

@@ -1,4 +1,8 @@
-"""What predictions from a fit rest on, said wherever they are shown."""
+"""What predictions rest on, as several commands read and print it.
+
+In order: warnings in place of refusals; reading a fit and making a plan of a recipe; notes on the
+fit, its validation and the trace; fleets, which have several recipes and fits.
+"""
 
 from __future__ import annotations
 
@@ -17,17 +21,17 @@ if TYPE_CHECKING:
     from toolkit.files.plan import Kind, Plan, PlannedPolicy
     from toolkit.traces.types import Trace
 
-VALIDATION = "validation.json"  # beside the fit that it is about
+VALIDATION = "validation.json"  # lies beside the fit that it is about
 
 
 def warn_of_foreign(text: str) -> None:
-    """What `--force` says in the place of a refusal."""
+    """The warning that `--force` prints in place of a refusal."""
     note(f"warning: {text}")
 
 
 def accept(plan: Plan, which: str, *, broken: bool) -> None:
-    """`InputError` where `plan`, which comes from `which`, is predicted to break limits; a warning
-    if that may be.
+    """`InputError` where `plan`, from the file `which`, is predicted to break limits; with `broken`
+    a warning.
     """
     from toolkit.deploy.plan import refuse_broken
     from toolkit.errors import InputError
@@ -41,8 +45,8 @@ def accept(plan: Plan, which: str, *, broken: bool) -> None:
 
 
 def read_fit(path: Path, recipe: Path, *, force: bool) -> Fit:
-    """The fit of `recipe`. `StaleError` for another's, or of sections that changed; with `force` a
-    warning.
+    """The fit of `recipe`. `StaleError` for a fit of another recipe, or of sections that changed;
+    with `force` a warning.
     """
     from toolkit.errors import InputError, StaleError
     from toolkit.files.fit import Fit
@@ -73,8 +77,8 @@ def plan_of_recipe(
     *,
     force: bool = False,
 ) -> Plan:
-    """The plan of a recipe, its fit and perhaps its tuning; with `force` from a fit of another
-    recipe, too.
+    """The plan of a recipe, its fit and optionally its tuning; with `force` also from a fit of
+    another recipe.
     """
     from toolkit.cli.arguments import open_recipe
     from toolkit.deploy.plan import make_plan
@@ -89,19 +93,17 @@ def plan_of_recipe(
 
 
 def plan_address(plan: Plan) -> str:
-    """Where the plan's server listens: the recipe's engine.url, else its serve.host and serve.port."""
+    """The URL of the plan's server: the recipe's engine.url, else its serve.host and serve.port."""
     serve = plan.recipe.serve
-    everywhere = {
-        "0.0.0.0": "127.0.0.1",
-        "::": "::1",
-    }  # where it listens on all addresses, it is here, too
-    host = everywhere.get(serve.host, serve.host)
+    # a server that listens on all addresses listens on the loopback address, too
+    loopback = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+    host = loopback.get(serve.host, serve.host)
     return plan.recipe.engine.url or f"http://{f'[{host}]' if ':' in host else host}:{serve.port}"
 
 
 def note_basis(fit: Fit, path: Path) -> None:
-    """Say that nothing was measured, where that is so, and how good predictions from `fit`, read
-    from `path`, were.
+    """Print that nothing was measured, if so, and how good earlier predictions from `fit` were.
+    `path` is the fit's file.
     """
     from toolkit.files.io import digest
 
@@ -112,14 +114,14 @@ def note_basis(fit: Fit, path: Path) -> None:
 
 
 def note_analytic(fit: Fit) -> None:
-    """Say that nothing was measured, where that is so."""
+    """Print that nothing was measured, for an analytic fit."""
     if fit.engine.analytic:
-        note(f"analytic, nothing of this was measured: {fit.engine.analytic}")
+        note(f"analytic, nothing was measured: {fit.engine.analytic}")
 
 
 def find_validation(near: Path, fit_sha256: str) -> Validation | None:
-    """The validation beside the file `near`, where it is about the fit with this digest; else why
-    not is noted.
+    """The validation beside the file `near`, if it is about the fit with this digest; else the
+    reason is printed.
     """
     from toolkit.errors import InputError
     from toolkit.files.bench import Validation
@@ -140,24 +142,21 @@ def find_validation(near: Path, fit_sha256: str) -> Validation | None:
     return found
 
 
-# What commands say of the trace that they use: what was done to its lengths first, then the rest.
-
-
 def note_trace(trace: Trace) -> None:
-    """All that was done to `trace`, on stderr; what was done to its lengths comes first."""
+    """Print what was done to `trace` on stderr, its lengths first."""
     note_scaling(trace)
     note_rest(trace)
 
 
 def note_scaling(trace: Trace) -> None:
-    """What was done to its lengths, in one line; nothing where they are as they were read."""
+    """Print how the lengths were scaled, in one line; nothing where they are as read."""
     if trace.scaling is not None:
         mark = "warning: " if trace.scaling.notable else ""
         note(f"{mark}trace: {trace.scaling.summary()}")
 
 
 def note_rest(trace: Trace) -> None:
-    """Everything but what was done to its lengths, a line each."""
+    """Print everything but the scaling of lengths, a line each."""
     lengths = trace.scaling.summary() if trace.scaling else None
     for line in trace.notes:
         if line != lengths:
@@ -173,19 +172,18 @@ def plain(trace: Trace) -> Requests:
     )
 
 
-# What commands do alike with a fleet: read the recipes and the fits that it names, and say what
-# they rest on.
-
 FleetOption = Annotated[
     Path | None,
-    typer.Option("--fleet", help="Workers of several kinds, instead of --fit; see docs/fleets.md."),
+    typer.Option(
+        "--fleet", help="Workers of several kinds, in place of --fit; see docs/fleets.md."
+    ),
 ]
 
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
-    """Its kinds of workers, and the files that they come from by role; `bases` are the fits by
-    file.
+    """The kinds of workers of a fleet, and the files that they come from, by role. `bases` are the
+    fits, by file.
     """
 
     kinds: list[Kind]
@@ -194,12 +192,11 @@ class Fleet:
 
     @property
     def others(self) -> list[Kind]:
-        """All kinds but the first."""
+        """All kinds except the first."""
         return self.kinds[1:]
 
     def note_bases(self) -> None:
-        """Say of each kind what its predictions rest on."""
-
+        """Print what the predictions of each kind rest on."""
         note(f"fleet: {', '.join(f'{kind.workers} of {kind.recipe.name}' for kind in self.kinds)}")
         for path, fit in self.bases.items():
             note_basis(fit, path)
@@ -211,14 +208,14 @@ def refuse_workers(workers: object) -> None:
 
     if workers is not None:
         raise InputError(
-            "--workers: a fleet says how many workers there are of each kind",
-            "change them in its file",
+            "--workers: a fleet sets the number of workers of each kind",
+            "change it in the fleet's file",
         )
 
 
 def open_fleet(path: Path, *, force: bool = False) -> Fleet:
-    """The fleet at `path`. `InputError` where its kinds cannot be behind one scheduler,
-    `StaleError` for a fit of another recipe; with `force` a warning.
+    """The fleet at `path`. `InputError` where its kinds cannot share a scheduler, `StaleError` for
+    a fit of another recipe; with `force` a warning.
     """
     from toolkit.cli.arguments import open_recipe
     from toolkit.files.fleet import fleet_sources, inputs_of, merged
@@ -237,7 +234,8 @@ def open_fleet(path: Path, *, force: bool = False) -> Fleet:
         if kinds[-1].workers != fit.workers:
             count, measured = kinds[-1].workers, fit.workers
             note(
-                f"note: {recipe.name} was measured with {measured} workers at once; {count} may take other times"
+                f"note: {recipe.name} was measured with {measured} workers at once;"
+                f" with {count} the times may differ"
             )
     bases = {source.fit: kind.fit for source, kind in zip(sources, kinds, strict=True)}
     return Fleet(merged(kinds), inputs_of(path, sources), bases)

@@ -1,4 +1,8 @@
-"""`llmctl bench`: replay a trace against a running server; measured beside predicted."""
+"""`llmctl bench`: replay a trace against a running server, measured beside predicted.
+
+`command` reads the files, warms the server up, replays, and writes and prints the report; the
+helpers below it print the tables and the notes.
+"""
 
 from __future__ import annotations
 
@@ -24,13 +28,13 @@ if TYPE_CHECKING:
 
 LOCAL = "http://127.0.0.1:8000"
 SAME_RATE = 0.02  # rates that differ by less, as shares, are the same
-LATE_S = 0.05  # the client's own delay from which on its figures deserve a warning
+LATE_S = 0.05  # a larger delay in the client itself is worth a warning
 
 
 def command(
     url: Annotated[
         str | None,
-        typer.Option(help="The server; default: the plan's address, or http://127.0.0.1:8000."),
+        typer.Option(help="URL of the server; default: the plan's, or http://127.0.0.1:8000."),
     ] = None,
     trace: Annotated[
         str, typer.Option(help="A trace file, or the name of a shipped trace.")
@@ -38,68 +42,74 @@ def command(
     plan: Annotated[
         Path | None,
         typer.Option(
-            help="What the server runs: lengths are fitted to it, metrics predicted from it."
+            help="The server's plan: lengths are scaled to its model, metrics predicted from it."
         ),
     ] = None,
     rate: Annotated[
         float | None, typer.Option(help="Scale arrivals to this many requests per second.")
     ] = None,
     start: Annotated[
-        float, typer.Option(min=0.0, help="First second of the (scaled) trace to replay.")
+        float, typer.Option(min=0.0, help="Skip this many seconds of the (scaled) trace.")
     ] = 0.0,
     duration: Annotated[
-        float | None, typer.Option(min=0.0, help="Seconds to replay; default: to the end.")
+        float | None,
+        typer.Option(min=0.0, help="Replay this many seconds; default: to the end of the trace."),
     ] = None,
     warmup: Annotated[
         float,
         typer.Option(
             min=0.0,
-            help="Seconds of other requests first, which show the machine's speed to the prediction; 0: none. "
-            "Only with --plan.",
+            help="Seconds of other requests before the replay, which tell the prediction how fast "
+            "the machine is; 0: no warm-up. Only with --plan.",
         ),
     ] = 15.0,
     max_error: MaxErrorOption = None,
-    out: Annotated[Path | None, typer.Option(help="Write the report here, as JSON.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Write the report to this file, as JSON.")
+    ] = None,
     save_requests: Annotated[
-        Path | None, typer.Option(help="Write every request's times here, as a canonical trace.")
+        Path | None,
+        typer.Option(help="Write the times of every request to this file, as a canonical trace."),
     ] = None,
     sla: SlaOption = None,
     lengths: Annotated[
         Literal["hidden", "given"] | None,
         typer.Option(
-            help="Whether the server's scheduler may know output lengths (given: max_tokens says them). "
-            "Default: hidden where the server allows it (llmctl serve --allow-end-after); else given."
+            help="Whether the server's scheduler knows the output lengths: 'given' sends each as "
+            "max_tokens. Default: 'hidden' if the server allows it (llmctl serve "
+            "--allow-end-after), else 'given'."
         ),
     ] = None,
     max_new_tokens: Annotated[
         int | None,
         typer.Option(
-            min=1, help="Limit of requests whose trace names none; default: the plan's, or 256."
+            min=1,
+            help="The limit of requests without one in the trace; default: the plan's, or 256.",
         ),
     ] = None,
     vocab_size: Annotated[
         int | None,
         typer.Option(
-            min=1, help="Prompts are random tokens below this; default: the plan's, or 256."
+            min=1, help="Draw the prompts' tokens below this number; default: the plan's, or 256."
         ),
     ] = None,
     model: ModelOption = None,
     api_key: ApiKeyOption = "",
     timeout: Annotated[
-        float, typer.Option(min=0.001, help="Give a request up after so many seconds.")
+        float, typer.Option(min=0.001, help="Give up a request after this many seconds.")
     ] = 600.0,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the prompts.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Draw the prompts from this seed.")] = 0,
     force: ForeignOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Replay a trace against a running server and print what was measured, beside what the plan
-    predicts.
+    """Replay a trace against a running server, and print measured values beside the plan's
+    predictions.
 
-    Requests go out at the trace's times, whatever the server does; latencies count from there.
-    Ctrl-C ends the replay early and reports what was answered.
+    Requests are sent at the trace's times, whatever the server does, and latencies count from these
+    times. Ctrl-C ends the replay early and reports the requests that were answered.
     """
     from toolkit.bench.report import request_lines
-    from toolkit.bench.session import Measurement, Wanted, hold, look_at
+    from toolkit.bench.session import Measurement, RequestSettings, hold, look_at
     from toolkit.cli.basis import note_trace, plan_address, warn_of_foreign
     from toolkit.cli.output import emit, note, progress
     from toolkit.endpoints.target import find_target
@@ -116,18 +126,18 @@ def command(
     targets = parse_sla(sla) or (planned.recipe.sla if planned else {})
     path = trace_path(trace)
     loaded, _ = read_trace(path)
-    wanted = Wanted(rate, lengths, max_new_tokens, vocab_size, timeout, seed)
+    settings = RequestSettings(rate, lengths, max_new_tokens, vocab_size, timeout, seed)
     address = url or (plan_address(planned) if planned else LOCAL)
     served_model = model or (planned.recipe.engine.served_model if planned else None)
     target = find_target(address, served_model, api_key)
-    subject = look_at(target, loaded, planned, wanted, warn_of_foreign if force else None)
+    subject = look_at(target, loaded, planned, settings, warn_of_foreign if force else None)
     part = _excerpt(subject.trace, start, duration)
     note_trace(part)
     for line in (*subject.notes, *_rate_notes(planned, subject.trace)):
         note(line)
     measurement = Measurement(subject, part, planned, targets, note, progress)
     if not measurement.warm_up(warmup, start + float(part.arrival_s[-1])):
-        note("interrupted while it warmed up: nothing was measured")
+        note("interrupted during the warm-up: nothing was measured")
         raise typer.Exit(130)
     replay = measurement.replay()
     result = measurement.report(replay, {"trace": path} | ({"plan": plan} if plan else {}))
@@ -136,12 +146,12 @@ def command(
     if out:
         write_file(result, out)
     emit(as_json, result, lambda: _show(result))
-    _remark(result)
+    _print_notes(result)
     if replay.interrupted:
         raise typer.Exit(130)
     if not result.measured["throughput_rps"]:
         raise LlmctlError(
-            f"not one of {result.requests:,} requests was served", "the reasons are above"
+            f"none of {result.requests:,} requests was served", "the reasons are above"
         )
     if max_error is not None:
         hold(((row.metric, row.error_percent) for row in result.compared), max_error)
@@ -156,8 +166,8 @@ def _excerpt(trace: Trace, start: float, duration: float | None) -> Trace:
 
 
 def _rate_notes(plan: Plan | None, trace: Trace) -> list[str]:
-    """A line where the trace's rate is not the one that the plan was tuned for: its promise is
-    about that one.
+    """A line where the trace's rate differs from the rate that the plan was tuned for, which its
+    promise is about.
     """
     from toolkit.traces.windows import mean_rate
 
@@ -166,8 +176,8 @@ def _rate_notes(plan: Plan | None, trace: Trace) -> list[str]:
     tuned_rps, rate_rps = plan.workload.request_rate_rps, mean_rate(trace)
     if abs(rate_rps / tuned_rps - 1.0) < SAME_RATE:
         return []
-    told = f"the plan was tuned for {tuned_rps:.4g} requests/s, and this replays {rate_rps:.4g}"
-    return [f"{told}; its promise: --rate {tuned_rps:.6g}"]
+    rates = f"the plan was tuned for {tuned_rps:.4g} requests/s, and this replays {rate_rps:.4g}"
+    return [f"{rates}; for the tuned rate: --rate {tuned_rps:.6g}"]
 
 
 def _show(result: BenchReport) -> None:
@@ -199,7 +209,7 @@ def _show_targets(result: BenchReport) -> None:
         + ([one.predicted_s, words[one.predicted_kept]] if result.predicted else [])
         for one in result.targets
     ]
-    attained = [told.get("sla_attainment_percent") for told in (result.measured, result.predicted)]
+    attained = [side.get("sla_attainment_percent") for side in (result.measured, result.predicted)]
     rows.append(["requests within all", None, _share(attained[0]), None])
     rows[-1] += [_share(attained[1]), None] if result.predicted else []
     columns = ["target", ">limit", ">measured", "kept"]
@@ -210,52 +220,56 @@ def _share(percent: float | None) -> str | None:
     return None if percent is None else f"{percent:.1f} %"
 
 
-def _remark(result: BenchReport) -> None:
-    """What a reader must know before believing the table."""
+def _print_notes(result: BenchReport) -> None:
+    """Print what a reader must know before trusting the table."""
     from toolkit.cli.output import note, seconds
 
     if result.warmup and result.replay_slowdown:
         warm, costs_s = result.warmup, (result.replay_arrival_cost_s, result.warmup.arrival_cost_s)
-        slow = f"{result.replay_slowdown:.2f} times as long as fitted; in the warm-up {warm.slowdown:.2f}"
+        slow = (
+            f"{result.replay_slowdown:.2f} times as long as fitted; in the warm-up"
+            f" {warm.slowdown:.2f}"
+        )
         note(f"during the replay batches took {slow}")
         if any(costs_s):
             note(
-                f"a request that arrived added {seconds(costs_s[0])} to each; in the warm-up {seconds(costs_s[1])}"
+                f"a request that arrived added {seconds(costs_s[0])} to each; in the"
+                f" warm-up {seconds(costs_s[1])}"
             )
         note(_hindsight(result))
     if result.scheduling:
         note(result.scheduling.text())
     if result.interrupted:
         note(
-            f"interrupted: {result.answered:,} of {result.requests:,} requests were answered, and are reported"
+            f"interrupted: {result.answered:,} of {result.requests:,} requests were"
+            " answered, and are reported"
         )
     for reason, count in result.failures.items():
         note(f"{count:,} requests failed: {reason}")
     if result.refused:
-        counted = "attainment and goodput count them as missed"
-        told = "; the prediction serves every request" if result.predicted else ""
+        prediction = "; the prediction serves every request" if result.predicted else ""
         note(
-            f"{result.refused:,} of {result.requests:,} requests were refused for load: {counted}{told}"
+            f"{result.refused:,} of {result.requests:,} requests were refused for load:"
+            f" attainment and goodput count them as missed{prediction}"
         )
     if result.wrong_length:
         note(f"{result.wrong_length:,} outputs had another length than in the trace")
     if result.send_lag_p99_s > LATE_S:
         note(
-            f"the client was short of CPU: requests left up to {seconds(result.send_lag_p99_s)} late (p99)"
+            "the client was short of CPU: requests left up to"
+            f" {seconds(result.send_lag_p99_s)} late (p99)"
         )
 
 
 def _hindsight(result: BenchReport) -> str:
-    """The prediction's errors had it known how fast the machine would be: what is left is the
-    laws'.
-    """
+    """The prediction's errors at the speed of the replay, which are the laws' errors."""
     from toolkit.cli.output import percent
 
     names = ("throughput_rps", "ttft_mean_s", "e2e_mean_s")
-    found, told = result.predicted_in_hindsight, result.measured
+    predicted, measured = result.predicted_in_hindsight, result.measured
     errors = [
-        f"{name} {percent(100.0 * (found[name] / told[name] - 1.0))}"
+        f"{name} {percent(100.0 * (predicted[name] / measured[name] - 1.0))}"
         for name in names
-        if told.get(name)
+        if measured.get(name)
     ]
-    return f"had it known that speed, the prediction's errors were: {', '.join(errors)}"
+    return f"at that speed the prediction's errors would be: {', '.join(errors)}"

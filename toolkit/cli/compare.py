@@ -1,4 +1,8 @@
-"""`llmctl compare`: several policies on one trace in the simulator, as a table and plots."""
+"""`llmctl compare`: several policies on one trace in the simulator, as a table and plots.
+
+`command` parses, simulates and prints; below it are the parsers of its lists, the notes, the table
+and the plots.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +34,8 @@ if TYPE_CHECKING:
     from toolkit.sim.api import PolicyRun
     from toolkit.sim.world import World
 
-# goodput first: it is what the rows are sorted by
-DECIDING = ("goodput_rps", "throughput_rps", "ttft_p99_s", "mtpot_p99_s", "e2e_mean_s", "e2e_p95_s")
+# goodput is first, since the rows are sorted by it
+COLUMNS = ("goodput_rps", "throughput_rps", "ttft_p99_s", "mtpot_p99_s", "e2e_mean_s", "e2e_p95_s")
 CDF_POINTS = 200
 
 
@@ -44,7 +48,8 @@ def command(
         str | None,
         typer.Option(
             autocompletion=completion.policies,
-            help="Names with commas between; default: all but the oracles, which need the future.",
+            help="Names, separated by commas; default: all except the oracles, which"
+            " need the future.",
         ),
     ] = None,
     settings: SetOption = None,
@@ -52,23 +57,24 @@ def command(
     workers: WorkersOption = None,
     rate: Annotated[
         list[str] | None,
-        typer.Option(help="Scale arrivals to so many requests per second; several: 5,10,20."),
+        typer.Option(help="Scale arrivals to this many requests per second; several: 5,10,20."),
     ] = None,
     columns: Annotated[
-        str | None, typer.Option(help="Metrics to show, with commas between; --json has all.")
+        str | None, typer.Option(help="Metrics to show, separated by commas; --json has all.")
     ] = None,
     max_new_tokens: MaxNewTokensOption = None,
     fit_lengths: FitLengthsOption = True,
     png: Annotated[
-        Path | None, typer.Option(help="Draw the plots into this file; needs llmctl[plot].")
+        Path | None, typer.Option(help="Draw the plots to this file; needs the extra 'plot'.")
     ] = None,
     seed: SeedOption = 0,
     as_json: JsonOption = False,
 ) -> None:
-    """Run policies on the same requests with the same draws, and say which serves them best.
+    """Simulate policies on the same requests with the same random draws, and show which one serves
+    them best.
 
-    --set policy.key=value is that policy's parameter, key=value that of every policy which has it. Ctrl-C prints the
-    runs that are done.
+    --set policy.key=value sets a parameter of that policy, key=value one of every policy that has
+    it. Ctrl-C prints the finished runs.
     """
     from toolkit.cli.basis import note_rest, plain
     from toolkit.cli.figure import draw, require_matplotlib
@@ -83,9 +89,8 @@ def command(
         require_matplotlib()
         check_writable(png)
     given = None if policies is None else list(dict.fromkeys(_words("--policies", policies)))
-    assign_settings(
-        given or list(KNOWN), parse_settings(settings)
-    )  # what is wrong in it is said before files are read
+    # checks --set before files are read
+    assign_settings(given or list(KNOWN), parse_settings(settings))
     targets, rates = parse_sla(sla), _rates(rate)
     stage = open_stage(trace, fit, max_new_tokens, fit_lengths, fleet, recipe)
     names = usual_policies(stage.fit) if given is None else given
@@ -108,7 +113,7 @@ def command(
         interrupted = True
     runs.sort(key=lambda run: (run.rate_rps, -run.metrics.get("goodput_rps", -1.0)))
     shown = _columns(columns, runs)
-    _remark(runs, world, targets)
+    _print_notes(runs, world, targets)
     result = Comparison(
         sla=targets,
         workers=world.size,
@@ -122,18 +127,18 @@ def command(
         draw(_panels(runs), png)
         note(f"wrote {png}")
     if interrupted:
-        note(f"interrupted: {len(runs)} of {total} runs are done, and shown")
+        note(f"interrupted: {len(runs)} of {total} runs are finished and shown")
         raise typer.Exit(130)
 
 
 def _words(option: str, text: str) -> list[str]:
-    """What stands between the commas. `InputError` where nothing does."""
+    """The words between the commas. `InputError` where there are none."""
     from toolkit.errors import InputError
 
     words = [word.strip() for word in text.split(",") if word.strip()]
     if not words:
         raise InputError(
-            f"{option} '{text}': it names nothing", "leave the option out for the default"
+            f"{option} '{text}': the list is empty", "leave the option out for the default"
         )
     return words
 
@@ -157,13 +162,13 @@ def _columns(text: str | None, runs: Sequence[PolicyRun]) -> Sequence[str]:
     from toolkit.errors import InputError, nearest
 
     if text is None:
-        many = _rates_of(runs) > 1  # and a column for them, which leaves room for one less
-        return [name for name in DECIDING if not many or name != "e2e_mean_s"]
-    known, wanted = {name for run in runs for name in run.metrics}, _words("--columns", text)
-    for name in wanted:
-        if name not in known:
-            raise InputError(f"--columns: there is no metric '{name}'", nearest(name, known))
-    return wanted
+        many = _rates_of(runs) > 1  # the column of rates leaves room for one metric less
+        return [name for name in COLUMNS if not many or name != "e2e_mean_s"]
+    metrics, columns = {name for run in runs for name in run.metrics}, _words("--columns", text)
+    for name in columns:
+        if name not in metrics:
+            raise InputError(f"--columns: there is no metric '{name}'", nearest(name, metrics))
+    return columns
 
 
 def _of_run(run: PolicyRun, engines: Sequence[str]) -> ComparedRun:
@@ -182,12 +187,12 @@ def _of_run(run: PolicyRun, engines: Sequence[str]) -> ComparedRun:
     )
 
 
-def _remark(runs: Sequence[PolicyRun], world: World, sla: Mapping[str, float]) -> None:
-    """What a reader must know before believing the table."""
+def _print_notes(runs: Sequence[PolicyRun], world: World, sla: Mapping[str, float]) -> None:
+    """Print what a reader must know before trusting the table."""
     from toolkit.cli.output import note, number
 
     if not sla:
-        note("no --sla was given: goodput counts every request that ended")
+        note("no --sla was given: goodput counts every finished request")
     for run in runs:
         lines = (
             [run.problem]
@@ -205,7 +210,8 @@ def _remark(runs: Sequence[PolicyRun], world: World, sla: Mapping[str, float]) -
             )
     for valid, shares in beyond.items():
         note(
-            f"warning: batches outside what the fit measured ({valid}) are extrapolated: {', '.join(shares)}"
+            f"warning: batches outside what the fit measured ({valid}) are extrapolated:"
+            f" {', '.join(shares)}"
         )
 
 
@@ -234,9 +240,9 @@ def _show(runs: Sequence[PolicyRun], columns: Sequence[str], engines: Sequence[s
         rows.append([*cells, *(run.metrics.get(name) for name in columns)])
     heads = [">" + name.replace("_", "\n", 1).replace("_", " ") for name in columns]
     table(["policy", *[">rate"] * many, *heads], rows)
-    said = footnote([run.policy for run in runs], engines)
-    if said:
-        print(fill(said, WIDTH, subsequent_indent="  ", break_on_hyphens=False))
+    note = footnote([run.policy for run in runs], engines)
+    if note:
+        print(fill(note, WIDTH, subsequent_indent="  ", break_on_hyphens=False))
     for panel in _panels(runs):
         print(f"\n{panel.title}")
         if panel.bars is not None:
@@ -246,8 +252,8 @@ def _show(runs: Sequence[PolicyRun], columns: Sequence[str], engines: Sequence[s
 
 
 def _panels(runs: Sequence[PolicyRun]) -> list[FigurePanel]:
-    """Goodput and tail latency over rates where there are several, else bars and the distribution
-    of latencies.
+    """Goodput and tail latency over several rates; for one rate bars, and the distribution of
+    latencies.
     """
     import numpy as np
 
@@ -274,7 +280,7 @@ def _panels(runs: Sequence[PolicyRun]) -> list[FigurePanel]:
         ),
         FigurePanel("E2E, p99, s", bars={run.policy: run.metrics["e2e_p99_s"] for run in done}),
         FigurePanel(
-            "requests whose E2E is at most x, %", curves=curves, x_name="E2E, s (log)", log_x=True
+            "requests with an E2E of at most x, %", curves=curves, x_name="E2E, s (log)", log_x=True
         ),
     ]
 

@@ -1,7 +1,7 @@
-"""What the shell completes: names that ship, and files here. Imports no more than the names need.
+"""Names and files that the shell completes. Imports no more than the names need.
 
-Each function takes the beginning of a word and gives the words that start with it. Where there is
-none the shell completes files by itself.
+Each function takes the start of a word and returns the words that begin with it. Where there is no
+function the shell completes files by itself.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ SERVED = ("local", "ray", "systemd", "compose")
 
 
 def recipes(incomplete: str) -> list[str]:
-    """Shipped recipes, and YAML files of this folder."""
+    """Shipped recipes, and YAML files of the current folder."""
     from toolkit.files.shipped import shipped_recipes
 
     return _words(incomplete, (path.stem for path in shipped_recipes().glob("*.yaml")), "*.yaml")
 
 
 def recipes_and_plans(incomplete: str) -> list[str]:
-    """The same with JSON files, such as plans."""
+    """The same and JSON files, such as plans."""
     return sorted({*recipes(incomplete), *_words(incomplete, (), "*.json")})
 
 
 def fits(incomplete: str) -> list[str]:
-    """Recipes whose fits ship, and JSON files of this folder."""
+    """Recipes with a shipped fit, and JSON files of the current folder."""
     from toolkit.files.shipped import shipped_profiles
 
     return _words(
@@ -36,12 +36,12 @@ def fits(incomplete: str) -> list[str]:
 
 
 def fits_and_clock(incomplete: str) -> list[str]:
-    """The same with the clock that counts steps, for simulations."""
+    """The same and `unit-step`, the clock that counts steps, for simulations."""
     return [*fits(incomplete), *_words(incomplete, [UNIT_STEP])]
 
 
 def traces(incomplete: str) -> list[str]:
-    """Shipped traces, and the traces of this folder."""
+    """Shipped traces, and the traces of the current folder."""
     import toolkit
 
     shipped = (Path(toolkit.__file__).parent / "traces" / "data").glob("*.jsonl")
@@ -56,19 +56,19 @@ def policy(incomplete: str) -> list[str]:
 
 
 def policies(incomplete: str) -> list[str]:
-    """The same after a comma, for options that take several."""
+    """The same after the last comma, for options that take several."""
     before, comma, last = incomplete.rpartition(",")
     named = before.split(",")
     return [f"{before}{comma}{name}" for name in policy(last) if name not in named]
 
 
 def rendered_targets(incomplete: str) -> list[str]:
-    """What `render` writes files for."""
+    """The targets of `render`."""
     return _words(incomplete, RENDERED)
 
 
 def served_targets(incomplete: str) -> list[str]:
-    """What `serve` starts."""
+    """The targets of `serve`."""
     return _words(incomplete, SERVED)
 
 

@@ -1,4 +1,8 @@
-"""`llmctl demo`: the whole way on this machine, each stage the command that a user would type."""
+"""`llmctl demo`: all steps on this machine, each one the command that a user would type.
+
+`command` runs the steps and prints what they achieved. `Stages` runs and shows commands, and the
+functions below it choose what is replayed.
+"""
 
 from __future__ import annotations
 
@@ -21,10 +25,8 @@ if TYPE_CHECKING:
     from toolkit.files.recipe import Recipe
     from toolkit.files.tuning import Tuning
 
-OVERLOAD = (
-    2.5  # requests arrive at so many times the rate that the tuned policy is predicted to serve
-)
-REPLAY_S = 24.0  # about how long the tuned policy needs for the replayed requests
+OVERLOAD = 2.5  # rate of arrivals, as a multiple of the tuned policy's predicted capacity
+REPLAY_S = 24.0  # about the time that the tuned policy needs for the replayed requests
 WARMUP_S = 12.0  # of other requests before each replay
 START_TIMEOUT_S = 120.0
 COMPARED = ("throughput_rps", "goodput_rps", "ttft_mean_s", "e2e_mean_s", "e2e_p95_s")
@@ -33,7 +35,7 @@ FILES = ("profile", "fit", "tuning", "plan", "plan-sls", "bench-tuned", "bench",
 
 def command(
     recipe: RecipeArgument = Path("tiny-llama-cpu"),
-    out: Annotated[Path, typer.Option(help="Folder for the files of all stages.")] = Path(
+    out: Annotated[Path, typer.Option(help="Write the files of all steps to this folder.")] = Path(
         "demo-out"
     ),
     trace: Annotated[
@@ -41,12 +43,12 @@ def command(
     ] = "chat-small",
     as_json: JsonOption = False,
 ) -> None:
-    """Profile, fit, tune, serve and check a model on this machine, then compare with sequence-level
-    scheduling.
+    """Profile, fit, tune, serve and check a model on this machine, then compare it with
+    sequence-level scheduling.
 
-    The tuned server is held to what `tune` promised, at the tuned rate; then both schedulers get
-    more than they can serve. Each stage is one command, shown before it runs; its files stay in the
-    output folder.
+    First the tuned server gets the tuned rate, and is compared with the promise of `tune`; then
+    both schedulers get more requests than they can serve. Each step is one command, shown before it
+    runs; its files stay in the output folder.
     """
     from toolkit.cli.output import emit
     from toolkit.deploy.order import ALLOW_BROKEN
@@ -70,7 +72,7 @@ def command(
     allowed = [ALLOW_BROKEN] if stage.llmctl(*words, survives=LimitsBrokenError.exit_code) else []
     if allowed:
         stage.say(
-            f"No setting keeps every limit on this machine. The demo goes on all the same, with {ALLOW_BROKEN}."
+            f"No setting keeps every limit on this machine; the demo continues with {ALLOW_BROKEN}."
         )
     stage.title("4/6  serve what was found, at the rate that it was tuned for")
     stage.llmctl("render", recipe, "--fit", fit, "--tuning", tuning, "--out", plan, *allowed)
@@ -99,8 +101,7 @@ def command(
 
 @dataclass(slots=True, frozen=True)
 class Held:
-    """What `tune` promised of a metric, what was predicted just before the replay, and what was
-    measured.
+    """A metric as `tune` promised it, as predicted just before the replay, and as measured.
 
     `limit` is a target's, and `kept` whether the measured value is within it; None: no target.
     """
@@ -115,7 +116,7 @@ class Held:
 
 @dataclass(slots=True, frozen=True)
 class Achieved:
-    """What the demo found: at the tuned rate, and under an overload by metric and scheduler."""
+    """The result of the demo: at the tuned rate, and under overload by metric and scheduler."""
 
     request_rate_rps: float
     promise: list[Held]
@@ -125,13 +126,16 @@ class Achieved:
 
     @property
     def text(self) -> str:
-        """One sentence."""
+        """The result in one sentence."""
         targets = [one for one in self.promise if one.limit is not None]
         broken = [one.metric for one in targets if not one.kept]
         goodput = next(one for one in self.promise if one.metric == "goodput_rps")
         kept = f"broke {', '.join(broken)}" if broken else f"kept {_all_of(len(targets))}"
         beside = f", {goodput.predicted:.3g} predicted" if goodput.predicted is not None else ""
-        rate = f"At {self.request_rate_rps:.3g} requests/s the tuned server {kept} (goodput {goodput.measured:.3g}/s"
+        rate = (
+            f"At {self.request_rate_rps:.3g} requests/s the tuned server {kept}"
+            f" (goodput {goodput.measured:.3g}/s"
+        )
         found = self.overload["throughput_rps"]
         more = (
             f"{found['scls'] / found['sls']:.2f} times the throughput of SLS"
@@ -143,7 +147,7 @@ class Achieved:
 
 @dataclass(slots=True, frozen=True)
 class Stages:
-    """Runs commands as a user would, each shown first; what they print goes to `out`."""
+    """Runs commands as a user would and shows each before; their output goes to `out`."""
 
     out: TextIO
 
@@ -154,7 +158,7 @@ class Stages:
         print(text, file=self.out, flush=True)
 
     def llmctl(self, *words: object, survives: int = 0) -> int:
-        """Run one command; its exit code, 0 or `survives`. Any other ends the demo with it."""
+        """Run one command; its exit code, 0 or `survives`. Any other code ends the demo."""
         code = self._start(words).wait()
         if code not in (0, survives):
             raise typer.Exit(code)
@@ -176,7 +180,7 @@ class Stages:
 
     @contextmanager
     def server(self, plan: Path, *options: object) -> Iterator[str]:
-        """`llmctl serve` in the background until the block ends; yields its URL once it is ready."""
+        """`llmctl serve` in the background until the block ends; yields its URL once ready."""
         port = _free_port()
         server = self._start(
             ["serve", "--plan", plan, "--port", port, "--allow-end-after", *options], " &"
@@ -208,16 +212,14 @@ def _wait_until_ready(url: str, server: subprocess.Popen[bytes]) -> None:
         try:
             with urlopen(f"{url}/ready", timeout=5):
                 return
-        except OSError:  # URLError is one: nothing listens yet, or 503 while workers load
+        except OSError:  # also URLError: nothing listens yet, or 503 while workers load
             time.sleep(0.2)
     print(f"error: the server was not ready within {START_TIMEOUT_S:.0f} s", file=sys.stderr)
     raise typer.Exit(1)
 
 
 def _tuned_window(tuning: Tuning) -> list[str]:
-    """Which part of the trace to replay, and at what rate: the first window that the tuning held
-    out.
-    """
+    """The options for replaying the first window that the tuning held out, at the tuned rate."""
     window = tuning.held_out_windows[0]
     span = [
         "--start",
@@ -229,7 +231,7 @@ def _tuned_window(tuning: Tuning) -> list[str]:
 
 
 def _held(tuning: Tuning, tuned: BenchReport) -> list[Held]:
-    """Each target, then goodput and throughput, which have no limit."""
+    """The targets, then goodput, throughput and attainment, which have no limit."""
     from toolkit.files.tuning import UNSERVED
 
     served = {target for target, share in tuning.usage.items() if share < UNSERVED}
@@ -260,8 +262,8 @@ def _held(tuning: Tuning, tuned: BenchReport) -> list[Held]:
 
 
 def overload(recipe: Recipe, planned: Path, trace: str) -> list[str]:
-    """Which part of the trace to replay, and at what rate: more than the tuned policy is predicted
-    to serve.
+    """The options for replaying a part of the trace faster than the tuned policy is predicted to
+    serve it.
     """
     from toolkit.files.io import read_file
     from toolkit.files.plan import Plan
@@ -280,7 +282,7 @@ def overload(recipe: Recipe, planned: Path, trace: str) -> list[str]:
 
 
 def _safe_rows(fit: Path) -> int:
-    """SLS's fixed batch: as many of the longest possible requests as memory is sure to hold."""
+    """SLS's fixed batch: as many of the longest possible requests as surely fit into memory."""
     import numpy as np
 
     from toolkit.estimators.load import laws_from_fit

@@ -1,4 +1,4 @@
-"""`llmctl doctor`: what this machine has, and what a recipe would need that it has not."""
+"""`llmctl doctor`: what this machine has, and what a recipe needs that it lacks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from toolkit.cli.output import WIDTH, emit, table
 if TYPE_CHECKING:
     from toolkit.backends import Check
 
-StrictOption = Annotated[bool, typer.Option("--strict", help="Exit 3 where something is missing.")]
+StrictOption = Annotated[
+    bool, typer.Option("--strict", help="Exit with 3 where something is missing.")
+]
 
 
 def command(
@@ -22,11 +24,10 @@ def command(
     strict: StrictOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Check this machine, and with RECIPE whether that recipe can be used on it.
+    """Check this machine, and with RECIPE whether it can run that recipe.
 
-    Says what is missing and what to do about it. A recipe for hardware that is elsewhere is fine
-    (exit 0), unless
-    --strict; a recipe that is wrong is an error (exit 2).
+    Prints what is missing and how to add it. A recipe for other hardware is valid (exit 0), except
+    with --strict. A wrong recipe is an error (exit 2).
     """
     from toolkit.deploy.doctor import check_engine, check_machine, check_recipe, missing
     from toolkit.engines.devices import find_devices
@@ -44,7 +45,7 @@ def command(
     if strict and absent:
         raise EngineError(
             f"missing: {', '.join(check.name for check in absent)}",
-            "run it without --strict for details",
+            "the table above says how to add it",
         )
 
 

@@ -1,4 +1,4 @@
-"""The comparison as a picture, with matplotlib, which is an extra: `pip install 'llmctl[plot]'`."""
+"""The plots of `llmctl compare --png`, with matplotlib, an extra: `pip install 'llmctl[plot]'`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from toolkit.errors import InputError
 
 @dataclass(frozen=True, slots=True)
 class FigurePanel:
-    """Bars by name, or curves by name."""
+    """A panel with bars or curves, by name."""
 
     title: str
     bars: Mapping[str, float] | None = None
@@ -24,7 +24,7 @@ class FigurePanel:
 
 
 def require_matplotlib() -> None:
-    """`InputError` that names the remedy where matplotlib is not installed."""
+    """`InputError` with the remedy where matplotlib is not installed."""
     try:
         import matplotlib  # noqa: F401
     except ImportError:

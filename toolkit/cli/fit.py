@@ -14,19 +14,18 @@ if TYPE_CHECKING:
     from toolkit.estimators.fitting import FittedLaw, FittedProfile
     from toolkit.files.fit import Fit, HeldOutError, MemoryFit, PartFit, Segment, SwapFit
 
-LARGE_PERCENT = (
-    15.0  # of a law's held-out error; beyond it predictions of latencies cannot be better either
-)
+# a law's held-out error beyond which predicted latencies cannot be better either
+LARGE_PERCENT = 15.0
 
 ProfileArgument = Annotated[
     Path, typer.Argument(metavar="PROFILE", help="profile.json, from `llmctl profile`.")
 ]
-OutOption = Annotated[Path, typer.Option("--out", help="Where to write the fit.")]
+OutOption = Annotated[Path, typer.Option("--out", help="Write the fit to this file.")]
 SeedOption = Annotated[
-    int, typer.Option("--seed", min=0, help="Deals the points into held-out parts.")
+    int, typer.Option("--seed", min=0, help="Split the points into held-out parts by this seed.")
 ]
 PointsOption = Annotated[
-    bool, typer.Option("--points", help="Show the held-out error of every point too.")
+    bool, typer.Option("--points", help="Print the held-out error of every point, too.")
 ]
 MaxErrorOption = Annotated[
     float | None,
@@ -46,8 +45,7 @@ def command(
     max_error: MaxErrorOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Fit the laws of time and memory to a profile, and say how far off they are on points they did
-    not see.
+    """Fit the laws of time and memory to a profile, and print their errors on held-out points.
 
     Several forms of each law compete; the one with the least held-out error is kept and fitted to
     all points.
@@ -64,7 +62,7 @@ def command(
     write_file(fit, out)
     emit(as_json, fit, lambda: show(fit, fitted if points else None))
     if measured.engine.analytic:
-        note(f"analytic, nothing of this was measured: {measured.engine.analytic}")
+        note(f"analytic, nothing was measured: {measured.engine.analytic}")
     _warn_of_rounds(fit)
     note(f"wrote {out}")
     if max_error is not None:
@@ -72,7 +70,7 @@ def command(
 
 
 def show(fit: Fit, fitted: FittedProfile | None = None) -> None:
-    """Print a fit for people; with `fitted`, every point's held-out error too."""
+    """Print a fit for people; with `fitted` also the held-out error of every point."""
     laws = (("prefill", fit.prefill), ("decode", fit.decode))
     rows: list[tuple[object, ...]] = [
         (
@@ -99,7 +97,8 @@ def show(fit: Fit, fitted: FittedProfile | None = None) -> None:
     if fit.rounds:
         usable = int(fit.rounds.usable_share * fit.memory.capacity_tokens)
         print(
-            f"in rounds: rows x longest <= {number(usable)} tokens, {fit.rounds.usable_share:.3f} of the capacity"
+            f"in rounds: rows x longest <= {number(usable)} tokens,"
+            f" {fit.rounds.usable_share:.3f} of the capacity"
         )
     print()
     coefficients = [
@@ -117,7 +116,7 @@ def show(fit: Fit, fitted: FittedProfile | None = None) -> None:
 
 
 def _of_rounds(fit: Fit) -> list[tuple[object, ...]]:
-    """The lines of rounds, of swaps, and of a paged engine's passes."""
+    """The lines of rounds, swaps, and the passes of a paged engine."""
     lines: list[tuple[object, ...]] = []
     if fit.rounds:
         overhead = fit.rounds.overhead
@@ -149,7 +148,7 @@ def _of_rounds(fit: Fit) -> list[tuple[object, ...]]:
 
 
 def _terms(part: PartFit) -> str:
-    """The terms that the data show, in microseconds."""
+    """The terms that differ from 0, in microseconds."""
     named = ((part.flat_s, ""), (part.row_s, " N"), (part.token_s, " N*L"))
     terms = [f"{number(value * 1e6)}{name}" for value, name in named if value]
     return f"{' + '.join(terms)} us" if terms else "takes no time"
@@ -164,7 +163,8 @@ def _warn_of_rounds(fit: Fit) -> None:
     if fit.rounds and fit.rounds.overhead.error.median_percent > LARGE_PERCENT:
         found = fit.rounds.overhead.error.median_percent
         note(
-            f"rounds: the held-out median error is {found:.0f} %; profile again on a quieter machine, or more sequences"
+            f"rounds: the held-out median error is {found:.0f} %;"
+            " profile again on a quieter machine, or with more sequences"
         )
 
 
@@ -242,5 +242,8 @@ def _hold_to(fit: Fit, max_error: float) -> None:
         errors.append(("rounds", fit.rounds.overhead.error))
     for name, error in errors:
         if error.median_percent > max_error:
-            found = f"{name}: held-out median error {error.median_percent:.1f} % is above --max-error {max_error:g}"
+            found = (
+                f"{name}: held-out median error {error.median_percent:.1f} % is"
+                f" above --max-error {max_error:g}"
+            )
             raise TargetMissedError(found, "profile on a quieter machine, or with more repeats")

@@ -1,8 +1,7 @@
-"""`llmctl`: the table of commands, each loaded only when it is called, and where errors become exit
-codes.
+"""`llmctl`: the table of commands, and where errors become exit codes.
 
-`llmctl --help` lists commands from the table below and imports none of them; that is what keeps it
-fast.
+`llmctl --help` lists the commands from the table below and imports none of them, which keeps it
+fast; a command's module is imported when the command is called.
 """
 
 from __future__ import annotations
@@ -24,49 +23,47 @@ import toolkit
 from toolkit.cli.output import show_any_text
 from toolkit.errors import InputError, LlmctlError, nearest
 
-NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}  # of the machine, not of llmctl
+DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 @dataclass(frozen=True, slots=True)
 class CommandEntry:
-    """A command: its help line, and what a person should know who interrupted it. Lives in
-    toolkit.cli.<name>.
-    """
+    """A command of `toolkit.cli.<name>`: its help line, and what Ctrl-C leaves behind."""
 
     help: str
     interrupted: str = "nothing was written"
 
 
 COMMANDS = {
-    "doctor": CommandEntry("Check this machine, and a recipe against it."),
+    "doctor": CommandEntry("Check this machine, and whether it can run a recipe."),
     "profile": CommandEntry(
-        "Measure an engine: prefill, decode, whole slices and the memory edge.",
-        "the points measured so far are kept; the same command goes on from there",
+        "Measure an engine: prefill, decode, slices and the memory edge.",
+        "the points measured so far are kept; the same command resumes",
     ),
     "fit": CommandEntry("Fit the laws of time and memory to a profile."),
     "tune": CommandEntry(
         "Search the scheduler's settings on a trace, with the simulator.",
-        "finished trials are kept; the same command goes on from there",
+        "finished trials are kept; the same command resumes",
     ),
-    "render": CommandEntry("Write the plan that `serve` starts, every value explained."),
+    "render": CommandEntry("Write the plan that `serve` starts, and explain every value."),
     "serve": CommandEntry(
-        "Start the server: OpenAI's API, N workers, one scheduler.", "the server has stopped"
+        "Start a server with OpenAI's API, N workers and one scheduler.", "the server has stopped"
     ),
-    "status": CommandEntry("What runs here: health, load, as fast as predicted or not."),
+    "status": CommandEntry("Show the servers on this machine: health, load and speed."),
     "stop": CommandEntry(
-        "End a server in order, and say what was drained.", "the server goes on draining"
+        "Shut a server down, and report how its requests ended.", "the server continues to drain"
     ),
-    "bench": CommandEntry("Replay a trace against a server; measured beside predicted."),
-    "validate": CommandEntry("Hold a plan's predictions against the server that runs it."),
-    "report": CommandEntry("One offline HTML page: fits, tuning, validation, plan."),
-    "simulate": CommandEntry("Run a trace through the scheduler with fitted laws, no model."),
-    "compare": CommandEntry("Several policies on one trace: a table, and plots."),
+    "bench": CommandEntry("Replay a trace against a server, measured beside predicted."),
+    "validate": CommandEntry("Compare a plan's predictions with the server that runs it."),
+    "report": CommandEntry("Write an offline HTML page: fit, tuning, validation, plan."),
+    "simulate": CommandEntry("Simulate a trace under a policy with fitted laws, without a model."),
+    "compare": CommandEntry("Compare policies on one trace: a table, and plots."),
     "trace": CommandEntry("Inspect, convert, generate and record traces."),
     "demo": CommandEntry(
-        "The whole way on this machine: profile, fit, tune, serve, bench.",
-        "finished stages are kept in the output folder; the same command goes on from there",
+        "Run all steps on this machine: profile, fit, tune, serve, bench.",
+        "finished stages are kept in the output folder",
     ),
-    "recipes": CommandEntry("List the recipes that ship, a line each."),
+    "recipes": CommandEntry("List the recipes that ship."),
     "policies": CommandEntry("List the policies: what each does, and which engines run it."),
     "schema": CommandEntry("Print the JSON Schema of recipes."),
 }
@@ -77,7 +74,7 @@ def _module(name: str) -> str:
 
 
 class LazyGroup(TyperGroup):
-    """A group that lists commands from the table, and imports the one that is called."""
+    """A group that lists commands from the table, and imports only the one that is called."""
 
     def list_commands(self, ctx: typer.Context) -> list[str]:  # type: ignore[override]
         return [name for name in COMMANDS if Path(__file__).with_name(f"{name}.py").is_file()]
@@ -102,23 +99,25 @@ class LazyGroup(TyperGroup):
             print(f"\ninterrupted; {entry.interrupted}", file=sys.stderr)
             raise typer.Exit(130) from None
         except BrokenPipeError as error:
-            # Typer would end quietly whatever broke; only stdout's reader may leave (`llmctl ... |
-            # head`).
+            # Typer would exit silently for any broken pipe. Only that of stdout may break silently
+            # (`llmctl ... | head`).
             if _stdout_is_read():
-                raise RuntimeError("a pipe broke, and it was not stdout") from error
+                raise RuntimeError("a pipe other than stdout broke") from error
             raise typer.Exit(_drop_output()) from None
 
 
 def _stdout_is_read() -> bool:
-    """Whether stdout still has a reader: the write end of a pipe without one polls as an error."""
+    """Whether stdout still has a reader: the write end of a pipe without a reader polls as an
+    error.
+    """
     poll = select.poll()
     poll.register(sys.stdout.fileno(), 0)
     return not poll.poll(0)
 
 
 def _drop_output() -> int:
-    """Let what is still to be printed go nowhere, or Python complains once more when it flushes at
-    exit; the code.
+    """Discard what is still to be printed, since Python would report the broken pipe again at exit;
+    the exit code.
     """
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 141
@@ -140,8 +139,8 @@ def _load(name: str) -> Any:
 
 
 def _paragraphs(doc: str | None) -> str:
-    """A docstring whose lines are joined within paragraphs: typer would break lines where the
-    source does.
+    """A docstring with the lines of each paragraph joined: typer keeps the line breaks of the
+    source.
     """
     return "\n\n".join(" ".join(text.split()) for text in (doc or "").split("\n\n"))
 
@@ -167,8 +166,8 @@ def root(
     """Measure an LLM engine, fit its time and memory, find the scheduler settings that serve your
     traffic best, and start exactly that.
 
-    recipe.yaml --profile--> profile.json --fit--> fit.json --tune--> tuning.json --render-->
-    plan.json
+    `profile` writes profile.json, `fit` fit.json, `tune` tuning.json and `render` plan.json, which
+    `serve` starts.
     """
 
 
@@ -185,24 +184,21 @@ def run(args: Sequence[str] | None = None) -> None:
         code = _report(error.message, error.hint, error.exit_code)
     except typer.TyperException as error:
         context, message = getattr(error, "ctx", None), error.format_message()
-        hint = (
-            f"see {context.command_path} --help" if context and message else ""
-        )  # no message: help was printed
+        # without a message typer has printed the help
+        hint = f"see {context.command_path} --help" if context and message else ""
         code = _report(message, hint, error.exit_code)
     except BrokenPipeError:
         code = _drop_output()
-    except (
-        SystemExit
-    ) as left:  # rich, which prints tables and help, leaves with 1 where its pipe breaks
-        if not isinstance(left.__context__, BrokenPipeError):
+    except SystemExit as ended:  # rich prints tables and help, and exits with 1 on a broken pipe
+        if not isinstance(ended.__context__, BrokenPipeError):
             raise
         code = _drop_output()
     except OSError as error:
-        if error.errno not in NO_ROOM:
+        if error.errno not in DISK_FULL:
             raise
         _drop_output()
         code = _report(
-            f"{error.filename or 'the output'}: {error.strerror}", "make room, and run it again", 1
+            f"{error.filename or 'the output'}: {error.strerror}", "free some space, and repeat", 1
         )
     sys.exit(code if isinstance(code, int) else 0)
 

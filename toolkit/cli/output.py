@@ -1,8 +1,8 @@
-"""What commands print: results on stdout, progress and notes on stderr, so that `--json` output is
-one JSON object.
+"""Output of the commands: results on stdout; notes and progress on stderr, for a clean `--json`.
 
-Everything fits 80 columns; a table takes the width of a wider terminal. Numbers are rounded for
-reading here and nowhere else; the files keep every digit.
+Everything fits 80 columns; a table takes the width of a wider terminal. Numbers are rounded here
+for reading, and nowhere else: the files keep every digit. In order: characters that stdout cannot
+encode; `emit` and `note`; tables; the progress bar.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ __all__ = [
 ]
 
 WIDTH = 80
-TEXT_ROOM = 24  # columns that a column of text needs to be read; what is longer wraps
+TEXT_ROOM = 24  # width that a column of text needs to be readable; longer text wraps
 JUSTIFY = {"<": "left", ">": "right", "^": "center"}
 NEAREST = {
     "\N{FULL BLOCK}": "#",
@@ -51,10 +51,10 @@ NEAREST = {
 
 
 def show_any_text() -> None:
-    """Have stdout replace each character that it cannot encode, where Python would raise an error.
+    """Make stdout replace each character that it cannot encode, where Python would raise an error.
 
     An ASCII stdout (`LC_ALL=C` without UTF-8 mode, `PYTHONIOENCODING=ascii`) shows the nearest
-    ASCII text, or '?'. UTF-8 cannot encode the bytes of a file's name that are not UTF-8.
+    ASCII text, or '?'. A UTF-8 stdout replaces the bytes of file names that are not UTF-8.
     """
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors in (
         "strict",
@@ -83,7 +83,7 @@ def shows_unicode() -> bool:
 def emit(
     as_json: bool, result: BaseModel | Mapping[str, Any] | Any, render: Callable[[], None]
 ) -> None:
-    """Print `result` as one JSON object, or let `render` print it for people.
+    """Print `result` as one JSON object, or call `render`, which prints it for people.
 
     `result` is a pydantic model, a dataclass or a mapping, of plain values or of more of these.
     """
@@ -104,18 +104,18 @@ def _plain(value: Any) -> Any:
 
 
 def note(text: str) -> None:
-    """A line for the person at the terminal, on stderr."""
+    """Print a line for the user at the terminal, on stderr."""
     print(text, file=sys.stderr)
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[object]], title: str = "") -> None:
-    """Print rows under `columns`: 80 columns wide at most, or as wide as the terminal; long text
+    """Print rows under `columns`, at most 80 columns wide or as wide as the terminal; long text
     wraps.
 
-    A column's name may start with '<' or '>' for its alignment; without, columns of numbers go
-    right, others left. Cells are text as it is (no markup); floats are rounded by `number`. The
-    first column names things and stays whole. Numbers never wrap: where not all columns fit, the
-    table goes on below, with the first column again.
+    A column's name may start with '<' or '>' for its alignment; otherwise columns of numbers are
+    right-aligned, others left-aligned. Cells are plain text (no markup); floats are rounded by
+    `number`. The first column holds names and is never cut. Numbers never wrap: where not all
+    columns fit, the table continues below, with the first column repeated.
     """
     from rich.console import Console
     from rich.text import Text
@@ -123,7 +123,7 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[object]], title: str =
     console = Console(highlight=False, soft_wrap=False)
     if not sys.stdout.isatty():
         console.width = WIDTH
-    if title:  # as a line of its own: rich would wrap a table's title to the table's width
+    if title:  # printed separately, since rich wraps a table's title to the table's width
         console.print(Text(f"\n{title}", style="bold"))
     unbounded = console.options.update(width=sys.maxsize)
     groups: list[list[int]] = [[0]]
@@ -153,8 +153,8 @@ def _view(
     narrow: bool = False,
     text_room: int | None = None,
 ) -> Table:
-    """A table of the columns `shown`; with `narrow` the names of columns that stay whole have a
-    line per word.
+    """A table of the columns `shown`; with `narrow` the names of unwrapped columns have a line per
+    word.
 
     Columns of text are at most `text_room` wide; None: as wide as they need.
     """
@@ -192,7 +192,9 @@ def _is_number(value: object) -> bool:
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> Callable[[Sequence[str]], None]:
-    """A function that prints one of `rows`, a line each, its cells below those of the others."""
+    """A function that prints one of `rows`, a line each, with its cells aligned with those of the
+    others.
+    """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
 
     def show(row: Sequence[str]) -> None:
@@ -211,7 +213,7 @@ def _cell(value: object) -> str:
 
 @contextmanager
 def progress(description: str, total: int) -> Iterator[Callable[..., None]]:
-    """A progress bar on stderr; yields `advance(steps=1, text='')`. Silent where stderr is no
+    """A progress bar on stderr; yields `advance(steps=1, text='')`. Silent where stderr is not a
     terminal.
 
     with progress("measuring", len(points)) as advance:

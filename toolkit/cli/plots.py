@@ -1,6 +1,4 @@
-"""Plots of a few lines for the terminal: bars, curves of a letter each, points. Plain text, no
-escape codes.
-"""
+"""Plots for the terminal as plain text: bars, curves of one letter each, and points."""
 
 from __future__ import annotations
 
@@ -18,7 +16,9 @@ Curve = tuple[Sequence[float], Sequence[float]]  # x ascending, y
 
 
 def blocks() -> bool:
-    """Whether stdout shows block characters: a terminal that speaks Unicode. Else bars are of '#'."""
+    """Whether stdout shows block characters: a terminal that supports Unicode. Otherwise bars are
+    of '#'.
+    """
     return sys.stdout.isatty() and shows_unicode()
 
 
@@ -42,7 +42,7 @@ def _bar(share: float, room: int, *, unicode: bool) -> str:
 
 
 def chart(curves: Mapping[str, Curve], *, x_name: str, log_x: bool = False) -> list[str]:
-    """Curves over a common axis, straight between their points; where two meet, the first is seen.
+    """Curves over a common axis, linear between their points; where two meet, the first is drawn.
 
     With `log_x` equal distances are equal factors, and points at x <= 0 are left out.
     """
@@ -69,7 +69,7 @@ def chart(curves: Mapping[str, Curve], *, x_name: str, log_x: bool = False) -> l
 
 @dataclass(slots=True, frozen=True)
 class PlotPoint:
-    """Where, and the one character that marks it. Later points are drawn over earlier ones."""
+    """A point, and the character that marks it. Later points are drawn over earlier ones."""
 
     x: float
     y: float
@@ -77,8 +77,8 @@ class PlotPoint:
 
 
 def scatter(points: Sequence[PlotPoint], *, x_name: str) -> list[str]:
-    """Points, both axes from the least value to the greatest; that of x is logarithmic where all
-    are positive.
+    """Points; both axes run from the least value to the greatest, and x is logarithmic if all x are
+    positive.
     """
     if not points:
         return []
@@ -118,7 +118,7 @@ def _axis(low: float, high: float, name: str) -> str:
 
 
 def _legend(names: Mapping[str, Curve]) -> list[str]:
-    """Letters and names, as many to a line as fit."""
+    """Letters and names, as many per line as fit."""
     lines = [" " * 9]
     for letter, name in zip(_letters(names), names, strict=True):
         word = f" {letter} {name} "

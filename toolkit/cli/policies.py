@@ -1,4 +1,4 @@
-"""`llmctl policies`: the schedulers, a line each."""
+"""`llmctl policies`: the policies, a line each."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from toolkit.cli.output import aligned, emit
 
 @dataclass(frozen=True, slots=True)
 class PolicyLine:
-    """A policy. `engines` are those that can serve with it; none: it exists in simulations alone."""
+    """A policy. `engines` are those that can serve with it; none: it runs in simulations only."""
 
     name: str
     does: str
@@ -27,8 +27,8 @@ def command(as_json: JsonOption = False) -> None:
     """List the policies: what each does, which paper or system describes it, and which engines run
     it.
 
-    A policy that needs the future runs in simulations only. docs/policies.md tells more, with the
-    parameters.
+    A policy that needs the future runs in simulations only. docs/policies.md has the details and
+    the parameters.
     """
     from toolkit.sched.catalogue import ABOUT
     from toolkit.sched.policies import KNOWN

@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from toolkit.files.profile import Profile, RoundsProfile
     from toolkit.profiling.run import ProfileEstimate
 
-OutOption = Annotated[Path, typer.Option("--out", help="Where to write the profile.")]
+OutOption = Annotated[Path, typer.Option("--out", help="Write the profile to this file.")]
 AnalyticOption = Annotated[
     bool,
     typer.Option(
         "--analytic",
-        help="Measure nothing: a roofline from the recipe's hardware and model numbers.",
+        help="Measure nothing; compute a roofline from the recipe's hardware and model numbers.",
     ),
 ]
 LikeOption = Annotated[
@@ -29,14 +29,18 @@ LikeOption = Annotated[
     typer.Option(
         "--like",
         metavar="PROFILE RECIPE",
-        help="With --analytic: take the efficiency from a measured profile of the same engine, and its recipe.",
+        help="With --analytic: take the efficiency from a measured profile of the same engine and "
+        "its recipe.",
     ),
 ]
 FreshOption = Annotated[
-    bool, typer.Option("--fresh", help="Begin anew, though an interrupted run left results.")
+    bool,
+    typer.Option(
+        "--fresh", help="Start from the beginning, and ignore the results of an interrupted run."
+    ),
 ]
 
-OTHERS_MAX_PERCENT = 10.0  # of all CPUs; more than that shows in the laws
+OTHERS_MAX_PERCENT = 10.0  # CPU use of other programs that does not yet distort the laws
 
 
 def command(
@@ -50,8 +54,8 @@ def command(
     """Measure an engine: prefills and decode steps over a grid, whole slices on all workers, and
     the memory edge.
 
-    It can be interrupted, by kill -9 too: the same command goes on with what was measured, which is
-    beside the profile until that is written.
+    The same command resumes an interrupted run, even after kill -9: the measurements so far are in
+    a file beside the profile until that is written.
     """
     from toolkit.backends import backend_of
     from toolkit.files.io import check_writable, write_file
@@ -68,8 +72,8 @@ def command(
         measured = profile(loaded, recipe, out, TerminalWatch(stack), fresh=fresh, timed=timed)
     write_file(measured, out)
     journal_path(out).unlink(missing_ok=True)
-    if not measured.engine.is_server:  # whose own time would count as others'
-        _say_how_quiet_it_was(others.percent())
+    if not measured.engine.is_server:  # the CPU time of a server would count as other programs'
+        _warn_of_other_load(others.percent())
     emit(as_json, measured, lambda: show(measured))
     note(f"wrote {out}; fit its laws with: llmctl fit {out}")
 
@@ -83,7 +87,7 @@ def _profile_analytically(
     from toolkit.profiling.analytic import analytic_profile, basis_of
 
     if not analytic:
-        raise InputError("--like is for analytic profiles", "add --analytic")
+        raise InputError("--like needs --analytic", "add --analytic")
     loaded = open_recipe(recipe)
     basis = None
     if like is not None:
@@ -101,7 +105,7 @@ def _profile_analytically(
 
 
 class TerminalWatch:
-    """Says what will be done, and draws a bar while it is done. The bar ends with `stack`."""
+    """Prints what will be measured, and draws a progress bar that ends with `stack`."""
 
     def __init__(self, stack: ExitStack) -> None:
         self._stack = stack
@@ -113,7 +117,8 @@ class TerminalWatch:
             note(f"{_points(count)} skipped: {reason}")
         resumed = f", {plan.resumed} results of an earlier run are kept" if plan.resumed else ""
         note(
-            f"{_points(plan.points)}, {plan.steps} measurements to go, about {seconds(plan.about_s)}{resumed}"
+            f"{_points(plan.points)}, {plan.steps} measurements to go,"
+            f" about {seconds(plan.about_s)}{resumed}"
         )
         self._advance = self._stack.enter_context(progress("measuring", plan.steps))
 
@@ -121,10 +126,11 @@ class TerminalWatch:
         self._advance(text=text)
 
 
-def _say_how_quiet_it_was(others_percent: float) -> None:
+def _warn_of_other_load(others_percent: float) -> None:
     if others_percent > OTHERS_MAX_PERCENT:
         note(
-            f"other programs used {others_percent:.0f} % of the CPUs meanwhile: expect laws that are too slow"
+            f"other programs used {others_percent:.0f} % of the CPUs meanwhile:"
+            " the fitted laws will be too slow"
         )
 
 
@@ -134,7 +140,8 @@ def show(profile: Profile) -> None:
     threads = f", {facts.threads} thread{'s' * (facts.threads != 1)}" if facts.threads else ""
     kv_cache = f"{number(facts.capacity_tokens)} tokens ({size(facts.kv_budget_bytes)})"
     print(
-        f"{profile.recipe_name}: {facts.engine} {facts.engine_version}, {facts.model_type} on {facts.device}{threads}"
+        f"{profile.recipe_name}: {facts.engine} {facts.engine_version},"
+        f" {facts.model_type} on {facts.device}{threads}"
     )
     if facts.deepspeed:
         print(f"DeepSpeed: {facts.deepspeed}")
@@ -161,7 +168,7 @@ def show(profile: Profile) -> None:
     if facts.max_rows is not None:
         note(f"at most {facts.max_rows} requests ran at once")
     for lacking in facts.lacks:
-        note(f"the server does not take {lacking}")
+        note(f"the server does not accept {lacking}")
     if profile.rounds:
         _show_rounds(profile.rounds)
     for reason, count in Counter(point.reason for point in profile.failed).items():

@@ -11,7 +11,7 @@ from toolkit.cli.output import aligned, emit
 
 @dataclass(frozen=True, slots=True)
 class RecipeLine:
-    """A recipe. `fit` is what its shipped fit rests on: measured, analytic, or none ships."""
+    """A recipe. `fit` is the basis of its shipped fit: measured, analytic, or none."""
 
     name: str
     description: str
@@ -23,13 +23,13 @@ class RecipeLine:
 
     @property
     def subject(self) -> str:
-        """What it serves, and on what."""
+        """The model and its hardware."""
         return f"{self.model} on {self.hardware}"
 
 
 def command(as_json: JsonOption = False) -> None:
-    """List the recipes that ship: model, hardware, engine, policy, and what the fit that ships with
-    each rests on.
+    """List the recipes that ship: model, hardware, engine, policy, and the basis of each recipe's
+    fit.
 
     An analytic fit was computed from data sheets; a measured one comes from a profile of that
     hardware.

@@ -1,5 +1,7 @@
-"""`llmctl render`: a plan from a recipe, its fit and perhaps its tuning; the plan as files for
-where it will run.
+"""`llmctl render`: make a plan from a recipe, its fit and its tuning, or files for a target of it.
+
+In order: the options; the plan (`_make`), which is written or compared; and with --target the files
+of the target (`render_to`), written to a folder or compared with it.
 """
 
 from __future__ import annotations
@@ -35,12 +37,13 @@ HEADLINES = {
     for name in ("goodput_rps", "throughput_rps", "ttft_p99_s", "tpot_mean_s", "e2e_p95_s")
 }
 PLAN = Path("plan.json")
+CLUSTER = "Files of a target"  # a heading of --help
 Source = Annotated[
     Path,
     typer.Argument(
         metavar="RECIPE|FLEET|PLAN.json",
         autocompletion=completion.recipes_and_plans,
-        help="A recipe, with --fit; a fleet; or a plan, with --target.",
+        help="A recipe with --fit, a fleet, or a plan with --target.",
     ),
 ]
 FitOption = Annotated[
@@ -49,18 +52,19 @@ FitOption = Annotated[
         "--fit",
         callback=resolve_fit,
         autocompletion=completion.fits,
-        help=f"With a recipe: {FIT_HELP}",
+        help=f"The fit of a recipe: {FIT_HELP}",
     ),
 ]
 TuningOption = Annotated[
-    Path | None, typer.Option("--tuning", help="tuning.json; without it, the recipe's policy.")
+    Path | None,
+    typer.Option("--tuning", help="tuning.json; without it the plan has the recipe's policy."),
 ]
 PolicyOption = Annotated[
     str | None,
     typer.Option(
         "--policy",
         autocompletion=completion.policy,
-        help="This policy, with --set's parameters, instead of the tuning's.",
+        help="Use this policy instead of the tuning's, with the parameters of --set.",
     ),
 ]
 TargetOption = Annotated[
@@ -69,52 +73,84 @@ TargetOption = Annotated[
         "--target",
         metavar="TARGET",
         autocompletion=completion.rendered_targets,
-        help="local, systemd, compose, kubernetes, kuberay, ray, vllm or sglang; see docs/deploying.md.",
+        help="Write files for local, systemd, compose, kubernetes, kuberay, ray, vllm or sglang; "
+        "see docs/deploying.md.",
     ),
 ]
 OutOption = Annotated[
     Path | None,
     typer.Option(
-        "--out", help="Where to write: plan.json; with --target a folder, by default named like it."
+        "--out",
+        help="Write to this file, or with --target to this folder; default: plan.json, or a folder "
+        "named like the target.",
     ),
 ]
 CheckOption = Annotated[
     bool,
     typer.Option(
-        "--check", help="Write nothing; compare with what is at --out, exit 4 if it differs."
+        "--check", help="Write nothing; compare with --out, and exit with 4 if it differs."
     ),
 ]
 ForceOption = Annotated[
     bool,
     typer.Option(
         "--force",
-        help="Render settings that are predicted to break limits; with --target, write over files that were changed.",
+        help="Render settings that are predicted to break limits; with --target, overwrite files "
+        "that were changed.",
     ),
 ]
 TraceOption = Annotated[
     str | None,
     typer.Option(
         "--trace",
-        help="Lengths for the autoscaling threshold; default: the tuning's trace, if it ships, or the recipe's.",
+        help="Take lengths for the autoscaling threshold from this trace; default: the"
+        " tuning's, if "
+        "it ships, or the recipe's.",
     ),
 ]
 ImageOption = Annotated[
-    str, typer.Option("--image", help="Container image, pinned by tag or digest.")
+    str,
+    typer.Option(
+        "--image", rich_help_panel=CLUSTER, help="Container image, pinned by tag or digest."
+    ),
 ]
-NamespaceOption = Annotated[str, typer.Option("--namespace", help="Kubernetes namespace.")]
+NamespaceOption = Annotated[
+    str, typer.Option("--namespace", rich_help_panel=CLUSTER, help="Kubernetes namespace.")
+]
 ReplicasOption = Annotated[
-    int, typer.Option("--replicas", min=0, help="Pods; 0: what the tuning found, or 1.")
+    int,
+    typer.Option(
+        "--replicas",
+        min=0,
+        rich_help_panel=CLUSTER,
+        help="The number of pods; 0: as the tuning found, or 1.",
+    ),
 ]
 MaxReplicasOption = Annotated[
-    int, typer.Option("--max-replicas", min=0, help="Most pods; 0: twice the replicas.")
+    int,
+    typer.Option(
+        "--max-replicas",
+        min=0,
+        rich_help_panel=CLUSTER,
+        help="The largest number of pods; 0: twice the replicas.",
+    ),
 ]
 PrometheusOption = Annotated[
-    str, typer.Option("--prometheus", help="Prometheus' address in the cluster, for KEDA.")
+    str,
+    typer.Option(
+        "--prometheus",
+        show_default=False,
+        rich_help_panel=CLUSTER,
+        help="URL of Prometheus in the cluster, for KEDA; default: the operator's service in "
+        "namespace monitoring.",
+    ),
 ]
 ClaimOption = Annotated[
     str,
     typer.Option(
-        "--model-claim", help="Volume claim that keeps the models; '': each pod downloads anew."
+        "--model-claim",
+        rich_help_panel=CLUSTER,
+        help="Volume claim that keeps the models; '': each pod downloads them again.",
     ),
 ]
 ProductOption = Annotated[
@@ -122,11 +158,18 @@ ProductOption = Annotated[
     typer.Option(
         "--gpu-product",
         metavar="NAME",
-        help="Nodes must have this nvidia.com/gpu.product; may be repeated. Default: prefer the fit's.",
+        rich_help_panel=CLUSTER,
+        help="Require nodes with this nvidia.com/gpu.product; repeatable. Default: prefer the "
+        "fit's.",
     ),
 ]
 ProgramOption = Annotated[
-    str, typer.Option("--program", help="Path of llmctl on the machine that runs the unit.")
+    str,
+    typer.Option(
+        "--program",
+        rich_help_panel=CLUSTER,
+        help="Path of llmctl on the machine that runs the systemd unit.",
+    ),
 ]
 
 
@@ -152,11 +195,11 @@ def command(
     program: ProgramOption = "/opt/llmctl/bin/llmctl",
     as_json: JsonOption = False,
 ) -> None:
-    """Write the plan that `llmctl serve` starts, and say where every value of it comes from.
+    """Write the plan that `llmctl serve` starts, and print the source of every value.
 
-    With --target it becomes a folder of files for where the plan will run, explained in EXPLAIN.md,
-    with a bench.sh that checks what it claims. The same files give the same output, to the byte;
-    --check is for CI.
+    With --target the plan becomes a folder of files for the place where it will run, explained in
+    EXPLAIN.md, with a bench.sh that checks its predictions. The same files give the same output,
+    byte for byte; --check is for CI.
     """
     from toolkit.cli.basis import accept
 
@@ -195,7 +238,9 @@ def command(
     if made.file is not None:
         from toolkit.errors import InputError
 
-        raise InputError(f"{source} is a plan already", "say where it will run: --target")
+        raise InputError(
+            f"{source} is already a plan", "add --target for files of a place to run it"
+        )
     if check:
         _compare(made.plan, out or PLAN, as_json)
         return
@@ -214,7 +259,7 @@ def command(
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """A plan, the file that it was read from (None: it was made here), and one beside which a
+    """A plan, the file that it was read from (None: it was made here), and a file beside which its
     validation may lie.
     """
 
@@ -224,13 +269,13 @@ class Made:
 
 
 def _given(policy: str | None, settings: list[str] | None) -> PlannedPolicy | None:
-    """The policy that was asked for by name."""
+    """The policy of --policy and --set."""
     from toolkit.errors import InputError
     from toolkit.files.plan import PlannedPolicy
 
     if policy is None:
         if settings:
-            raise InputError("--set changes the policy that --policy names", "add --policy NAME")
+            raise InputError("--set needs --policy", "add --policy NAME")
         return None
     return PlannedPolicy(name=policy, parameters=parse_settings(settings))
 
@@ -252,8 +297,8 @@ def _make(source: Path, fit: Path | None, tuning: Path | None, given: PlannedPol
     if is_fleet(source):
         return _make_of_fleet(source, fit, tuning, given)
     if fit is None:
-        recipe_path(source)  # one that is not there is said first
-        raise InputError("a recipe alone is no plan", "add --fit fit.json, from `llmctl fit`")
+        recipe_path(source)  # a missing recipe is reported first
+        raise InputError("a recipe needs its fit", "add --fit fit.json, from `llmctl fit`")
     return Made(plan_of_recipe(source, fit, tuning, given), None, fit)
 
 
@@ -264,18 +309,18 @@ def _make_of_fleet(
     from toolkit.errors import InputError
 
     if fit is not None:
-        raise InputError("a fleet names its fits", "leave --fit out")
+        raise InputError("--fit: a fleet names its fits itself", "leave --fit out")
     plan, near = plan_of_fleet(source, tuning, given)
     return Made(plan, None, near)
 
 
 def _show(plan: Plan) -> None:
-    told = {
+    shown = {
         key: item
         for key, item in plan.explained.items()
         if not key.startswith(PREDICTED) or key in HEADLINES
     }
-    rows = [(key, item.value, item.source) for key, item in told.items()]
+    rows = [(key, item.value, item.source) for key, item in shown.items()]
     table(
         ["what", "<planned", "because"],
         rows,
@@ -304,13 +349,9 @@ def _show_differences(found: list[Difference]) -> None:
         print("up to date")
 
 
-# `llmctl render --target`: the files of a target, written to a folder or held against what lies
-# there.
-
-
 @dataclass(frozen=True, slots=True)
 class RenderRequest:
-    """What was asked for. `near` is a file beside which a validation.json about its fit may lie."""
+    """What to render. `near` is a file beside which a validation.json about its fit may lie."""
 
     plan: Plan
     plan_file: Path | None
@@ -324,71 +365,75 @@ class RenderRequest:
     as_json: bool
 
 
-def render_to(asked: RenderRequest) -> None:
-    """Write the folder, or compare it. `TargetMissedError` where a comparison finds anything."""
+def render_to(request: RenderRequest) -> None:
+    """Write the folder, or compare it. `TargetMissedError` where a comparison finds differences."""
     from toolkit.cli.basis import note_analytic
     from toolkit.deploy.folder import changes, manifest_of, write
     from toolkit.deploy.reckon import default_trace, ttft_targets
     from toolkit.deploy.render import render_target
 
-    order = _order(asked)
-    files = render_target(asked.target, order)
-    if asked.check:
-        _compare_folder(asked, changes(files, asked.folder))
+    order = _order(request)
+    files = render_target(request.target, order)
+    if request.check:
+        _compare_folder(request, changes(files, request.folder))
         return
-    manifest = manifest_of(files, asked.target, order.name, order.stamp())
-    write(files, asked.folder, manifest, force=asked.force)
+    manifest = manifest_of(files, request.target, order.name, order.stamp())
+    write(files, request.folder, manifest, force=request.force)
     emit(
-        asked.as_json,
-        {"folder": str(asked.folder), **manifest.model_dump()},
-        lambda: _show_files(asked.folder, files),
+        request.as_json,
+        {"folder": str(request.folder), **manifest.model_dump()},
+        lambda: _show_files(request.folder, files),
     )
-    note_analytic(asked.plan.fit)
-    if order.trace is None and ttft_targets(asked.plan.recipe):
-        trace = default_trace(asked.plan.recipe)
-        note(f"no --trace was given: how many may wait is reckoned for the lengths of {trace}")
+    note_analytic(request.plan.fit)
+    if order.trace is None and ttft_targets(request.plan.recipe):
+        trace = default_trace(request.plan.recipe)
+        note(
+            f"no --trace was given: the number that may wait is computed for the lengths of {trace}"
+        )
     if order.validation:
         note(order.validation.summary())
-    note(f"{asked.folder / 'EXPLAIN.md'} says where each value comes from, and how to start it")
+    note(f"{request.folder / 'EXPLAIN.md'} explains each value, and how to start the server")
 
 
-def _order(asked: RenderRequest) -> Order:
+def _order(request: RenderRequest) -> Order:
     from toolkit.cli.basis import find_validation
     from toolkit.deploy.folder import digest
     from toolkit.deploy.order import Order
 
-    text, fit = _plan_text(asked), asked.plan.inputs.get("fit")
-    validation = find_validation(asked.near, fit.sha256) if fit else None
-    return Order(asked.plan, text, digest(text.encode()), asked.options, validation, _trace(asked))
+    text, fit = _plan_text(request), request.plan.inputs.get("fit")
+    validation = find_validation(request.near, fit.sha256) if fit else None
+    return Order(
+        request.plan, text, digest(text.encode()), request.options, validation, _trace(request)
+    )
 
 
-def _plan_text(asked: RenderRequest) -> str:
-    """The plan's file. One in the folder that says the same stays: it may have been made on another
-    machine.
+def _plan_text(request: RenderRequest) -> str:
+    """The plan's text. An equal plan in the folder stays as it is, since it may have been made on
+    another machine.
 
-    One that cannot be read, as of another version of llmctl, says something else.
+    A plan there that cannot be read, such as one of another version of llmctl, counts as different.
     """
     from toolkit.deploy.plan import differences
     from toolkit.errors import InputError
     from toolkit.files.io import file_text, read_file
     from toolkit.files.plan import Plan
 
-    if asked.plan_file is not None:
-        return asked.plan_file.read_text(encoding="utf-8")
-    for existing in (asked.folder / "plan.json", asked.folder / "core" / "plan.json"):
+    if request.plan_file is not None:
+        return request.plan_file.read_text(encoding="utf-8")
+    for existing in (request.folder / "plan.json", request.folder / "core" / "plan.json"):
         with contextlib.suppress(InputError):
-            if existing.is_file() and not differences(read_file(Plan, existing), asked.plan):
+            if existing.is_file() and not differences(read_file(Plan, existing), request.plan):
                 return existing.read_text(encoding="utf-8")
-    return file_text(asked.plan)
+    return file_text(request.plan)
 
 
-def _trace(asked: RenderRequest) -> Trace | None:
-    """The trace that was given, or the tuning's where it ships."""
+def _trace(request: RenderRequest) -> Trace | None:
+    """The given trace, or the tuning's if it ships."""
     from toolkit.deploy.render import shipped_trace
     from toolkit.traces.read import read_trace
     from toolkit.traces.types import trace_path
 
-    name = asked.trace or shipped_trace(asked.plan)
+    name = request.trace or shipped_trace(request.plan)
     return read_trace(trace_path(name))[0] if name else None
 
 
@@ -397,14 +442,14 @@ def _show_files(folder: Path, files: dict[str, str]) -> None:
     table(["file", ">bytes"], rows)
 
 
-def _compare_folder(asked: RenderRequest, found: list[Change]) -> None:
+def _compare_folder(request: RenderRequest, found: list[Change]) -> None:
     from toolkit.errors import TargetMissedError
 
-    emit(asked.as_json, {"changes": found}, lambda: _show_changes(found))
+    emit(request.as_json, {"changes": found}, lambda: _show_changes(found))
     if found:
         names = ", ".join(each.file for each in found)
         raise TargetMissedError(
-            f"{asked.folder} differs from what would be rendered: {names}", "run it without --check"
+            f"{request.folder} is out of date: {names}", "run it without --check"
         )
 
 

@@ -1,4 +1,4 @@
-"""`llmctl report`: everything about a recipe in one offline HTML page, to look at, print or mail."""
+"""`llmctl report`: everything about a recipe on one offline HTML page."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ def command(
         typer.Argument(
             metavar="RECIPE|PLAN.json",
             autocompletion=completion.recipes_and_plans,
-            help="A recipe, or a plan with its files.",
+            help="A recipe or a plan, with its files beside it.",
         ),
     ],
-    out: Annotated[Path, typer.Option(help="The page to write.")] = Path("report.html"),
+    out: Annotated[Path, typer.Option(help="Write the page to this file.")] = Path("report.html"),
     folder: Annotated[
         Path | None,
         typer.Option(
-            help="Where profile.json and the others are; default: beside the plan, or here."
+            help="The folder of profile.json and the other files; default: the plan's,"
+            " or the current."
         ),
     ] = None,
     as_json: JsonOption = False,
@@ -33,9 +34,9 @@ def command(
     """Write one HTML page about a recipe: the verdict first, then benches, validation, tuning, fit
     and plan.
 
-    Files of `llmctl bench --out` are found by what they hold. The page needs no network and runs no
-    script. What is not there yet is named with the command that makes it; a file that is about
-    another fit is not shown.
+    Files of `llmctl bench --out` are found by their contents. The page needs no network and runs no
+    script. A missing file is named with the command that makes it; a file about another fit is not
+    shown.
     """
     from toolkit.errors import InputError
     from toolkit.files.io import check_writable, write_text
@@ -45,7 +46,7 @@ def command(
     if folder is not None and not folder.is_dir():
         raise InputError(
             f"--folder {folder}: {'a file, not a folder' if folder.exists() else 'no such folder'}",
-            "it is where profile.json, fit.json and the others are",
+            "name the folder of profile.json, fit.json and the other files",
         )
     check_writable(out)
     found = gather(source, folder)

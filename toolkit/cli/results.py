@@ -1,7 +1,7 @@
 """What `simulate --json` and `compare --json` print, version 1.
 
-Keys are added within a version; one that is removed, renamed or given another meaning makes the
-next version. docs/simulating.md lists the keys, and a test holds that page to these models.
+Keys may be added within a version; removing or renaming a key, or changing its meaning, makes the
+next version. docs/simulating.md lists the keys, and a test compares that page with these models.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Value = bool | int | float | str
 
 
 class Requests(BaseModel):
-    """The requests that figures are about."""
+    """The requests that the figures are about."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -29,9 +29,7 @@ class Requests(BaseModel):
 
 
 class Simulation(BaseModel):
-    """`simulate --json`: these keys, and beside them every metric, a number with its unit in its
-    name.
-    """
+    """`simulate --json`: these keys, and every metric as a number with its unit in its name."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
     __pydantic_extra__: dict[str, float] = Field(init=False)

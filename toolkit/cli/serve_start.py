@@ -1,5 +1,8 @@
-"""`llmctl serve`: from an order to a server that people, systemd, `llmctl status` and `llmctl stop`
-know of.
+"""The steps of `llmctl serve`: from the command line to a running server.
+
+In order: where to serve (`locate`, and `serve_managed` for service managers); the plan
+(`plan_to_serve`, `override`, `check_engine`); keys and certificates; starting the server (`start`,
+`start_server`), which records it for `llmctl status` and `llmctl stop`.
 """
 
 from __future__ import annotations
@@ -30,12 +33,11 @@ if TYPE_CHECKING:
     from toolkit.serve.launch import Launch
     from toolkit.serve.rereading import WatchedFiles
 
-# `llmctl serve --target`: where a server is to run, from what was rendered, and remembering those
-# that run.
+    Access = tuple[Callers, WatchedFiles[Callers] | None]  # the keys, and the file to watch
 
-HERE = ("local", "ray")  # the server is this process
-MANAGED = ("systemd", "compose")
-ELSEWHERE = {
+IN_PROCESS = ("local", "ray")  # the server of these targets is this process
+MANAGED = ("systemd", "compose")  # targets of a service manager
+ELSEWHERE = {  # targets that serve does not start, and the command that does
     "kubernetes": "kubectl apply -k {folder}",
     "vllm": "{folder}/serve.sh",
     "sglang": "{folder}/serve.sh",
@@ -44,9 +46,7 @@ ELSEWHERE = {
 
 @dataclass(frozen=True, slots=True)
 class ServeLocation:
-    """Where to serve; `plan` is the plan's file in a rendered folder, and None where none was
-    given.
-    """
+    """Where to serve. `plan` is the plan's file in a rendered folder; None: no folder was given."""
 
     target: str
     folder: Path | None = None
@@ -61,9 +61,9 @@ class ServeLocation:
         return self.target in MANAGED
 
 
-def place_of(source: str | None, target: str | None) -> ServeLocation:
-    """Where `source` is to be served. `InputError` for a target that serve cannot start, or that
-    was not rendered.
+def locate(source: str | None, target: str | None) -> ServeLocation:
+    """Where to serve `source`. `InputError` for a target that serve cannot start, or for which
+    nothing was rendered.
     """
     from toolkit.deploy.folder import read_manifest
     from toolkit.errors import InputError, nearest
@@ -72,15 +72,17 @@ def place_of(source: str | None, target: str | None) -> ServeLocation:
     manifest = read_manifest(folder) if folder else None
     if folder and manifest is None:
         raise InputError(
-            f"{folder}: nothing was rendered to this folder",
+            f"{folder}: the folder holds no rendered files",
             "llmctl render PLAN.json --target TARGET",
         )
     chosen = target or (manifest.target if manifest else "local")
     if chosen in ELSEWHERE:
         command = ELSEWHERE[chosen].format(folder=folder or "FOLDER")
         raise InputError(f"serve does not start the target '{chosen}'", f"start it with: {command}")
-    if chosen not in HERE + MANAGED:
-        raise InputError(f"there is no target '{chosen}' to serve", nearest(chosen, HERE + MANAGED))
+    if chosen not in IN_PROCESS + MANAGED:
+        raise InputError(
+            f"there is no target '{chosen}' to serve", nearest(chosen, IN_PROCESS + MANAGED)
+        )
     if chosen in MANAGED and (manifest is None or manifest.target != chosen):
         raise InputError(
             f"the target '{chosen}' is served from a folder that was rendered for it",
@@ -90,9 +92,9 @@ def place_of(source: str | None, target: str | None) -> ServeLocation:
 
 
 def serve_managed(place: ServeLocation, as_json: bool, *, broken: bool) -> None:
-    """Hand the folder to its service manager, and remember the server.
+    """Start the folder with its service manager, and record the server.
 
-    `InputError` where its plan is predicted to break limits, unless `broken` ones may be.
+    `InputError` where its plan is predicted to break limits, unless `broken` allows that.
     """
     from toolkit.cli.basis import accept
     from toolkit.deploy.running import Running, name_of, remember, start
@@ -127,63 +129,92 @@ def _show_managed(server: Running) -> None:
         print(fill(f"warning: predicted to {server.breaks}", WIDTH, subsequent_indent="  "))
 
 
-class ServerRecord:
-    """What this process is remembered as while it serves."""
+def plan_to_serve(
+    source: str | None, plan: Path | None, fit: Path | None, tuning: Path | None, force: bool
+) -> Plan:
+    """Read a plan, or make one from a recipe or a fleet with its fits. `InputError` for both, and
+    for neither.
+    """
+    from toolkit.cli.basis import plan_of_fleet
+    from toolkit.errors import InputError
+    from toolkit.files.fleet import is_fleet
+    from toolkit.files.io import read_file
+    from toolkit.files.plan import Plan
+    from toolkit.files.shipped import is_recipe
 
-    def __init__(self, target: Where) -> None:
-        self._target = target
-        self._server: Running | None = None
-
-    def ready(self, url: str, model: str, plan: Plan, certificate: Path | None = None) -> None:
-        """Write the file; `certificate` is what the server shows.
-
-        A folder that cannot be written, as in a container, costs `llmctl status`, not the server.
-        """
-        from toolkit.deploy.running import name_of, remember, this_process
-        from toolkit.errors import InputError
-        from toolkit.files.tuning import breaks
-
-        name = name_of(plan.recipe.name, url)
-        server = this_process(name, self._target, url, model, plan.workers, plan.policy.name)
-        server = server.model_copy(update={"breaks": breaks(plan.limits)})
-        if certificate is not None:
-            server = server.model_copy(update={"certificate": str(certificate.absolute())})
-        try:
-            remember(server)
-        except InputError as error:
-            note(f"llmctl status will not know this server: {error.message}")
-            return
-        self._server = server
-
-    def ended(self, requests: Mapping[str, int]) -> None:
-        """Say how its requests ended, for `llmctl stop`, which waits for that."""
-        from toolkit.deploy.running import remember
-
-        if self._server is not None:
-            remember(self._server.model_copy(update={"ended": dict(requests)}))
-            self._server = None
-
-    def forget(self) -> None:
-        """Remove the file of a server that did not end in order."""
-        from toolkit.deploy.running import forget
-
-        if self._server is not None:
-            forget(self._server)
+    usage = "llmctl serve plan.json, or llmctl serve RECIPE --fit fit.json [--tuning tuning.json]"
+    if plan is None and source and not is_recipe(source):
+        plan, source = Path(source), None
+    if plan is not None:
+        if source or fit or tuning:
+            raise InputError(
+                "a plan holds its recipe, fit and tuning; give either the plan or these", usage
+            )
+        return read_file(Plan, plan)
+    if source and is_fleet(source):
+        if fit:
+            raise InputError("--fit: a fleet names its fits itself", "leave --fit out")
+        return plan_of_fleet(Path(source), tuning, force=force)[0]
+    if source is None or fit is None:
+        raise InputError("neither a plan nor a recipe with --fit is given", usage)
+    return plan_of_recipe(source, fit, tuning, force=force)
 
 
-@contextlib.contextmanager
-def remembering(target: str) -> Iterator[ServerRecord]:
-    """A memory that leaves nothing behind where the server fails."""
-    memory = ServerRecord("ray" if target == "ray" else "local")
-    try:
-        yield memory
-    finally:
-        memory.forget()
+def override(
+    plan: Plan, policy: str | None, settings: list[str] | None, workers: int | None
+) -> Plan:
+    """The plan with the policy, parameters and workers of the command line. `InputError` for an
+    unknown policy or parameter.
+    """
+    from toolkit.cli.basis import refuse_workers
+    from toolkit.deploy.plan import replaced
+
+    if plan.others:
+        refuse_workers(workers)
+    if workers is not None and workers != plan.fit.workers:
+        note(
+            f"note: the fit was measured with {plan.fit.workers} workers at once;"
+            f" with {workers} the times may differ"
+        )
+    chosen = _policy(plan, policy, changes := parse_settings(settings))
+    if policy is None and not changes and workers is None:
+        return plan
+    made = replaced(plan, chosen, policy is not None, changes, workers or plan.workers)
+    if plan.predicted and not made.predicted:
+        note("note: the tuning's predictions are for other settings; this plan has no predictions")
+    return made
+
+
+def _policy(
+    plan: Plan, name: str | None, changes: dict[str, bool | int | float | str]
+) -> PlannedPolicy:
+    from toolkit.files.plan import PlannedPolicy
+    from toolkit.sched.policies import make_any
+    from toolkit.sched.policies.parameters import parameters
+
+    same = name is None or name == plan.policy.name
+    chosen = make_any(
+        plan.policy.name if same else str(name), (plan.policy.parameters if same else {}) | changes
+    )
+    return PlannedPolicy(name=chosen.name, parameters=parameters(chosen))
+
+
+def check_engine(plan: Plan, engine: str | None) -> None:
+    """`InputError` where the plan is for another engine than `engine`."""
+    from toolkit.errors import InputError
+
+    planned = " and ".join(dict.fromkeys(kind.recipe.engine.name for kind in plan.kinds))
+    if engine is not None and engine != planned:
+        raise InputError(
+            f"--engine {engine}: this plan is for engine '{planned}'",
+            f"set engine.name to {engine} in the recipe; then: llmctl profile, fit,"
+            " tune and render",
+        )
 
 
 def read_key(given: str, file: Path | None) -> str:
-    """The API key: given, or the one line of a file. `InputError` for both, and for a file that
-    holds none.
+    """The API key: the given one, or the one line of a file. `InputError` for both, and for a file
+    without a key.
     """
     from toolkit.errors import InputError
 
@@ -199,20 +230,19 @@ def read_key(given: str, file: Path | None) -> str:
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not ASCII text"
         raise InputError(
-            f"{file}: cannot be read: {reason}", "it holds the API key, in one line"
+            f"{file}: cannot be read: {reason}", "the file must hold the API key in one line"
         ) from None
     if not key or len(key.split()) != 1:
-        raise InputError(f"{file}: no API key in it", "it holds the key alone, in one line")
+        raise InputError(
+            f"{file}: the file holds no API key", "write the key alone into it, in one line"
+        )
     return key
 
 
-def find_callers(
-    given: str, file: Path | None, keys: Path | None
-) -> tuple[Callers, WatchedFiles[Callers] | None]:
-    """The API key, or the keys of a file; and where a file may change while the server runs, that
-    file.
+def find_keys(given: str, file: Path | None, keys: Path | None) -> Access:
+    """The API key, or the keys of a file; and the file, where one may change while the server runs.
 
-    `InputError` for both, and for a file that holds none.
+    `InputError` for both a key and a file of keys, and for a file without a key.
     """
     from toolkit.errors import InputError
     from toolkit.files.keys import read_keys
@@ -220,11 +250,12 @@ def find_callers(
 
     if keys is not None and (given or file is not None):
         raise InputError(
-            "there is an API key, and a file of keys",
-            "keep one of --api-keys and --api-key or its kin",
+            "an API key and a file of keys are given",
+            "keep --api-keys, or the key of --api-key, --api-key-file or LLMCTL_API_KEY",
         )
+    source: WatchedFiles[Callers]
     if keys is not None:
-        source: WatchedFiles[Callers] = WatchedFiles([keys], lambda: ("", read_keys(keys)))
+        source = WatchedFiles([keys], lambda: ("", read_keys(keys)))
     elif file is not None and not given:
         source = WatchedFiles([file], lambda: (read_key("", file), ()))
     else:
@@ -233,8 +264,8 @@ def find_callers(
 
 
 def find_certificate(certificate: Path | None, key: Path | None) -> WatchedFiles[SSLContext] | None:
-    """What TLS is spoken with; None: it is not. `InputError` for a key alone, and for files that
-    hold no such thing.
+    """The certificate for TLS; None: no TLS. `InputError` for a key without a certificate, and for
+    files that hold neither.
     """
     from toolkit.errors import InputError
     from toolkit.serve.rereading import certificate_source
@@ -246,10 +277,41 @@ def find_certificate(certificate: Path | None, key: Path | None) -> WatchedFiles
     return certificate_source(certificate, key)
 
 
-def start(order: Launch, *, certificate: Path | None, strict: bool, as_json: bool) -> None:
-    """Serve until a signal ends it.
+def forget_variable(name: str) -> None:
+    """Remove a variable from this process's environment, and from /proc/PID/environ on Linux.
 
-    With `strict` points of the fit that do not hold any more end it before it serves.
+    The latter shows the memory that the process was started with, which unsetting a variable does
+    not touch.
+    """
+    value = os.environ.get(name)
+    if value is None:
+        return
+    if sys.platform == "linux":
+        libc = ctypes.CDLL(None)
+        libc.getenv.restype = ctypes.c_void_p
+        address, size = libc.getenv(os.fsencode(name)), len(os.fsencode(value))
+        if address and ctypes.string_at(address) == os.fsencode(value):
+            ctypes.memset(address, 0, size)
+    del os.environ[name]
+
+
+def points_to_check(plan: Plan, seconds: float | None) -> list[DriftCheck]:
+    """The points of the fits to measure again before the first request, within `seconds`; None: the
+    default.
+    """
+    from toolkit.engine_traits import traits_of
+    from toolkit.serve.drift import BUDGET_S, checks_of
+
+    if seconds is None:
+        fake = all(traits_of(kind.recipe.engine.name).for_tests for kind in plan.kinds)
+        seconds = 0.0 if fake else BUDGET_S  # a fake engine takes the times of its configuration
+    return checks_of(plan, seconds) if seconds else []
+
+
+def start(order: Launch, *, certificate: Path | None, strict: bool, as_json: bool) -> None:
+    """Serve until a signal ends the server.
+
+    With `strict` the command ends before it serves where a measured point contradicts the fit.
     """
     from toolkit.serve.drift import judge
     from toolkit.serve.launch import launch
@@ -266,7 +328,7 @@ def start(order: Launch, *, certificate: Path | None, strict: bool, as_json: boo
 
 
 def start_server(backend: Serves, order: ServerOrder, *, as_json: bool) -> None:
-    """The same of an engine that is a server of its own."""
+    """Start the server of an engine that is one itself, and serve until a signal ends it."""
     from toolkit.sched.policies import make_any, refuse_unservable
 
     plan = order.plan
@@ -280,19 +342,6 @@ def start_server(backend: Serves, order: ServerOrder, *, as_json: bool) -> None:
             _announce(as_json, url, order.served_model, plan)
 
         memory.ended(backend.launch(order, on_ready))
-
-
-def points_to_check(plan: Plan, seconds: float | None) -> list[DriftCheck]:
-    """What of the fits is measured again before the first request, in so many seconds; None: as
-    many as is usual.
-    """
-    from toolkit.engine_traits import traits_of
-    from toolkit.serve.drift import BUDGET_S, checks_of
-
-    if seconds is None:
-        fake = all(traits_of(kind.recipe.engine.name).for_tests for kind in plan.kinds)
-        seconds = 0.0 if fake else BUDGET_S  # a fake's times are what it was told
-    return checks_of(plan, seconds) if seconds else []
 
 
 def _announce(
@@ -326,109 +375,56 @@ def _announce(
     sys.stdout.flush()
 
 
-# `llmctl serve`: the plan that is served, from a file or made here, with what the command line
-# says otherwise.
+class ServerRecord:
+    """The record of this process while it serves, for `llmctl status` and `llmctl stop`."""
+
+    def __init__(self, target: Where) -> None:
+        self._target = target
+        self._server: Running | None = None
+
+    def ready(self, url: str, model: str, plan: Plan, certificate: Path | None = None) -> None:
+        """Write the record; `certificate` is the server's.
+
+        Where the folder cannot be written, as in a container, `llmctl status` misses the server,
+        and the server runs.
+        """
+        from toolkit.deploy.running import name_of, remember, this_process
+        from toolkit.errors import InputError
+        from toolkit.files.tuning import breaks
+
+        name = name_of(plan.recipe.name, url)
+        server = this_process(name, self._target, url, model, plan.workers, plan.policy.name)
+        server = server.model_copy(update={"breaks": breaks(plan.limits)})
+        if certificate is not None:
+            server = server.model_copy(update={"certificate": str(certificate.absolute())})
+        try:
+            remember(server)
+        except InputError as error:
+            note(f"llmctl status will not list this server: {error.message}")
+            return
+        self._server = server
+
+    def ended(self, requests: Mapping[str, int]) -> None:
+        """Record how the requests ended; `llmctl stop` waits for that."""
+        from toolkit.deploy.running import remember
+
+        if self._server is not None:
+            remember(self._server.model_copy(update={"ended": dict(requests)}))
+            self._server = None
+
+    def forget(self) -> None:
+        """Remove the record of a server that did not shut down in order."""
+        from toolkit.deploy.running import forget
+
+        if self._server is not None:
+            forget(self._server)
 
 
-def plan_to_serve(
-    source: str | None, plan: Path | None, fit: Path | None, tuning: Path | None, force: bool
-) -> Plan:
-    """A plan's file, or what a recipe or a fleet with its fits makes. `InputError` for both, and
-    for neither.
-    """
-    from toolkit.cli.basis import plan_of_fleet
-    from toolkit.errors import InputError
-    from toolkit.files.fleet import is_fleet
-    from toolkit.files.io import read_file
-    from toolkit.files.plan import Plan
-    from toolkit.files.shipped import is_recipe
-
-    usage = "llmctl serve plan.json, or llmctl serve RECIPE --fit fit.json [--tuning tuning.json]"
-    if plan is None and source and not is_recipe(source):
-        plan, source = Path(source), None
-    if plan is not None:
-        if source or fit or tuning:
-            raise InputError(
-                "a plan holds the recipe, the fit and the tuning; give one or the other", usage
-            )
-        return read_file(Plan, plan)
-    if source and is_fleet(source):
-        if fit:
-            raise InputError("a fleet names its fits", "leave --fit out")
-        return plan_of_fleet(Path(source), tuning, force=force)[0]
-    if source is None or fit is None:
-        raise InputError("there is no plan to serve", usage)
-    return plan_of_recipe(source, fit, tuning, force=force)
-
-
-def changed(
-    plan: Plan, policy: str | None, settings: list[str] | None, workers: int | None
-) -> Plan:
-    """The plan with what the command line says otherwise. `InputError` for a policy or parameter
-    that is unknown.
-    """
-    from toolkit.cli.basis import refuse_workers
-    from toolkit.deploy.plan import replaced
-
-    if plan.others:
-        refuse_workers(workers)
-    if workers is not None and workers != plan.fit.workers:
-        note(
-            f"note: the fit was measured with {plan.fit.workers} workers at once; {workers} may take other times"
-        )
-    chosen = _policy(plan, policy, changes := parse_settings(settings))
-    if policy is None and not changes and workers is None:
-        return plan
-    made = replaced(plan, chosen, policy is not None, changes, workers or plan.workers)
-    if plan.predicted and not made.predicted:
-        note(
-            "note: what the tuning predicts does not hold for these settings; nothing is predicted"
-        )
-    return made
-
-
-def _policy(
-    plan: Plan, name: str | None, changes: dict[str, bool | int | float | str]
-) -> PlannedPolicy:
-    from toolkit.files.plan import PlannedPolicy
-    from toolkit.sched.policies import make_any
-    from toolkit.sched.policies.parameters import parameters
-
-    same = name is None or name == plan.policy.name
-    chosen = make_any(
-        plan.policy.name if same else str(name), (plan.policy.parameters if same else {}) | changes
-    )
-    return PlannedPolicy(name=chosen.name, parameters=parameters(chosen))
-
-
-def check_engine(plan: Plan, engine: str | None) -> None:
-    """`InputError` where somebody expects another engine than the plan's."""
-    from toolkit.errors import InputError
-
-    planned = " and ".join(dict.fromkeys(kind.recipe.engine.name for kind in plan.kinds))
-    if engine is not None and engine != planned:
-        raise InputError(
-            f"--engine {engine}: this plan is for engine '{planned}'",
-            f"set engine.name to {engine} in the recipe; then: llmctl profile, fit, tune and render",
-        )
-
-
-# A secret that was handed over in the environment, and should not stay there.
-
-
-def forget_variable(name: str) -> None:
-    """Remove a variable from this process's environment, and from what Linux shows of it in
-    /proc/PID/environ.
-
-    That is the memory that the process was started with, which unsetting a variable does not touch.
-    """
-    value = os.environ.get(name)
-    if value is None:
-        return
-    if sys.platform == "linux":
-        libc = ctypes.CDLL(None)
-        libc.getenv.restype = ctypes.c_void_p
-        address, size = libc.getenv(os.fsencode(name)), len(os.fsencode(value))
-        if address and ctypes.string_at(address) == os.fsencode(value):
-            ctypes.memset(address, 0, size)
-    del os.environ[name]
+@contextlib.contextmanager
+def remembering(target: str) -> Iterator[ServerRecord]:
+    """A record that is removed where the server fails."""
+    memory = ServerRecord("ray" if target == "ray" else "local")
+    try:
+        yield memory
+    finally:
+        memory.forget()

@@ -1,6 +1,4 @@
-"""`llmctl simulate`: one trace, one policy, fitted laws or the token-step world; no model, no
-device.
-"""
+"""`llmctl simulate`: one trace under one policy, by fitted laws or in the token-step world."""
 
 from __future__ import annotations
 
@@ -45,11 +43,11 @@ def command(
     seed: SeedOption = 0,
     as_json: JsonOption = False,
 ) -> None:
-    """Run a trace through a policy by the fitted laws, and print what it would give.
+    """Simulate a trace under a policy by the fitted laws, and print the metrics.
 
-    --json has the metrics with their units in their names: throughput_rps, ttft_p99_s, batch_size_mean, ...; `trace`
-    says which requests they are about. With --fit unit-step a second is a decode step, as in
-    Past-Future's Table 1; see docs/simulating.md.
+    --json has the metrics with their units in their names: throughput_rps, ttft_p99_s,
+    batch_size_mean, ...; its `trace` describes the requests. With --fit unit-step a second is a
+    decode step, as in Past-Future's Table 1; see docs/simulating.md.
     """
     from toolkit.cli.basis import note_rest, plain
     from toolkit.cli.output import emit, note, table
@@ -72,9 +70,9 @@ def command(
     metrics = result.metrics(targets)
     for line in [*refusal_notes(result.refusals), *world_notes(world, policy, metrics)]:
         note(line)
-    name, said = marked(policy, stage.engines), footnote([policy], stage.engines)
-    if said:
-        note(said)
+    name, remark = marked(policy, stage.engines), footnote([policy], stage.engines)
+    if remark:
+        note(remark)
     found = Simulation(
         policy=chosen.name,
         parameters=parameters(chosen),

@@ -1,5 +1,7 @@
-"""What `simulate` and `compare` set up alike: a trace, laws or the token-step world, and what to
-say about them.
+"""What `simulate` and `compare` share: their options, a trace, the laws, and notes on a result.
+
+`open_stage` reads the files; `Stage.world` makes the simulated world; the functions at the end make
+the notes.
 """
 
 from __future__ import annotations
@@ -34,18 +36,22 @@ FitOption = Annotated[
     str,
     typer.Option(
         autocompletion=completion.fits_and_clock,
-        help="fit.json, the name of a recipe whose fit ships, or 'unit-step': a clock that counts steps.",
+        help="fit.json, the name of a recipe that has a shipped fit, or 'unit-step' (a"
+        " clock of steps).",
     ),
 ]
 WorkersOption = Annotated[
     int | None,
-    typer.Option(min=1, callback=limit_workers, help="Workers; default: as profiled, or 1."),
+    typer.Option(
+        min=1, callback=limit_workers, help="The number of workers; default: as profiled, or 1."
+    ),
 ]
 MaxNewTokensOption = Annotated[
     int | None,
     typer.Option(
         min=1,
-        help="Limit of requests whose trace names none; default: the recipe's, or 4096 in unit-step.",
+        help="The limit of requests without one in the trace; default: the recipe's, or 4096 in "
+        "unit-step.",
     ),
 ]
 RecipeOption = Annotated[
@@ -53,36 +59,36 @@ RecipeOption = Annotated[
     typer.Option(
         "--recipe",
         callback=resolve_recipe,
-        help="The fit's recipe, which limits lengths; default: beside the fit, here, or shipped.",
+        help="The recipe of the fit, which limits lengths; default: the one beside the fit, in the "
+        "current folder, or shipped.",
     ),
 ]
-FitLengthsOption = Annotated[
-    bool, typer.Option(help="Scale lengths into the model's context first.")
-]
+FitLengthsOption = Annotated[bool, typer.Option(help="Scale the lengths to the model's context.")]
 SeedOption = Annotated[
-    int, typer.Option(min=0, help="Seed of the memory edge's and the policies' draws.")
+    int,
+    typer.Option(min=0, help="Draw the memory limits and the policies' samples from this seed."),
 ]
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """A trace as it will be simulated, and the fit to run it on; None: the token-step world."""
+    """A trace as it will be simulated, and its fit; None: the token-step world."""
 
     trace: Trace
     fit: Fit | None
-    max_new_tokens: int  # of requests whose trace names no limit; 0: the token-step world's own
-    kinds: Sequence[Kind] = ()  # of a fleet, whose first kind has the fit
+    max_new_tokens: int  # of requests without a limit in the trace; 0: the token-step world's
+    kinds: Sequence[Kind] = ()  # of a fleet; the first kind has the fit
 
     @property
     def engines(self) -> list[str]:
-        """The engines whose laws these are; none in the token-step world."""
+        """The engines of the laws; none in the token-step world."""
         if self.kinds:
             return [kind.fit.engine.engine for kind in self.kinds]
         return [self.fit.engine.engine] if self.fit else []
 
     def world(self, given: Mapping[str, Value], workers: int | None, seed: int) -> World:
-        """What is simulated, with the settings that were given. `InputError` for one that cannot
-        be.
+        """The simulated world, with the given settings. `InputError` for a setting that it cannot
+        have.
         """
         from toolkit.cli.basis import refuse_workers
         from toolkit.sim.world import make_world
@@ -104,12 +110,12 @@ def open_stage(
     fleet: Path | None = None,
     recipe: Path | None = None,
 ) -> Stage:
-    """Read the trace, and the fit or the fleet; say what was done to the lengths, and what the fit
+    """Read the trace, and the fit or the fleet; print how lengths were scaled, and what the fit
     rests on.
 
-    Lengths are scaled as `tune` does it, by the limits of the recipe that the fit was made from;
-    `max_new_tokens` takes the place of the recipe's. `InputError` for files that are not there or
-    not of their kind, and where that recipe is not found; without a fit it names those that ship.
+    Lengths are scaled as in `tune`, by the limits of the recipe that the fit was made from;
+    `max_new_tokens` replaces the recipe's. `InputError` for files that are missing or of another
+    kind, and where that recipe is not found; without a fit it names those that ship.
     """
     from toolkit.cli.basis import note_basis, note_scaling
     from toolkit.errors import InputError
@@ -164,7 +170,7 @@ def _refuse_recipe(recipe: Path | None, why: str) -> None:
 
 
 def _recipe_of(fit: Fit, path: Path, given: Path | None, *, needed: bool) -> Recipe | None:
-    """The recipe that `fit` was made from: the `given` one, or where it is usually found.
+    """The recipe that `fit` was made from: the `given` one, or the one at the usual places.
 
     `InputError` where it is `needed` and not found, `StaleError` where `given` is another.
     """
@@ -178,26 +184,26 @@ def _recipe_of(fit: Fit, path: Path, given: Path | None, *, needed: bool) -> Rec
     found = find_recipe(fit, path)
     if found is None and needed:
         raise InputError(
-            f"{path}: its recipe '{fit.recipe_name}', which says how long outputs may be"
-            " (serve.max_new_tokens), is not here or has changed since",
+            f"{path}: its recipe '{fit.recipe_name}', which limits the outputs"
+            " (serve.max_new_tokens), is not found or has changed since",
             "name the recipe with --recipe, or give the limit with --max-new-tokens",
         )
     return found
 
 
 def refusal_notes(refusals: Sequence[Refusal]) -> list[str]:
-    """A line that counts who can never be served, with an example; none where all can be."""
+    """A line that counts the requests that can never be served, with an example; none where all can
+    be.
+    """
     if not refusals:
         return []
     first, count = refusals[0], len(refusals)
-    who = "1 request" if count == 1 else f"{count:,} requests"
-    return [f"{who} rejected; for example number {int(first.request_id) + 1}: {first.reason}"]
+    counted = "1 request" if count == 1 else f"{count:,} requests"
+    return [f"{counted} rejected; for example number {int(first.request_id) + 1}: {first.reason}"]
 
 
 def world_notes(world: World, policy: str, metrics: Mapping[str, float]) -> list[str]:
-    """What a reader must know before believing the figures of one simulation, of the policy of this
-    name.
-    """
+    """What a reader must know before trusting the figures of one simulation of this policy."""
     from toolkit.sim.world import extrapolation_warning
 
     lines, valid = [], world.range_of(policy)
@@ -208,9 +214,11 @@ def world_notes(world: World, policy: str, metrics: Mapping[str, float]) -> list
 
 
 def unfinished_notes(metrics: Mapping[str, float]) -> list[str]:
-    """A line that counts those whom a simulation without `drain` left; none where there are none."""
+    """A line that counts the unfinished requests of a simulation without `drain`; none where there
+    are none.
+    """
     if not metrics["unfinished"]:
         return []
     return [
-        f"stopped when the last request was admitted: {metrics['unfinished']:,.0f} had not ended"
+        f"stopped when the last request was admitted; {metrics['unfinished']:,.0f} had not ended"
     ]

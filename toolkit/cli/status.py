@@ -1,4 +1,4 @@
-"""`llmctl status`: the servers that were started here, and what they say of themselves now."""
+"""`llmctl status`: the servers that were started on this machine, and their state."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 KeyOption = Annotated[
     str,
     typer.Option(
-        "--api-key", envvar="LLMCTL_API_KEY", show_default=False, help="The servers' key."
+        "--api-key", envvar="LLMCTL_API_KEY", show_default=False, help="The API key of the servers."
     ),
 ]
 
@@ -25,16 +25,16 @@ def command(
     urls: Annotated[
         list[str] | None,
         typer.Option(
-            "--url", help="Look at this server instead, wherever it was started; repeatable."
+            "--url", help="Show the server at this URL, wherever it was started; repeatable."
         ),
     ] = None,
     api_key: KeyOption = "",
     as_json: JsonOption = False,
 ) -> None:
-    """Show the servers that run here: health, readiness, load, and whether they are as fast as
-    predicted.
+    """Show the servers that run on this machine: health, readiness, load, and their speed beside
+    the prediction.
 
-    Exit code 1 where none runs, or one is not healthy.
+    Exit code 1 where no server runs, or one is not healthy.
     """
     from toolkit.endpoints.target import base_url
 
@@ -44,14 +44,14 @@ def command(
         if one["breaks"]:
             note(f"warning: the plan of {one['name']} is predicted to {one['breaks']}")
     if any(one["metrics"] is False for one in found):
-        note("where '-' stands, /metrics asks for the key: LLMCTL_API_KEY")
+        note("'-' means that /metrics needs the key: set LLMCTL_API_KEY")
     if not found or not all(one["state"] in ("ready", "not ready") for one in found):
         raise typer.Exit(1)
 
 
 def alive() -> list[Running]:
-    """The servers that run. The others are forgotten, which is said of those that did not end in
-    order.
+    """The servers that run. The records of others are removed, with a note on those that did not
+    shut down in order.
     """
     from toolkit.deploy.running import forget, remembered
 
@@ -63,7 +63,8 @@ def alive() -> list[Running]:
         forget(server)
         if server.ended is None:
             note(
-                f"{server.name} (process {server.pid}) is gone and did not end in order; forgotten"
+                f"{server.name} (process {server.pid}) is gone without an orderly shutdown;"
+                " its record is removed"
             )
     return running
 
@@ -104,7 +105,7 @@ def _percent(share: float | None) -> float | None:
 
 def _show(found: list[dict[str, Any]]) -> None:
     if not found:
-        print("no server runs here")
+        print("no server runs on this machine")
         return
     columns = ["name", "<state", "<url", ">run", ">wait", ">KV %", ">actual/ predicted"]
     keys = ("state", "url", "running", "waiting", "kv_usage_percent", "actual_over_predicted")

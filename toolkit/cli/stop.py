@@ -1,6 +1,4 @@
-"""`llmctl stop`: end a server in order, wait until it has drained, and say what became of its
-requests.
-"""
+"""`llmctl stop`: shut a server down, wait for its requests, and print how they ended."""
 
 from __future__ import annotations
 
@@ -22,19 +20,26 @@ POLL_S = 0.05
 def command(
     name: Annotated[
         str | None,
-        typer.Argument(metavar="[NAME]", help="As `llmctl status` shows it; default: the one."),
+        typer.Argument(
+            metavar="[NAME]",
+            help="The server's name in `llmctl status`; may be left out where one runs.",
+        ),
     ] = None,
-    every: Annotated[bool, typer.Option("--all", help="All servers that run here.")] = False,
+    every: Annotated[
+        bool, typer.Option("--all", help="Stop all servers that run on this machine.")
+    ] = False,
     timeout: Annotated[
-        float, typer.Option(min=0.0, help="Seconds to wait for the drain; nothing is killed.")
+        float,
+        typer.Option(min=0.0, help="Wait this many seconds for the requests; nothing is killed."),
     ] = 600.0,
     api_key: KeyOption = "",
     as_json: JsonOption = False,
 ) -> None:
-    """End servers that were started here: SIGTERM, then wait while running requests finish.
+    """Shut down servers that were started on this machine: SIGTERM, then wait for their running
+    requests.
 
-    What a service manager runs is stopped by it. Exit code 1 where a server has not ended within
-    --timeout.
+    A server of a service manager is stopped by that manager. Exit code 1 where a server still
+    drains after --timeout.
     """
     ended = [_stop(server, timeout, api_key) for server in _chosen(name, every)]
     emit(as_json, {"stopped": ended}, lambda: print("\n".join(str(one["said"]) for one in ended)))
@@ -47,14 +52,15 @@ def _chosen(name: str | None, every: bool) -> list[Running]:
     names = [server.name for server in running]
     if name is not None:
         if name not in names:
-            hint = nearest(name, names) if names else "llmctl status lists those that run"
-            raise InputError(f"no server '{name}' runs here", hint)
+            hint = nearest(name, names) if names else "llmctl status lists the running servers"
+            raise InputError(f"no server '{name}' runs on this machine", hint)
         return [server for server in running if server.name == name]
     if not running:
-        raise InputError("no server runs here", "llmctl serve starts one")
+        raise InputError("no server runs on this machine", "llmctl serve starts one")
     if len(running) > 1 and not every:
         raise InputError(
-            f"{len(running)} servers run here: {', '.join(names)}", "name one, or give --all"
+            f"{len(running)} servers run on this machine: {', '.join(names)}",
+            "name one, or give --all",
         )
     return running
 
@@ -74,14 +80,15 @@ def _stop(server: Running, timeout: float, api_key: str) -> dict[str, object]:
         for reason, count in done.items()
         if count and reason not in ("stop", "length")
     }
-    told = "".join(f", {count} {reason}" for reason, count in lost.items())
-    known = "" if before else " since it started"  # without the key, what ended before is not known
-    said = f"{server.name} has ended; requests finished: {finished}{told}{known}"
+    others = "".join(f", {count} {reason}" for reason, count in lost.items())
+    # without the key the earlier counts are unknown
+    period = "" if before else " since it started"
+    said = f"{server.name} has ended; requests finished: {finished}{others}{period}"
     return {"name": server.name, "finished": finished, "others": lost, "said": said}
 
 
 def _requests(server: Running, api_key: str) -> dict[str, int]:
-    """How requests have ended up to now, by reason; {} where /metrics does not say."""
+    """How requests have ended up to now, by reason; {} where /metrics is not readable."""
     from toolkit.endpoints.target import RUNNING, WAITING, look
 
     seen = look(server.url, api_key, Path(server.certificate) if server.certificate else None)
@@ -91,8 +98,8 @@ def _requests(server: Running, api_key: str) -> dict[str, int]:
 
 
 def _end(server: Running, pid: int, timeout: float) -> dict[str, int]:
-    """SIGTERM, and how all its requests ended. `LlmctlError` where it takes too long, or was killed
-    by another.
+    """Send SIGTERM; how all requests of the server ended. `LlmctlError` where it takes too long, or
+    was killed otherwise.
     """
     import os
     import signal
@@ -112,7 +119,7 @@ def _end(server: Running, pid: int, timeout: float) -> dict[str, int]:
         time.sleep(POLL_S)
     ended = recall(server.name).ended
     if ended is None:
-        raise LlmctlError(f"{server.name} is gone and did not end in order", "its log says why")
+        raise LlmctlError(f"{server.name} is gone without an orderly shutdown", "see its log")
     return ended
 
 
@@ -125,7 +132,7 @@ def _stop_managed(server: Running) -> dict[str, object]:
     manifest = read_manifest(folder)
     if manifest is None:
         raise InputError(
-            f"{folder}: what was rendered is gone", f"stop it with {server.target} itself"
+            f"{folder}: the rendered files are gone", f"stop it with {server.target} itself"
         )
     stop(folder, manifest)
     forget(server)

@@ -1,5 +1,7 @@
-"""`llmctl trace`: inspect, convert, generate and record workloads. Lengths and times only, never
-text.
+"""`llmctl trace`: inspect, convert, generate and record workloads. Lengths and times only, no text.
+
+`record` is a reverse proxy in front of any OpenAI-compatible server; the other subcommands read and
+write files.
 """
 
 from __future__ import annotations
@@ -21,34 +23,36 @@ if TYPE_CHECKING:
     from toolkit.traces.types import Trace
     from toolkit.traces.windows import Description
 
-# `llmctl trace record`: a reverse proxy that notes lengths and times, in front of any
-# OpenAI-compatible server.
-
 
 def record(
-    upstream: Annotated[str, typer.Option(metavar="URL", help="The server to stand in front of.")],
+    upstream: Annotated[str, typer.Option(metavar="URL", help="URL of the server to record.")],
     out: Annotated[
         Path,
         typer.Option(
-            help="The trace to write, canonical JSONL; it goes on in a file that is there."
+            help="Write the trace to this file, canonical JSONL; an existing file is continued."
         ),
     ],
     listen: Annotated[
-        str, typer.Option(metavar="HOST:PORT", help="Where clients connect.")
+        str, typer.Option(metavar="HOST:PORT", help="Listen on this address for clients.")
     ] = "127.0.0.1:8100",
     max_mib: Annotated[
         int,
         typer.Option(
-            "--max-mib", min=1, help="At this size OUT becomes OUT.1, in place of an older one."
+            "--max-mib", min=1, help="Rename OUT to OUT.1 at this size, and replace an older OUT.1."
         ),
     ] = 256,
     timeout: Annotated[
-        float, typer.Option(min=1.0, help="Seconds that the server may be silent in a request.")
+        float,
+        typer.Option(
+            min=1.0, help="Give up a request after the server sent nothing for this many seconds."
+        ),
     ] = 600.0,
     shutdown_timeout: Annotated[
         float,
         typer.Option(
-            "--shutdown-timeout", min=0.0, help="Seconds that running requests get after a signal."
+            "--shutdown-timeout",
+            min=0.0,
+            help="Give running requests this many seconds after a signal.",
         ),
     ] = 30.0,
     upstream_ca: Annotated[
@@ -58,16 +62,15 @@ def record(
             help="For https: trust these authorities (PEM) instead of the system's.",
         ),
     ] = None,
-    insecure: Annotated[
-        bool, typer.Option("--insecure", help="Listen for other machines.")
-    ] = False,
+    insecure: Annotated[bool, typer.Option("--insecure", help="Accept other machines.")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Record a trace in front of a running server: lengths and times, never text or keys.
 
-    Clients talk to --listen as they would to the server. Streams pass through as they come; tokens
-    are counted by the server's own usage, which is asked for where a client did not and is then
-    left out of its answer. SIGTERM or Ctrl-C ends it in order.
+    Clients send their requests to --listen instead of the server. Streams are passed on as they
+    arrive. Tokens are counted by the server's own usage report: the recorder requests it where a
+    client did not, and removes it from that client's answer. SIGTERM or Ctrl-C ends the recording
+    in order.
     """
     from toolkit.serve.recording import Recording, record
 
@@ -80,13 +83,13 @@ def record(
 
 
 def _address(text: str) -> tuple[str, int]:
-    """`InputError` for what is no HOST:PORT."""
+    """The host and port of HOST:PORT. `InputError` for other text."""
     from toolkit.errors import InputError
 
     host, _, port = text.rpartition(":")
     if not (host and port.isdecimal() and int(port) < 1 << 16):
         raise InputError(
-            f"--listen '{text}' is no address", "for example 127.0.0.1:8100, or [::1]:8100"
+            f"--listen '{text}': not an address", "for example 127.0.0.1:8100, or [::1]:8100"
         )
     return host.removeprefix("[").removesuffix("]"), int(port)
 
@@ -102,7 +105,7 @@ def _announce(as_json: bool, url: str, upstream: str, out: Path) -> None:
 
 def _summary(ended: Counter[str], out: Path) -> str:
     if not ended:
-        return "no request asked for tokens; nothing was recorded"
+        return "no client requested tokens; nothing was recorded"
     counts = ", ".join(f"{count:,} {status}" for status, count in sorted(ended.items()))
     return f"requests: {counts}; see them with: llmctl trace inspect {out}"
 
@@ -119,15 +122,17 @@ TraceArgument = Annotated[
     typer.Argument(
         metavar="TRACE",
         autocompletion=completion.traces,
-        help="A trace in any known format, or the name of a shipped one.",
+        help="A trace in any known format, or the name of a shipped trace.",
     ),
 ]
-SeedOption = Annotated[int, typer.Option(min=0, help="Same seed, same trace.")]
+SeedOption = Annotated[
+    int, typer.Option(min=0, help="Draw from this seed; the same seed gives the same trace.")
+]
 
 
 @app.command()
 def inspect(trace: TraceArgument, as_json: JsonOption = False) -> None:
-    """Show what a trace holds: rows kept and dropped, duration, rate, burstiness, lengths."""
+    """Show the contents of a trace: rows kept and dropped, duration, rate, burstiness, lengths."""
     from dataclasses import asdict
 
     from toolkit.traces.read import read_trace
@@ -142,27 +147,36 @@ def inspect(trace: TraceArgument, as_json: JsonOption = False) -> None:
 @app.command()
 def convert(
     trace: TraceArgument,
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="The file to write, canonical JSONL.")],
+    out: Annotated[
+        Path, typer.Argument(metavar="OUT", help="Write the trace to this file, canonical JSONL.")
+    ],
     start: Annotated[
         float,
-        typer.Option(min=0.0, help="Leave out what arrives before this second (after scaling)."),
+        typer.Option(
+            min=0.0, help="Leave out requests that arrive before this second (after scaling)."
+        ),
     ] = 0.0,
     duration: Annotated[
-        float | None, typer.Option(min=0.0, help="Seconds to keep from --start on.")
+        float | None, typer.Option(min=0.0, help="Keep this many seconds from --start on.")
     ] = None,
     rate: Annotated[
         float | None, typer.Option(help="Scale arrival times to this mean rate, requests/s.")
     ] = None,
     draw_rate: Annotated[
         float | None,
-        typer.Option(help="Draw new arrival times at this rate: for traces without times."),
+        typer.Option(help="Draw new arrival times at this rate, for traces without times."),
     ] = None,
     cv: Annotated[
         float | None,
-        typer.Option(help="With --draw-rate: variation of the gaps; default: 1, Poisson."),
+        typer.Option(
+            help="With --draw-rate: coefficient of variation of the gaps; default: 1, Poisson."
+        ),
     ] = None,
     seed: Annotated[
-        int | None, typer.Option(min=0, help="With --draw-rate: same seed, same times.")
+        int | None,
+        typer.Option(
+            min=0, help="With --draw-rate: draw from this seed; the same seed gives the same times."
+        ),
     ] = None,
     max_model_len: Annotated[
         int | None,
@@ -173,7 +187,7 @@ def convert(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Write a trace of any known format as canonical JSONL, cut and scaled where asked.
+    """Write a trace of any known format as canonical JSONL, cut and scaled as requested.
 
     The cut comes last, so its seconds are those of the scaled trace, as in `tune` and `bench`.
     """
@@ -186,7 +200,7 @@ def convert(
 
     if (max_model_len is None) != (max_new_tokens is None):
         raise InputError(
-            "--max-model-len and --max-new-tokens belong together", "give both, or neither"
+            "--max-model-len and --max-new-tokens need each other", "give both, or neither"
         )
     if rate is not None and draw_rate is not None:
         raise InputError(
@@ -212,14 +226,16 @@ def convert(
 
 @app.command()
 def generate(
-    out: Annotated[Path, typer.Option(help="The file to write, canonical JSONL.")],
+    out: Annotated[Path, typer.Option(help="Write the trace to this file, canonical JSONL.")],
     rate: Annotated[
         float | None, typer.Option(help="Mean arrival rate, requests/s; default: 20.")
     ] = None,
     duration: Annotated[float | None, typer.Option(help="Seconds; default: 600.")] = None,
     cv: Annotated[
         float | None,
-        typer.Option(help="Variation of the gaps: above 1 is bursty; default: 1, Poisson."),
+        typer.Option(
+            help="Coefficient of variation of the gaps; above 1 is bursty; default: 1, Poisson."
+        ),
     ] = None,
     prompt: Annotated[
         str,
@@ -237,14 +253,14 @@ def generate(
         ),
     ] = None,
     max_tokens: Annotated[
-        int, typer.Option(min=0, help="The limit that clients set; 0: none.")
+        int, typer.Option(min=0, help="The limit on output tokens that clients set; 0: none.")
     ] = 0,
     all_at_once: Annotated[
         int | None,
         typer.Option(
             "--backlog",
             min=1,
-            help="So many requests, all at 0 s, instead of --rate and --duration.",
+            help="This many requests, all at 0 s, instead of --rate and --duration.",
         ),
     ] = None,
     seed: SeedOption = 0,
@@ -278,7 +294,7 @@ def generate(
 
 
 def _refuse(given: Mapping[str, float | None], why: str, hint: str) -> None:
-    """`InputError` for the first option that was given though it has nothing to say."""
+    """`InputError` for the first option that was given without effect."""
     from toolkit.errors import InputError
 
     for option, value in given.items():
@@ -301,7 +317,8 @@ def _show(trace: Trace, found: Description) -> None:
     print(
         f"  {seconds(found.duration_s)}, {number(found.rate_rps)} requests/s, "
         f"gaps with a variation (CV) of {number(found.burstiness_cv)} (Poisson: 1)\n"
-        f"  {number(found.input_tokens_per_s)} prompt and {number(found.output_tokens_per_s)} output tokens/s"
+        f"  {number(found.input_tokens_per_s)} prompt and"
+        f" {number(found.output_tokens_per_s)} output tokens/s"
     )
     spreads = {"prompt": found.prompt, "output": found.output}
     table(
@@ -315,7 +332,7 @@ def _show(trace: Trace, found: Description) -> None:
 
 
 def _bars(found: Description) -> list[list[object]]:
-    """One row per bin that either histogram has, with bars drawn to the fuller of the two."""
+    """One row per bin of either histogram, with bars on the scale of the fuller one."""
     prompts = {(low, high): count for low, high, count in found.prompt.histogram}
     outputs = {(low, high): count for low, high, count in found.output.histogram}
     most = max(*prompts.values(), *outputs.values())

@@ -1,6 +1,4 @@
-"""`llmctl validate`: windows of a trace replayed against a server; the prediction's errors, with
-their signs.
-"""
+"""`llmctl validate`: windows of a trace replayed against a server, and the prediction's errors."""
 
 from __future__ import annotations
 
@@ -29,11 +27,14 @@ if TYPE_CHECKING:
 def command(
     plan: Annotated[
         Path,
-        typer.Argument(metavar="PLAN.json", help="What the server runs, from `llmctl render`."),
+        typer.Argument(metavar="PLAN.json", help="The plan of the server, from `llmctl render`."),
     ],
     url: Annotated[
         str | None,
-        typer.Option(help="The server; default: the recipe's engine.url, or its serve.port here."),
+        typer.Option(
+            help="URL of the server; default: the recipe's engine.url, or its"
+            " serve.port on this machine."
+        ),
     ] = None,
     trace: Annotated[
         str, typer.Option(help="A trace file, or the name of a shipped trace.")
@@ -41,44 +42,56 @@ def command(
     rate: Annotated[
         float | None, typer.Option(help="Scale arrivals to this many requests per second.")
     ] = None,
-    windows: Annotated[int, typer.Option(min=1, help="Windows, spread evenly over the trace.")] = 3,
+    windows: Annotated[
+        int, typer.Option(min=1, help="Replay this many windows, spread evenly over the trace.")
+    ] = 3,
     window_s: Annotated[
-        float, typer.Option("--window", min=0.1, help="Seconds of each, where the trace allows it.")
+        float,
+        typer.Option(
+            "--window", min=0.1, help="Seconds of each window, if the trace is long enough."
+        ),
     ] = 20.0,
     tuning: Annotated[
         Path | None,
         typer.Option(
-            help="tuning.json: the windows that it held out, at its rate, instead of --windows and --rate."
+            help="Replay the held-out windows of this tuning.json at its rate, instead"
+            " of --windows "
+            "and --rate."
         ),
     ] = None,
     warmup: Annotated[
-        float, typer.Option(min=0.0, help="Seconds of other requests before each window; 0: none.")
+        float,
+        typer.Option(min=0.0, help="Seconds of other requests before each window; 0: no warm-up."),
     ] = 15.0,
     max_error: MaxErrorOption = None,
     out: Annotated[
-        Path | None, typer.Option(help="Default: validation.json beside the plan.")
+        Path | None,
+        typer.Option(
+            help="Write the result to this file; default: validation.json beside the plan."
+        ),
     ] = None,
     model: ModelOption = None,
     api_key: ApiKeyOption = "",
     seed: Annotated[
-        int, typer.Option(min=0, help="Seed of the windows' places and of the prompts.")
+        int, typer.Option(min=0, help="Draw the windows' positions and the prompts from this seed.")
     ] = 0,
     save_requests: Annotated[
         Path | None,
         typer.Option(
-            help="JSONL: every request, those of warm-ups too, as measured and as predicted."
+            help="Write every request, also of warm-ups, as measured and as predicted to this file "
+            "(JSONL)."
         ),
     ] = None,
     force: ForeignOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Hold a plan's predictions against the server that runs it.
+    """Compare a plan's predictions with the server that runs it.
 
-    Windows of a trace are replayed, each after some other requests which show how fast the machine
-    is now. What was measured and predicted is written beside the plan; `tune` and `render` show it
-    where it is about their fit. Ctrl-C ends it early: the windows that were replayed are reported.
+    Windows of a trace are replayed, each after some other requests that show how fast the machine
+    is now. The result is written beside the plan; `tune` and `render` show it if it is about their
+    fit. Ctrl-C ends the command early; the windows that were replayed are reported.
     """
-    from toolkit.bench.session import Session, Wanted, hold, look_at
+    from toolkit.bench.session import RequestSettings, Session, hold, look_at
     from toolkit.cli.basis import note_trace
     from toolkit.cli.output import emit, note, progress
     from toolkit.endpoints.target import find_target
@@ -98,9 +111,9 @@ def command(
         url or plan_address(planned), model or planned.recipe.engine.served_model, api_key
     )
     tuned = _tuning(tuning, path) if tuning else None
-    wanted = Wanted(tuned.request_rate_rps if tuned else rate, seed=seed)
+    settings = RequestSettings(tuned.request_rate_rps if tuned else rate, seed=seed)
     subject = look_at(
-        target, read_trace(path)[0], planned, wanted, warn_of_foreign if force else None
+        target, read_trace(path)[0], planned, settings, warn_of_foreign if force else None
     )
     if tuned:
         chosen = _held_out(tuned, subject.trace)
@@ -113,7 +126,7 @@ def command(
     session = Session(subject, planned, warmup, progress)
     interrupted = session.run(chosen)
     if not session.results:
-        raise LlmctlError("not one window was replayed to its end", "nothing was written")
+        raise LlmctlError("no window was replayed to its end", "nothing was written")
     result = session.validation(path, plan)
     write_file(result, written)
     if save_requests:
@@ -127,7 +140,7 @@ def command(
 
 
 def _tuning(file: Path, trace: Path) -> Tuning:
-    """The tuning that tells the windows. `InputError` where it was made with another trace."""
+    """The tuning that names the windows. `InputError` where it was made with another trace."""
     from toolkit.files.io import read_file
     from toolkit.files.tuning import Tuning
 
@@ -172,7 +185,8 @@ def show(result: Validation) -> None:
     table(["request by request", ">median error", ">median size of it", ">requests"], requests)
     slow = ", ".join(f"{window.slowdown:.2f}" for window in result.windows)
     note(
-        f"before the windows, batches took {slow} times as long as fitted; the predictions take that over"
+        f"before the windows, batches took {slow} times as long as fitted;"
+        " the predictions include that"
     )
     failed, refused = (
         sum(getattr(window, name) for window in result.windows) for name in ("failed", "refused")

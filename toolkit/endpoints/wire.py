@@ -2,7 +2,7 @@
 they arrive.
 
 An asyncio protocol over httptools' parser, for what stands between a client and its server: with
-httpx and h11 an event of a stream cost 130 us of CPU (`bench/record_proxy.py`). Pieces that come
+httpx and h11 an event of a stream cost 130 us of CPU (`benchmarks/serving/record_proxy.py`). Pieces that come
 before the last one was read merge, and a server is not read from while more of its answer is held
 than `MAX_HELD_BYTES`. It decodes nothing and follows nothing.
 """

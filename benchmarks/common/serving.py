@@ -1,0 +1,332 @@
+"""Servers for tests and benchmarks: a toy model, workers on the test's loop, and a whole server.
+
+The toy model's next token is a function of all tokens before it. A request that was moved or run
+again therefore gives the same text, and a token that was lost or doubled gives another text.
+"""
+
+import asyncio
+import json
+import math
+import os
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Self
+
+import httpx
+import msgspec
+import psutil
+
+from benchmarks.common import samples
+from toolkit.deploy.plan import make_plan
+from toolkit.engines.protocol import FinishReason, Round, Row, SliceOutput, StepOutput
+from toolkit.engines.tokenizer import EOS, VOCAB_SIZE, ByteTokenizer
+from toolkit.estimators.laws import bilinear_law
+from toolkit.estimators.memory import ZetaMemory
+from toolkit.files.io import write_file
+from toolkit.files.plan import Plan
+from toolkit.sched.policies import make_policy
+from toolkit.sched.scheduler import Scheduler
+from toolkit.sched.types import Failure, Worker
+from toolkit.serve.access import Keyring
+from toolkit.serve.api import make_app
+from toolkit.serve.driver import Driver
+from toolkit.serve.forecast import UNLIMITED, LatencyLimits
+from toolkit.serve.settings import FrontSettings
+from toolkit.serve.stats import Stats
+from toolkit.workers.protocol import (
+    BatchDone,
+    BatchProgress,
+    OnEvent,
+    Times,
+    WorkerLost,
+    WorkerReady,
+)
+from toolkit.workers.supervisor import SilentWorkerError
+
+LAW = bilinear_law(p=(1e-4, 1e-3, 0.0, 0.01), d=(1e-6, 1e-4, 0.0, 0.01))
+HELPER = "toolkit.serve.helper"  # in the command of the process that reads large bodies
+FACTS = samples.fit().engine
+SETTINGS = FrontSettings(
+    model="toy", max_model_len=512, vocab_size=VOCAB_SIZE, max_new_tokens=256, max_waiting=64
+)
+
+
+def next_token(tokens: Sequence[int]) -> int:
+    """The toy model's next token, a lower-case letter."""
+    return 97 + hash(tuple(tokens)) % 26
+
+
+def generate(prompt: Sequence[int] | str, count: int) -> list[int]:
+    """The toy model's tokens after `prompt`, undisturbed."""
+    tokens = list(prompt.encode() if isinstance(prompt, str) else prompt)
+    start = len(tokens)
+    for _ in range(count):
+        tokens.append(next_token(tokens))
+    return tokens[start:]
+
+
+def text(prompt: Sequence[int] | str, count: int) -> str:
+    return bytes(generate(prompt, count)).decode()
+
+
+def run_row(row: Row, steps: int) -> tuple[tuple[int, ...], FinishReason]:
+    """The new tokens of a row, and how it ended, or ''."""
+    tokens = list(row.tokens)
+    count = min(steps, row.max_new_tokens - row.generated)
+    for _ in range(count):
+        ends = (
+            row.end_after is not None
+            and row.generated + len(tokens) - len(row.tokens) + 1 >= row.end_after
+        )
+        tokens.append(EOS if ends else next_token(tokens))
+        if ends:
+            return tuple(tokens[len(row.tokens) :]), "stop"
+    new = tuple(tokens[len(row.tokens) :])
+    return new, "length" if row.generated + len(new) >= row.max_new_tokens else ""
+
+
+class HandWorkers:
+    """Workers that a test moves by hand: batches wait in `running` until the test ends them. No
+    rounds.
+    """
+
+    def __init__(self, size: int = 1) -> None:
+        self.size = size
+        self.running: dict[int, tuple[int, list[Row], int]] = {}
+        self.rows: list[list[Row]] = []  # of every batch that was started
+        self.unwanted: list[str] = []
+        self.killed: list[int] = []
+        self.hung: list[SilentWorkerError] = []
+        self.stopped = False
+
+    async def start(self, on_event: OnEvent) -> None:
+        self.on_event = on_event
+        for worker in range(self.size):
+            on_event(WorkerReady(worker, FACTS))
+
+    def run(
+        self,
+        worker: int,
+        batch_id: int,
+        rows: Sequence[Row],
+        steps: int,
+        estimated_s: float = math.inf,
+    ) -> None:
+        assert worker not in self.running, "one batch at a time"
+        self.estimated_s = estimated_s
+        self.running[worker] = (batch_id, list(rows), steps)
+        self.rows.append(list(rows))
+
+    def run_round(
+        self, worker: int, batch_id: int, plan: Round, estimated_s: float = math.inf
+    ) -> None:
+        raise NotImplementedError
+
+    def interrupt(self, worker: int, batch_id: int) -> None:
+        raise NotImplementedError
+
+    def cancel(self, worker: int, batch_id: int, request_ids: Sequence[str]) -> None:
+        assert self.running[worker][0] == batch_id
+        self.unwanted += request_ids
+
+    def kill(self, worker: int) -> None:
+        self.killed.append(worker)
+
+    def silent(self) -> list[SilentWorkerError]:
+        return self.hung
+
+    async def stop(self) -> None:
+        self.stopped = True
+
+    def progress(self, worker: int = 0, steps: int = 1, done_before: int = 0) -> None:
+        """Report `steps` more tokens of each row, after the first `done_before`."""
+        batch_id, rows, _ = self.running[worker]
+        frames = []
+        for step in range(done_before, done_before + steps):
+            so_far = [(row, *run_row(one, step + 1)) for row, one in enumerate(rows)]
+            new = [
+                (row, tokens, finish) for row, tokens, finish in so_far if len(tokens) == step + 1
+            ]
+            ended = tuple((row, finish) for row, _, finish in new if finish)
+            frames.append(
+                StepOutput(tuple(row for row, _, _ in new), tuple(t[-1] for _, t, _ in new), ended)
+            )
+        self.on_event(BatchProgress(worker, batch_id, tuple(frames)))
+
+    def finish(self, worker: int = 0, *, steps: int | None = None, failure: Failure = "") -> None:
+        """End the batch after `steps` of its steps."""
+        batch_id, rows, planned = self.running.pop(worker)
+        results = [run_row(row, planned if steps is None else steps) for row in rows]
+        output = SliceOutput(
+            tuple(tokens for tokens, _ in results), tuple(finish for _, finish in results)
+        )
+        self.on_event(BatchDone(worker, batch_id, output, Times(0.01), failure))
+
+    def crash(self, worker: int = 0, *, steps: int = 0) -> None:
+        self.finish(worker, steps=steps, failure="crashed")
+        self.on_event(WorkerLost(worker, "killed"))
+
+    def recover(self, worker: int = 0) -> None:
+        self.on_event(WorkerReady(worker, FACTS))
+
+
+class ToyWorkers(HandWorkers):
+    """Workers that run alone and report every `stride` steps, each in a turn of the loop."""
+
+    def __init__(self, size: int = 2, stride: int = 4) -> None:
+        super().__init__(size)
+        self.stride = stride
+
+    def run(
+        self,
+        worker: int,
+        batch_id: int,
+        rows: Sequence[Row],
+        steps: int,
+        estimated_s: float = math.inf,
+    ) -> None:
+        super().run(worker, batch_id, rows, steps, estimated_s)
+        asyncio.get_running_loop().call_soon(self._go_on, worker, 0)
+
+    def _go_on(self, worker: int, at: int) -> None:
+        _, rows, steps = self.running[worker]
+        wanted = [row for row in rows if row.request_id not in self.unwanted]
+        longest = max((row.max_new_tokens - row.generated for row in wanted), default=0)
+        if at >= min(steps, longest):
+            self.finish(worker, steps=at)
+            return
+        stride = min(self.stride, steps - at)
+        self.progress(worker, stride, at)
+        asyncio.get_running_loop().call_soon(self._go_on, worker, at + stride)
+
+
+def make_driver(
+    workers: HandWorkers,
+    *,
+    policy: str = "slice",
+    capacity: int | Sequence[int] = 4096,
+    limits: LatencyLimits = UNLIMITED,
+    **parameters: Any,
+) -> Driver:
+    """A driver of such workers; `capacity` in tokens, of all workers or of each."""
+    capacities = [capacity] * workers.size if isinstance(capacity, int) else capacity
+    planned = [Worker(index, LAW, ZetaMemory(tokens)) for index, tokens in enumerate(capacities)]
+    parameters = parameters or {"slice_tokens": 8}
+    return Driver(
+        Scheduler(make_policy(policy, parameters), planned), workers, Stats(), limits=limits
+    )
+
+
+class Client(httpx.AsyncClient):
+    """A client of a server in this process, with access to its parts."""
+
+    def __init__(self, driver: Driver, workers: HandWorkers, settings: FrontSettings) -> None:
+        keyring = Keyring(settings.api_key, settings.keys)
+        transport = httpx.ASGITransport(
+            make_app(driver, ByteTokenizer(), settings, keyring=keyring)
+        )
+        super().__init__(transport=transport, base_url="http://test")
+        self.driver, self.workers, self.keyring = driver, workers, keyring
+
+
+@asynccontextmanager
+async def client(
+    workers: HandWorkers | None = None,
+    *,
+    capacity: int | Sequence[int] = 4096,
+    limits: LatencyLimits = UNLIMITED,
+    **settings: Any,
+) -> AsyncIterator[Client]:
+    """A server in this process, and its client."""
+    workers = workers or ToyWorkers()
+    driver = make_driver(workers, capacity=capacity, limits=limits)
+    await driver.start()
+    async with Client(driver, workers, replace(SETTINGS, **settings)) as http:
+        yield http
+    await driver.stop()
+
+
+def events(body: str) -> list[Any]:
+    """The data of server-sent events, parsed."""
+    lines = [
+        line.removeprefix("data: ") for line in body.split("\n\n") if line.startswith("data: ")
+    ]
+    return [line if line == "[DONE]" else msgspec.json.decode(line) for line in lines]
+
+
+async def turns(count: int = 20) -> None:
+    """Let the event loop run, without waiting for any clock."""
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+def fake_plan(folder: Path, **config: float) -> Plan:
+    """Write a plan of the fake engine in processes; `config` has the fields of FakeConfig."""
+    fake = {"model_type": "fake", **config}
+    model = {
+        "source": "random",
+        "config": fake,
+        "dtype": "float32",
+        "max_model_len": 512,
+        "tokenizer": "bytes",
+    }
+    recipe = samples.recipe(model=model, serve={"max_new_tokens": 256, "port": 0})
+    inputs = {"recipe": folder / "recipe.json", "fit": folder / "fit.json"}
+    write_file(recipe, inputs["recipe"])
+    write_file(samples.fit(), inputs["fit"])
+    plan = make_plan(recipe, samples.fit(), None, inputs)
+    write_file(plan, folder / "plan.json")
+    return plan
+
+
+class Server:
+    """`llmctl serve` in a process of its own, from before it listens until it has ended."""
+
+    def __init__(self, plan: Path, *options: str, **environment: str) -> None:
+        command = (sys.executable, "-m", "toolkit", "serve", str(plan), "--json", *options)
+        self.process = subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=os.environ | environment,
+        )
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line:
+            raise RuntimeError(self.process.communicate()[1])
+        self.ready = json.loads(line)
+        self.url = self.ready["url"]
+
+    def workers(self) -> list[psutil.Process]:
+        return [child for child, words in self._children() if HELPER not in words]
+
+    def helpers(self) -> list[psutil.Process]:
+        """The process that reads large bodies."""
+        return [child for child, words in self._children() if HELPER in words]
+
+    def _children(self) -> list[tuple[psutil.Process, list[str]]]:
+        """The child processes that have not ended, with their commands."""
+        found = []
+        for child in psutil.Process(self.process.pid).children():
+            with suppress(psutil.NoSuchProcess):
+                found.append((child, child.cmdline()))
+        return found
+
+    def end(self) -> int:
+        """Send SIGTERM; the exit code."""
+        self.process.terminate()
+        self.process.communicate(timeout=60)
+        return self.process.returncode
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.communicate()

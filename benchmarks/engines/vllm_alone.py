@@ -1,0 +1,13 @@
+"""vLLM's environment on a CPU, in one process and offline, for benchmarks of its engine."""
+
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+
+
+def bind(threads: int) -> dict[str, str]:
+    """Bind vLLM to the first processors."""
+    return {"VLLM_CPU_OMP_THREADS_BIND": f"0-{threads - 1}"}

@@ -1,0 +1,116 @@
+"""The demo's output for the docs: a picture of its tables, and a shortened transcript.
+
+    make demo 2>&1 | tee demo.log; python -m benchmarks.serving.demo_page demo.log
+
+Takes seconds. Needs the log of `make demo`, which takes about five minutes.
+
+Writes docs/demo.svg and docs/demo.md. Dots in the transcript mark what is left out; nothing else is
+edited.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.text import Text
+
+from benchmarks.common import ROOT
+from benchmarks.common.command import make_parser
+
+DOCS = ROOT / "docs"
+DOTS = "..."
+WIDTH = 82
+HEAD = """\
+# What `make demo` prints
+
+{about} Shortened at the dots; made by `python -m benchmarks.serving.demo_page demo.log` of one run's output.
+
+```text
+{text}
+```
+"""
+PROMISE, END = "^what tune promised", r"^rc \d|^real\t"
+# Parts of the output: from a line that matches the first pattern to before the next line that
+# matches the second.
+PROFILE = [
+    ("== 1/6", r"^\d+ points skipped|^\d+ points,"),
+    (r"points, .*measurements to go", r"^tiny"),
+]
+FIT = [("== 2/6", "^coefficients")]
+TUNE = [
+    ("== 3/6", "^trace: "),
+    ("^policy '", "^goodput_rps of the trials"),
+    ("^the target that binds", "^analytic|^wrote|^validation"),
+]
+SERVE = [
+    ("== 4/6", "^ what "),
+    (r"^\$ llmctl bench", "^trace: "),
+    ("^warm-up: batches", "== 5/6"),
+    ("== 5/6", "^trace: "),
+    ("^warm-up: batches", "== 6/6"),
+]
+SLS = [("== 6/6", r"^\$ "), (PROMISE, END)]
+PICTURE = [("== 4/6", r"^\$ "), ("^warm-up: batches", "^during the replay"), (PROMISE, END)]
+
+
+def part(lines: Sequence[str], start: str, end: str, after: int) -> tuple[list[str], int]:
+    """The lines of a part that begins after line `after`, and where it ends. `SystemExit` where
+    there is none.
+    """
+    begin = next((k for k in range(after, len(lines)) if re.search(start, lines[k])), None)
+    if begin is None:
+        raise SystemExit(
+            f"not the output of a whole `make demo`: no line behind {after} matches {start!r}"
+        )
+    stop = next((k for k in range(begin + 1, len(lines)) if re.search(end, lines[k])), len(lines))
+    return list(lines[begin:stop]), stop
+
+
+def parts(lines: Sequence[str], wanted: Sequence[tuple[str, str]], dots: bool) -> Iterator[str]:
+    """The lines of the parts in sequence, without two empty lines in a row."""
+    position, last = 0, ""
+    for number, (start, end) in enumerate(wanted):
+        found, position = part(lines, start, end, position)
+        for line in ([DOTS] if dots and number else []) + found:
+            if line.strip() or last.strip():
+                yield line
+            last = line
+
+
+def picture(lines: Sequence[str]) -> str:
+    """The tables of the tuned server and of the end, as the SVG of a terminal."""
+    console = Console(record=True, width=WIDTH, file=io.StringIO(), force_terminal=True)
+    for line in parts(lines, PICTURE, dots=False):
+        console.print(Text(line, style="bold" if line.startswith("==") else ""))
+    return console.export_svg(title="make demo")
+
+
+def transcript(lines: Sequence[str]) -> str:
+    """All stages, shortened."""
+    return "\n".join(parts(lines, [*PROFILE, *FIT, *TUNE, *SERVE, *SLS], dots=True)).rstrip()
+
+
+def read(path: Path) -> list[str]:
+    """The lines of an output, without the folders of recipes."""
+    text = re.sub(r"\S*/recipes/(\S+)\.yaml", r"\1", path.read_text(encoding="utf-8"))
+    return [line.rstrip() for line in text.splitlines()]
+
+
+def main() -> None:
+    parser = make_parser(__doc__)
+    parser.add_argument("log", type=Path)
+    parser.add_argument("--about", default="On two shared virtual cores (AMD EPYC), no GPU.")
+    given = parser.parse_args()
+    lines = read(given.log)
+    (DOCS / "demo.svg").write_text(picture(lines), encoding="utf-8")
+    (DOCS / "demo.md").write_text(
+        HEAD.format(about=given.about, text=transcript(lines)), encoding="utf-8"
+    )
+
+
+if __name__ == "__main__":
+    main()

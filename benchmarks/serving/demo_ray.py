@@ -1,0 +1,268 @@
+"""`make demo-ray`: serve on a Ray cluster of two nodes, kill one under load, lose no request.
+
+    python -m benchmarks.serving.demo_ray [--out DIR] [--plan PLAN] [--rate R] [--seconds S]
+
+Takes a few minutes. Needs Ray (`pip install 'llmctl[ray]'`); nothing is downloaded.
+
+The nodes are two raylets on this machine, each with one worker of a tiny Llama on the CPU. The
+benchmark starts and ends them, with a token of their own. The same requests are replayed three
+times: against workers in processes, against Ray, and against Ray while one node is killed with all
+its processes and another node joins later.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import secrets
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import typer
+
+from benchmarks.common.command import make_parser
+from toolkit.bench.predict import counts
+from toolkit.cli.arguments import open_recipe
+from toolkit.cli.demo import Stages
+from toolkit.cli.output import seconds, table
+from toolkit.endpoints.target import Target, find_target
+from toolkit.errors import InputError, LlmctlError
+from toolkit.files.bench import BenchReport
+from toolkit.files.io import read_file, write_file
+
+ESTIMATE = "some three minutes on two cores, half of them measuring"
+PROCESSES = "processes"
+KILL_AT = 0.3  # as a share of the replay
+PATIENCE_S = 120.0
+STORE_BYTES = 80 << 20
+Counts = dict[str, float]  # of /metrics, by series
+SMALL = {
+    "batch_sizes": [1, 8, 24],
+    "input_lengths": [16, 96, 256],
+    "cached_lengths": [16, 160, 448],
+    "memory_lengths": [384],
+    "slices": 6,
+    "repeats": 2,
+}
+
+
+class Nodes:
+    """A Ray cluster on this machine: a head node, which the server belongs to, and a second node
+    that may be killed.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        from ray.cluster_utils import Cluster
+
+        self._options = {"num_cpus": 1, "object_store_memory": STORE_BYTES, "temp_dir": str(folder)}
+        self.cluster: Any = Cluster(
+            initialize_head=True, head_node_args=self._options | {"include_dashboard": False}
+        )
+        self.join()
+
+    def join(self) -> None:
+        """Another node."""
+        self.cluster.add_node(**self._options)
+
+    def kill(self) -> int:
+        """Send SIGKILL to the second node's raylet and all its processes; their number."""
+        (node,) = self.cluster.worker_nodes
+        (raylet,) = node.all_processes["raylet"]
+        root = psutil.Process(raylet.process.pid)
+        victims = [root, *root.children(recursive=True)]
+        for victim in victims:
+            victim.kill()
+        self.cluster.remove_node(node, allow_graceful=False)
+        return len(victims)
+
+
+@contextmanager
+def cluster() -> Iterator[Nodes]:
+    """Two nodes until the block ends. Nothing of them is left, also where another cluster of this
+    user runs.
+    """
+    os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+    os.environ["RAY_BACKEND_LOG_LEVEL"] = "error"
+    from ray._common.utils import (
+        get_ray_address_file,  # Ray reads its environment when it is imported
+    )
+
+    found = Path(get_ray_address_file(None))  # the cluster that `--ray auto` and `ray.init()` join
+    before = found.read_text() if found.exists() else None
+    found.unlink(missing_ok=True)  # Ray warns when it overwrites it
+    folder = Path(
+        tempfile.mkdtemp(prefix="llmctl-ray-", dir="/tmp")
+    )  # a socket's path has at most 107 characters
+    nodes = None
+    try:
+        nodes = Nodes(folder)
+        yield nodes
+    finally:
+        if nodes is not None:
+            nodes.cluster.shutdown()
+        shutil.rmtree(folder, ignore_errors=True)
+        if before is not None:
+            found.write_text(before)
+        else:
+            found.unlink(missing_ok=True)
+
+
+def make_plan(stage: Stages, out: Path) -> Path:
+    """A quick profile of the tiny Llama, its fit and its plan."""
+    recipe = open_recipe(Path("tiny-llama-cpu"))
+    small = recipe.model_copy(update={"profile": recipe.profile.model_copy(update=SMALL)})
+    files = {name: out / f"{name}.json" for name in ("recipe", "profile", "fit", "plan")}
+    write_file(small, files["recipe"])
+    stage.llmctl("profile", files["recipe"], "--out", files["profile"])
+    stage.llmctl("fit", files["profile"], "--out", files["fit"])
+    stage.llmctl("render", files["recipe"], "--fit", files["fit"], "--out", files["plan"])
+    return files["plan"]
+
+
+class Replay:
+    """One server and one replay against it; the replay's output goes to a file."""
+
+    def __init__(self, stage: Stages, plan: Path, out: Path, arguments: argparse.Namespace) -> None:
+        self._stage, self._plan, self._out = stage, plan, out
+        self._load = ["--rate", arguments.rate, "--duration", arguments.seconds, "--warmup", 0]
+        self._seconds = arguments.seconds
+
+    def run(
+        self, name: str, *serve: object, nodes: Nodes | None = None
+    ) -> tuple[BenchReport, Counts]:
+        """Serve with these options and replay; with `nodes` one is killed meanwhile, and another
+        joins.
+        """
+        report = self._out / f"bench-{name}.json"
+        with self._stage.server(self._plan, "--check", 0, *serve) as url:
+            target = find_target(url)
+            words = [
+                *map(
+                    str, ["bench", "--url", url, "--plan", self._plan, *self._load, "--out", report]
+                )
+            ]
+            print(f"$ llmctl {' '.join(words)}", flush=True)
+            with (self._out / f"bench-{name}.txt").open("w") as said:
+                command = [sys.executable, "-m", "toolkit", *words]
+                with subprocess.Popen(command, stdout=said, stderr=subprocess.STDOUT) as bench:
+                    if nodes:
+                        self._disturb(target, nodes, bench)
+            if bench.returncode:
+                print(f"error: the replay failed; see {said.name}", file=sys.stderr)
+                raise typer.Exit(bench.returncode)
+            if nodes:
+                _wait(lambda: counts(target)["llmctl_workers_alive"] == 2)
+                print("  both workers are alive again")
+            return read_file(BenchReport, report), counts(target)
+
+    def _disturb(self, target: Target, nodes: Nodes, bench: subprocess.Popen[bytes]) -> None:
+        _wait(lambda: bench.poll() is not None or counts(target)["llmctl_requests_running"] > 0)
+        began_s = time.monotonic()
+        time.sleep(KILL_AT * self._seconds)
+        running = counts(target)["llmctl_requests_running"]
+        killed = nodes.kill()
+        print(
+            f"  {KILL_AT * self._seconds:.0f} s in: killed a node, {killed} processes;"
+            f" {running:.0f} requests ran"
+        )
+        _wait(lambda: bench.poll() is not None or counts(target)["llmctl_workers_alive"] == 1)
+        print(
+            f"  {time.monotonic() - began_s:.0f} s in: the server knows; their requests"
+            " run on the other node"
+        )
+        nodes.join()
+        print(f"  {time.monotonic() - began_s:.0f} s in: another node has joined")
+
+
+def _wait(condition: Callable[[], bool]) -> None:
+    end_s = time.monotonic() + PATIENCE_S
+    while not condition():
+        if time.monotonic() > end_s:
+            raise InputError(f"the cluster did not get there within {PATIENCE_S:g} s")
+        time.sleep(0.1)
+
+
+def show(results: dict[str, tuple[BenchReport, Counts]]) -> None:
+    """Print the three replays beside each other."""
+    base = results[PROCESSES][0].measured["throughput_rps"]
+    rows = []
+    for name, (report, seen) in results.items():
+        hop_ms = 1e3 * seen["llmctl_hop_seconds_sum"] / max(seen["llmctl_hop_seconds_count"], 1)
+        lost = int(seen["llmctl_worker_restarts_total"])
+        measured, failed = report.measured, sum(report.failures.values())
+        ratio = measured["throughput_rps"] / base
+        rows.append(
+            [
+                name,
+                report.answered - failed,
+                failed,
+                lost,
+                measured["throughput_rps"],
+                f"{ratio:.2f}x",
+                hop_ms,
+            ]
+        )
+    table(["workers", "served", "failed", "lost", "requests/s", ">ratio", "hop, ms"], rows)
+    print("hop: from the end of a worker's batch to the start of its next, where one was there")
+
+
+def demo(arguments: argparse.Namespace) -> None:
+    """Run everything. `typer.Exit` where a command or a request failed."""
+    began_s = time.monotonic()
+    out: Path = arguments.out
+    out.mkdir(parents=True, exist_ok=True)
+    stage = Stages(sys.stdout)
+    print(f"a Ray cluster of two nodes on this machine; {ESTIMATE}")
+    stage.title("1/5  measure a tiny Llama, quickly, and plan")
+    replay = Replay(stage, arguments.plan or make_plan(stage, out), out, arguments)
+    stage.title("2/5  two workers in processes, for comparison")
+    results = {PROCESSES: replay.run("processes")}
+    stage.title("3/5  a Ray cluster: two nodes of one CPU each, entered with a token")
+    with cluster() as nodes:
+        address = nodes.cluster.address
+        print(f"  its head is {address}")
+        stage.title("4/5  two workers on Ray")
+        results["Ray"] = replay.run("ray", "--ray", address)
+        stage.title("5/5  the same, and a node is killed under load")
+        results["Ray, a node killed"] = replay.run("ray-killed", "--ray", address, nodes=nodes)
+    print()
+    show(results)
+    failed = sum(sum(report.failures.values()) for report, _ in results.values())
+    print(f"the demo took {seconds(time.monotonic() - began_s)}; its files are in {out}/")
+    if failed:
+        raise typer.Exit(1)
+
+
+def main() -> int:
+    parser = make_parser(__doc__)
+    parser.add_argument(
+        "--out", type=Path, default=Path("demo-out/ray"), help="folder for the files of all stages"
+    )
+    parser.add_argument(
+        "--plan", type=Path, help="serve this plan of two workers on the CPU instead of measuring"
+    )
+    parser.add_argument("--rate", type=float, default=18.0, help="requests per second")
+    parser.add_argument("--seconds", type=float, default=20.0, help="how long requests arrive")
+    try:
+        demo(parser.parse_args())
+    except LlmctlError as error:
+        print(f"error: {error.message}\nhint: {error.hint}", file=sys.stderr)
+        return error.exit_code
+    except typer.Exit as ended:
+        return ended.exit_code
+    except KeyboardInterrupt:
+        print("interrupted; the cluster and the server are gone", file=sys.stderr)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,232 @@
+"""Tokens per second that the front streams, beside bare endpoints on the same server software.
+
+    python -m benchmarks.serving.front_stream [--clients 128] [--tokens 64] [--repeats 5]
+
+Takes two minutes with one repeat on two shared, busy cores. Needs nothing but the package;
+`--granian PYTHON` adds servers on granian, which that interpreter has.
+
+`ours` is the whole server with a fake engine that takes no time, in two worker processes. `ours,
+every step` is the same server with workers that report each step at once, so that hardly any tokens
+share an event. The bare endpoints send one event per token and have no scheduler: FastAPI's
+StreamingResponse over an asynchronous generator that writes OpenAI's chunk with `json.dumps`, and a
+raw ASGI application with the bytes ready. Both run on uvicorn with uvloop and httptools, FastAPI
+also on asyncio and h11. With `--granian`, ours and both bare ones run on granian, too. In each
+repeat every server is asked once, in another order. Clients are raw sockets in a process of their
+own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import httpx
+import psutil
+
+from benchmarks.common.command import make_parser
+from benchmarks.common.raw_client import request, send
+from benchmarks.common.serving import fake_plan
+
+BARE = """
+import json
+from fastapi import FastAPI
+from fastapi.responses import StreamingResponse
+
+app = FastAPI()
+HEAD = {"id": "cmpl-0123456789abcdef", "object": "text_completion", "created": 1700000000, "model": "test"}
+CHOICE = {"index": 0, "text": "x", "finish_reason": None, "logprobs": None}
+READY = ("data: " + json.dumps({**HEAD, "choices": [CHOICE]}) + "\\n\\n").encode()
+
+
+@app.post("/v1/completions")
+async def completions(body: dict):
+    async def events():
+        for index in range(body["max_tokens"]):
+            choice = {"index": 0, "text": "x", "finish_reason": None, "logprobs": None}
+            yield "data: " + json.dumps({**HEAD, "choices": [choice]}) + "\\n\\n"
+        yield "data: [DONE]\\n\\n"
+
+    return StreamingResponse(events(), media_type="text/event-stream")
+
+
+async def raw(scope, receive, send):
+    body = json.loads((await receive())["body"])
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/event-stream")]})
+    for _ in range(body["max_tokens"]):
+        await send({"type": "http.response.body", "body": READY, "more_body": True})
+    await send({"type": "http.response.body", "body": b"data: [DONE]\\n\\n", "more_body": False})
+"""
+
+
+class Run(NamedTuple):
+    """One crowd of clients at one server."""
+
+    tokens_per_s: float
+    events: int
+    front_cpu_s: float
+
+
+class Served:
+    """A process of our server or of a bare one, until `end`."""
+
+    def __init__(self, name: str, command: Sequence[str], folder: str, port: int) -> None:
+        self.name = name
+        self.port = port
+        self.process = subprocess.Popen(
+            command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+        )
+        if not port:
+            assert self.process.stdout is not None
+            self.port = int(json.loads(self.process.stdout.readline())["url"].rpartition(":")[2])
+        while True:
+            try:
+                httpx.post(
+                    f"http://127.0.0.1:{self.port}/v1/completions",
+                    json={"prompt": "a", "max_tokens": 1},
+                ).read()
+                break
+            except httpx.TransportError:
+                time.sleep(0.1)
+
+    def cpu_s(self) -> float:
+        """CPU seconds of the serving process, and for granian of its worker. Our workers do not
+        count, since their engine is a fake.
+        """
+        one = psutil.Process(self.process.pid)
+        parts = [
+            one,
+            *(
+                one.children()
+                if self.name.endswith("on granian") and "ours" not in self.name
+                else ()
+            ),
+        ]
+        return float(sum(part.cpu_times().user + part.cpu_times().system for part in parts))
+
+    def end(self) -> None:
+        self.process.terminate()
+        self.process.wait(60)
+
+
+async def stream(port: int, tokens: int) -> tuple[int, bool]:
+    """One streamed request: its number of events, and whether it was complete."""
+    asked = request(prompt="x" * 50, max_tokens=tokens, stream=True, temperature=0)
+    reader, writer = await send(port, asked)
+    received = await reader.read(-1)
+    writer.close()
+    return received.count(b"data: {"), b"[DONE]" in received
+
+
+async def crowd(port: int, clients: int, tokens: int) -> tuple[float, int]:
+    begin_s = time.perf_counter()
+    answers = await asyncio.gather(*[stream(port, tokens) for _ in range(clients)])
+    if not all(whole for _, whole in answers):
+        raise RuntimeError("a stream was cut off")
+    return time.perf_counter() - begin_s, sum(events for events, _ in answers)
+
+
+def measure(server: Served, clients: int, tokens: int) -> Run:
+    before_s = server.cpu_s()
+    took_s, events = asyncio.run(crowd(server.port, clients, tokens))
+    return Run(clients * tokens / took_s, events, server.cpu_s() - before_s)
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
+
+
+def write_plan(folder: Path, flush_s: float) -> str:
+    """The path of our server's plan; its workers report at this interval."""
+    folder.mkdir()
+    plan = fake_plan(folder, eos_one_in=0)
+    engine = plan.recipe.engine.model_copy(update={"flush_s": flush_s})
+    text = plan.model_copy(
+        update={"recipe": plan.recipe.model_copy(update={"engine": engine})}
+    ).model_dump_json()
+    (folder / "plan.json").write_text(text)
+    return str(folder / "plan.json")
+
+
+def start_all(folder: str, granian: str | None) -> list[Served]:
+    Path(folder, "bare.py").write_text(BARE)
+    servers = []
+    for name, flush_s in (("ours", 0.05), ("ours, every step", 0.0)):
+        plan = write_plan(Path(folder, name.replace(", ", "-").replace(" ", "-")), flush_s)
+        command = [sys.executable, "-m", "toolkit", "serve", plan, "--json", "--admission", "queue"]
+        servers.append(Served(name, command, ".", 0))
+        if granian:
+            command = [granian, "-m", "benchmarks.serving.front_granian", plan]
+            servers.append(Served(f"{name}, on granian", command, ".", 0))
+    uvicorn = [sys.executable, "-m", "uvicorn", "--log-level", "critical", "--no-access-log"]
+    bare = [
+        ("FastAPI on uvicorn", "bare:app", uvicorn),
+        ("raw ASGI on uvicorn", "bare:raw", uvicorn),
+        (
+            "FastAPI on asyncio and h11",
+            "bare:app",
+            [*uvicorn, "--loop", "asyncio", "--http", "h11"],
+        ),
+    ]
+    if granian:
+        command = [granian, "-m", "granian", "--interface", "asgi", "--no-log"]
+        bare += [
+            ("FastAPI on granian", "bare:app", command),
+            ("raw ASGI on granian", "bare:raw", command),
+        ]
+    for name, app, command in bare:
+        port = free_port()
+        servers.append(Served(name, [*command, "--port", str(port), app], folder, port))
+    return servers
+
+
+def main() -> None:
+    parser = make_parser(__doc__)
+    parser.add_argument("--clients", type=int, default=128)
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--granian", help="an interpreter that has granian and FastAPI")
+    options = parser.parse_args()
+    rng = random.Random(0)
+    with tempfile.TemporaryDirectory() as folder:
+        servers = start_all(folder, options.granian)
+        runs: dict[str, list[Run]] = {server.name: [] for server in servers}
+        for repeat in range(options.repeats + 1):  # the first warms up
+            for server in rng.sample(servers, len(servers)):
+                run = measure(server, options.clients, options.tokens)
+                if repeat:
+                    runs[server.name].append(run)
+        for server in servers:
+            server.end()
+    bare = [run.tokens_per_s for run in runs["FastAPI on uvicorn"]]
+    total = options.clients * options.tokens
+    print(
+        f"{options.clients} clients, {options.tokens} tokens each, medians; % of bare"
+        " FastAPI, paired"
+    )
+    for name, found in runs.items():
+        shares = [100 * run.tokens_per_s / other for run, other in zip(found, bare, strict=True)]
+        events = statistics.median(run.events for run in found)
+        cpu_us = 1e6 * statistics.median(run.front_cpu_s for run in found)
+        rate = statistics.median(run.tokens_per_s for run in found)
+        ours = f"{statistics.median(shares):5.0f} % ({min(shares):.0f} to {max(shares):.0f})"
+        cost = (
+            f"{events:6,.0f} events {cpu_us / events:5.0f} us CPU per event"
+            f" {cpu_us / total:5.1f} per token"
+        )
+        print(f"{name:28} {rate:8,.0f} tokens/s {ours} {cost}")
+
+
+if __name__ == "__main__":
+    main()

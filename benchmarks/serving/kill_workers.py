@@ -1,0 +1,317 @@
+"""Workers killed under load: every answer must equal the undisturbed one.
+
+    python -m benchmarks.serving.kill_workers [--rounds 100] [--signal KILL|STOP]
+    python -m benchmarks.serving.kill_workers --mixed [--rounds 100]
+
+Takes about 20 s per round on two shared, busy cores. Needs nothing but the package; `--plan
+plan.json` uses that plan's real model.
+
+Without a plan the engines are fakes: their next token is a hash of all tokens before it. A token
+that was lost, doubled or made from something else changes all that follow. With a plan its real
+model serves greedy requests. 16 clients stream without a pause; each compares text and usage of
+every answer with what the same server sent before the first kill. In a round some tokens flow, one
+random worker gets the signal, and the server restores its number of workers. A worker that is
+stopped (STOP) is as good as hung: the server has to notice, so `serve.hang_s` is 1 s there.
+
+With --mixed each round does one of these at random: a worker is killed, is stopped, hangs while it
+loads (its predecessor is killed and it is stopped as soon as it exists), or hangs in its engine (a
+request causes it, and gets a deliberate 503). In every fifth round the front is killed right after
+it: no process of it may be left after 10 s. The engines are fakes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+
+import httpx
+import psutil
+
+from benchmarks.common.command import make_parser
+from benchmarks.common.serving import Server, fake_plan
+from toolkit.files.io import read_file, write_file
+from toolkit.files.plan import Plan
+
+CLIENTS = 16
+PROMPTS = 24
+
+
+class Load:
+    """Clients that stream, and the errors that they found."""
+
+    def __init__(self, http: httpx.AsyncClient, tokens: int, rng: random.Random) -> None:
+        self._http = http
+        self._tokens = tokens
+        self._rng = rng
+        self.expected: dict[str, str] = {}
+        self.wrong: list[str] = []
+        self.done = 0
+        self.events = 0
+        self.stopping = self.front_killed = False
+        self.hangs: list[asyncio.Task[httpx.Response]] = []
+
+    @property
+    def http(self) -> httpx.AsyncClient:
+        return self._http
+
+    async def undisturbed(self) -> None:
+        """Record the answer to each prompt."""
+        for _ in range(PROMPTS):
+            prompt = "".join(
+                self._rng.choice("abcdefgh ") for _ in range(self._rng.randint(5, 120))
+            )
+            text, _, error = await self._ask(prompt)
+            if error:
+                raise RuntimeError(error)
+            self.expected[prompt] = text
+
+    async def _ask(self, prompt: str) -> tuple[str, int, str]:
+        """Text, tokens by usage, and the error of one request."""
+        body = {
+            "prompt": prompt,
+            "max_tokens": self._tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        text, tokens, last = "", 0, ""
+        async with self._http.stream("POST", "/v1/completions", json=body) as response:
+            if response.status_code != 200:
+                return "", 0, f"status {response.status_code}: {(await response.aread())[:200]!r}"
+            async for line in response.aiter_lines():
+                if not line.startswith("data: "):
+                    continue
+                last = line.removeprefix("data: ")
+                if last == "[DONE]":
+                    continue
+                event = json.loads(last)
+                if "error" in event:
+                    return text, tokens, str(event["error"])
+                self.events += 1
+                text += "".join(choice["text"] for choice in event["choices"])
+                tokens = event["usage"]["completion_tokens"] if event["usage"] else tokens
+        return text, tokens, "" if last == "[DONE]" else "the stream ended early"
+
+    async def go(self) -> None:
+        """Run one client."""
+        while not self.stopping:
+            prompt = self._rng.choice(list(self.expected))
+            try:
+                text, tokens, error = await self._ask(prompt)
+            except httpx.TransportError:
+                if not self.front_killed:
+                    raise
+                return
+            if self.front_killed:
+                return
+            self.done += 1
+            if error or text != self.expected[prompt] or tokens != self._tokens:
+                self.wrong.append(
+                    f"{error or 'another text'}: {tokens} tokens, {len(text)} characters"
+                )
+
+
+FAULTS = ("kill", "stop", "loading", "engine")
+HANG = 258  # the fake engine hangs at this token, which it never samples
+LEFT_S = 10.0  # for the processes of a killed front to end
+ROUND_TIMEOUT_S = 180.0
+
+
+async def inject_fault(
+    fault: str, server: Server, http: httpx.AsyncClient, rng: random.Random, load: Load
+) -> int:
+    """Inject the fault; the number of workers that it costs."""
+    if fault == "engine":
+        body = {"prompt": [rng.randrange(97, 123), HANG], "max_tokens": 8, "ignore_eos": True}
+        load.hangs.append(asyncio.create_task(http.post("/v1/completions", json=body)))
+        return 2  # a request that costs two workers fails
+    victim = rng.choice(server.workers())
+    before = {worker.pid for worker in server.workers()}
+    victim.send_signal(signal.SIGSTOP if fault == "stop" else signal.SIGKILL)
+    if fault == "loading":
+        end_s = time.monotonic() + ROUND_TIMEOUT_S
+        while not (new := [one for one in server.workers() if one.pid not in before]):
+            if time.monotonic() > end_s:
+                raise RuntimeError(f"no worker was started again within {ROUND_TIMEOUT_S:.0f} s")
+            await asyncio.sleep(0.002)
+        new[0].send_signal(signal.SIGSTOP)
+    return 1
+
+
+async def serve_until_front_killed(
+    server: Server, load: Load, rounds: int, rng: random.Random, found: dict[str, int]
+) -> None:
+    """Run rounds until all are done or the front is killed, in every fifth."""
+    load.stopping = False
+    clients = [asyncio.create_task(load.go()) for _ in range(CLIENTS)]
+    http, restarts, size = load.http, 0.0, len(server.workers())
+    while found["rounds"] < rounds:
+        before = load.events
+        while load.events < before + rng.randint(5, 60):
+            await asyncio.sleep(0.005)
+        fault = rng.choice(FAULTS)
+        found["rounds"] += 1
+        found[fault] += 1
+        everything = psutil.Process(server.process.pid).children(recursive=True)
+        restarts += await inject_fault(fault, server, http, rng, load)
+        if found["rounds"] % 5 == 0:
+            found["front"] += 1
+            await asyncio.sleep(rng.random() * 2)
+            everything += psutil.Process(server.process.pid).children(recursive=True)
+            load.stopping = load.front_killed = True
+            server.process.kill()
+            killed_s = time.monotonic()
+            _, left = await asyncio.to_thread(psutil.wait_procs, everything, LEFT_S)
+            found["left"] += len(left)
+            gone_ms = round(1000 * (time.monotonic() - killed_s))
+            found["gone_ms_max"] = max(found["gone_ms_max"], gone_ms)
+            break
+        deadline_s = time.monotonic() + ROUND_TIMEOUT_S
+        while (
+            await metric(http, "llmctl_worker_restarts_total") < restarts
+            or await metric(http, "llmctl_workers_alive") < size
+        ):
+            if time.monotonic() > deadline_s:
+                load.wrong.append(
+                    f"round {found['rounds']} ({fault}): the workers did not come back"
+                )
+                restarts = await metric(http, "llmctl_worker_restarts_total")
+                break
+            await asyncio.sleep(0.05)
+    load.stopping = True
+    await asyncio.gather(*clients)
+    for hung in await asyncio.gather(*load.hangs, return_exceptions=True):
+        if isinstance(hung, httpx.Response) and hung.status_code != 503:
+            load.wrong.append(f"a request that hangs got {hung.status_code}")
+    load.hangs.clear()
+
+
+def run_mixed(plan: Path, settings: list[str], options: argparse.Namespace) -> dict[str, object]:
+    """Run all rounds, with a new front after each that was killed."""
+    rng, found = random.Random(options.seed), Counter[str]()
+    wrong: list[str] = []
+    expected: dict[str, str] = {}
+    done, begin_s = 0, time.monotonic()
+    while found["rounds"] < options.rounds:
+        with Server(plan, "--policy", options.policy, *settings, "--port", "0") as server:
+
+            async def live(server: Server = server) -> Load:
+                limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+                async with httpx.AsyncClient(
+                    base_url=server.url, timeout=300.0, limits=limits
+                ) as http:
+                    load = Load(http, options.tokens, rng)
+                    load.expected = expected
+                    if not expected:
+                        await load.undisturbed()
+                    await serve_until_front_killed(server, load, options.rounds, rng, found)
+                    return load
+
+            load = asyncio.run(live())
+            wrong += load.wrong
+            done += load.done
+            found["exit_codes"] += 0 if load.front_killed else server.end()
+        print(
+            json.dumps(found), "requests:", done, "wrong:", len(wrong), file=sys.stderr, flush=True
+        )
+    seconds = round(time.monotonic() - begin_s)
+    return {
+        **found,
+        "requests": done,
+        "wrong": wrong[:5],
+        "wrong_count": len(wrong) + found["left"],
+        "seconds": seconds,
+    }
+
+
+async def metric(http: httpx.AsyncClient, name: str) -> float:
+    lines = (await http.get("/metrics")).text.splitlines()
+    return sum(float(line.split()[-1]) for line in lines if line.startswith(f"{name}{{"))
+
+
+async def run(server: Server, options: argparse.Namespace, rng: random.Random) -> dict[str, object]:
+    number = getattr(signal, f"SIG{options.signal}")
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+    async with httpx.AsyncClient(base_url=server.url, timeout=300.0, limits=limits) as http:
+        load = Load(http, options.tokens, rng)
+        await load.undisturbed()
+        clients = [asyncio.create_task(load.go()) for _ in range(CLIENTS)]
+        begin_s, back_s, ill = time.monotonic(), [], 0
+        for done in range(options.rounds):
+            before = load.events
+            while load.events < before + rng.randint(5, 60):
+                await asyncio.sleep(0.005)
+            victim = rng.choice(server.workers())
+            victim.send_signal(number)
+            killed_s = time.monotonic()
+            while await metric(http, "llmctl_worker_restarts_total") < done + 1 or await metric(
+                http, "llmctl_workers_alive"
+            ) < len(server.workers()):
+                ill += (await http.get("/health")).status_code != 200
+                await asyncio.sleep(0.05)
+            back_s.append(time.monotonic() - killed_s)
+            if psutil.pid_exists(victim.pid):
+                load.wrong.append(f"worker {victim.pid} is still there")
+        load.stopping = True
+        await asyncio.gather(*clients)
+        return {
+            "signal": options.signal,
+            "rounds": options.rounds,
+            "requests": load.done,
+            "wrong": load.wrong[:5],
+            "wrong_count": len(load.wrong),
+            "restarts": await metric(http, "llmctl_worker_restarts_total"),
+            "worker_back_s_median": round(sorted(back_s)[len(back_s) // 2], 2),
+            "worker_back_s_max": round(max(back_s), 2),
+            "unhealthy_polls": ill,
+            "seconds": round(time.monotonic() - begin_s),
+        }
+
+
+def main() -> int:
+    parser = make_parser(__doc__)
+    parser.add_argument("--rounds", type=int, default=100)
+    parser.add_argument("--signal", choices=["KILL", "STOP"], default="KILL")
+    parser.add_argument("--mixed", action="store_true")
+    parser.add_argument("--plan", type=Path)
+    parser.add_argument("--policy", default="slice")
+    parser.add_argument("--set", action="append", default=[])
+    parser.add_argument("--tokens", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    settings = [part for one in options.set for part in ("--set", one)]
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "plan.json"
+        plan = (
+            read_file(Plan, options.plan)
+            if options.plan
+            else fake_plan(Path(folder), eos_one_in=0, decode_s=0.004, hang_token=HANG)
+        )
+        hang_s = 1.0 if options.signal == "STOP" or options.mixed else plan.recipe.serve.hang_s
+        served = plan.recipe.serve.model_copy(update={"admission": "queue", "hang_s": hang_s})
+        write_file(
+            plan.model_copy(update={"recipe": plan.recipe.model_copy(update={"serve": served})}),
+            path,
+        )
+        if options.mixed:
+            found = run_mixed(path, settings, options)
+            print(json.dumps(found))
+            return bool(found["wrong_count"] or found["exit_codes"])
+        with Server(path, "--policy", options.policy, *settings, "--port", "0") as server:
+            found = asyncio.run(run(server, options, random.Random(options.seed)))
+            found["exit_code"] = server.end()
+    print(json.dumps(found))
+    return bool(found["wrong_count"] or found["exit_code"])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,188 @@
+"""`llmctl tune` for people: the recommendation, its gain and certainty, the limits, and the trials.
+
+Loaded only when a tuning is printed, since it imports the policies. Everything fits 80 columns.
+"""
+
+from __future__ import annotations
+
+from textwrap import fill
+
+from toolkit.cli.output import WIDTH, number, table
+from toolkit.cli.plots import PlotPoint, scatter
+from toolkit.files.tuning import Outcome, ParameterValue, PolicyResult, Sizing, Tuning, share_used
+from toolkit.report.verdict import verdict
+from toolkit.sched.policies.servable import footnote, marked
+
+METRICS = (
+    "goodput_rps",
+    "throughput_rps",
+    "sla_attainment_percent",
+    "sla_attainment_lower_percent",
+    "ttft_mean_s",
+    "ttft_p99_s",
+    "tpot_mean_s",
+    "e2e_mean_s",
+    "e2e_p95_s",
+    "batch_size_mean",
+    "oom_percent",
+    "evicted_percent",
+)
+
+
+def show(result: Tuning) -> None:
+    """Print a tuning, within 80 columns."""
+    before, after = result.defaults_held_out, result.best_held_out
+    same = before.policy == after.policy
+    if result.sizing:
+        _show_sizing(result.sizing)
+    if len(result.policies) > 1:
+        _show_policies(result)
+    rate = f"{number(result.request_rate_rps)} requests/s on {result.workers} workers"
+    rows = [
+        (name, *([_text(before.parameters[name])] if same else []), _text(value))
+        for name, value in after.parameters.items()
+    ]
+    table(
+        ["parameter", *(["default"] if same else []), "best"],
+        rows,
+        title=f"policy '{after.policy}', {len(result.trials)} trials at {rate}",
+    )
+    changes = [
+        (
+            name,
+            before.metrics[name],
+            after.metrics[name],
+            _percent_change(before.metrics[name], after.metrics[name]),
+        )
+        for name in METRICS
+        if name in before.metrics and name in after.metrics
+    ]
+    names = ("default", "best") if same else (f"{before.policy}, default", f"{after.policy}, best")
+    title = f"predicted on {len(result.held_out_windows)} held-out windows"
+    table(["metric", *(f">{name}" for name in names), ">change"], changes, title=title)
+    _show_limits(result)
+    _show_sensitivity(result)
+    _show_chart(result)
+    for line in verdict(result):
+        print(fill(line, WIDTH, subsequent_indent="  ", break_on_hyphens=False))
+
+
+def _show_policies(result: Tuning) -> None:
+    latency = result.latency_metric
+    rows = [
+        (
+            marked(one.policy, result.engines),
+            one.trials,
+            one.held_out.metrics.get("goodput_rps", 0.0),
+            one.held_out.metrics.get(latency, 0.0),
+            one.feasible,
+        )
+        for one in sorted(result.policies, key=_by_limits_and_goodput)
+    ]
+    table(
+        ["policy", ">trials", ">goodput_rps", f">{latency}", "in limits"],
+        rows,
+        title=f"each policy's best trial, on {len(result.held_out_windows)} held-out windows",
+    )
+    note = footnote([one.policy for one in result.policies], result.engines)
+    if note:
+        print(fill(note, WIDTH, subsequent_indent="  ", break_on_hyphens=False) + "\n")
+
+
+def _show_limits(result: Tuning) -> None:
+    """The recommendation beside every limit. A target covers all windows' requests together."""
+    rows = [(one.name, one.allowed(), one.prediction(), one.kept) for one in result.limits]
+    what = "the recipe's settings" if result.keep_defaults else "the best settings"
+    title = f"{what} beside the limits, all held-out requests together"
+    table(["limit", ">allowed", ">predicted", "kept"], rows, title=title)
+
+
+def _show_sizing(sizing: Sizing) -> None:
+    rows = [
+        (
+            one.settings,
+            one.workers,
+            one.feasible,
+            one.goodput_rps,
+            f"{one.attainment_percent:.1f} %",
+            f"{one.binding} {share_used(one.binding_ratio).removesuffix(' of its limit')}",
+        )
+        for one in sizing.rows
+    ]
+    columns = ["settings", ">workers", "fits", ">goodput_rps", ">attained", "what binds"]
+    table(columns, rows, title="numbers of workers that were tried, on all windows")
+
+
+def _by_limits_and_goodput(one: PolicyResult) -> tuple[bool, float]:
+    return (not one.feasible, -one.held_out.metrics.get("goodput_rps", 0.0))
+
+
+def _show_sensitivity(result: Tuning) -> None:
+    shares = next(
+        (one.importance for one in result.policies if one.policy == result.best_held_out.policy), {}
+    )
+    rows = [
+        (
+            one.parameter,
+            f"{one.swing_percent:.1f} %",
+            f"{100 * shares[one.parameter]:.0f} %" if one.parameter in shares else "-",
+            f"{_text(one.values[0])} .. {_text(one.values[-1])}",
+        )
+        for one in result.sensitivity
+    ]
+    title = "how far goodput moves with one parameter, and its weight among all trials"
+    table(["parameter", ">goodput swing", ">importance", "over"], rows, title=title)
+
+
+def _show_chart(result: Tuning) -> None:
+    latency = result.latency_metric
+    marks = _marks([one.policy for one in result.policies])
+    known = [trial for trial in result.trials if latency in trial.outcome.metrics]
+    if len(known) < 2:
+        return
+    number_of_best = next(
+        (t.number for t in known if _same_settings(t.outcome, result.best_held_out)), None
+    )
+    points = [_point(trial.outcome, latency, marks) for trial in known]
+    on_front = [_point(t.outcome, latency, {}, "o") for t in known if t.number in result.front]
+    ends = [
+        _point(t.outcome, latency, {}, m)
+        for t in known
+        for n, m in ((0, "D"), (number_of_best, "B"))
+        if t.number == n
+    ]
+    print("\ngoodput_rps of the trials")
+    print("\n".join(scatter([*points, *on_front, *ends], x_name=latency)))
+    legend = ", ".join(f"{mark} {policy}" for policy, mark in marks.items())
+    print(
+        fill(f"{legend}; o on the front of goodput and latency, D defaults, B best", WIDTH) + "\n"
+    )
+
+
+def _marks(policies: list[str]) -> dict[str, str]:
+    """A character for each policy: the first letter of its name that no other policy has."""
+    marks: dict[str, str] = {}
+    for policy in policies:
+        letters = [c for c in policy if c.isalpha() and c != "o" and c not in marks.values()]
+        marks[policy] = letters[0] if letters else "."
+    return marks
+
+
+def _point(outcome: Outcome, latency: str, marks: dict[str, str], mark: str = ".") -> PlotPoint:
+    return PlotPoint(
+        outcome.metrics[latency], outcome.metrics["goodput_rps"], marks.get(outcome.policy, mark)
+    )
+
+
+def _same_settings(one: Outcome, other: Outcome) -> bool:
+    return (one.policy, one.parameters) == (other.policy, other.parameters)
+
+
+def _text(value: ParameterValue) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return value if isinstance(value, str) else number(value)
+
+
+def _percent_change(before: float, after: float) -> str:
+    return f"{100 * (after / before - 1):+.1f} %" if before else "-"
