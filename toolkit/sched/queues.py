@@ -13,19 +13,21 @@ import numpy as np
 
 from toolkit.sched.serving_time import serving_s
 from toolkit.sched.types import Batch, Job, Worker
+from toolkit.sched.view import View
 
 
 class Queues:
     """The queues of a scheduler's workers. `Worker.queue`, `load_s` and `assigned` are written here.
 
     Args:
-        workers: all of them.
-        mixed: whether they are of several kinds: a batch then goes only where its jobs fit.
+        view: of the scheduler: workers that a batch waits at become due. Where they are of several
+            kinds, a batch goes only where its jobs fit.
     """
 
-    def __init__(self, workers: Sequence[Worker], mixed: bool) -> None:
-        self._workers = workers
-        self._mixed = mixed
+    def __init__(self, view: View) -> None:
+        self._workers = view.workers
+        self._mixed = view.mixed
+        self._make_due = view.make_due
         self._batches = 0  # that have a number
 
     def put(self, batch: Batch, *, first: bool = False) -> None:
@@ -36,6 +38,8 @@ class Queues:
             self._batches += 1
         worker.load_s += batch.estimated_s  # Eq. 11
         worker.assigned += 1
+        if not worker.is_due:
+            self._make_due(worker)
         if first:
             worker.queue.appendleft(batch)
         else:

@@ -9,7 +9,7 @@ batches that wait (`queues`), of rounds (`rounds`) and of who was given up (`ref
 from __future__ import annotations
 
 import math
-from bisect import insort
+from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence
 from operator import attrgetter
 
@@ -25,7 +25,7 @@ from toolkit.sched.ranked import RankedInbox
 from toolkit.sched.refusals import Refusals, too_long
 from toolkit.sched.rounds import Rounds
 from toolkit.sched.types import Batch, BatchResult, Job, Refusal, Request, RoundResult, Worker
-from toolkit.sched.view import View
+from toolkit.sched.view import NOTHING, View
 
 HISTORY = 1000  # finished output lengths that a policy may look back on, where it does not say how many itself
 _index = attrgetter("index")
@@ -65,7 +65,8 @@ class Scheduler:
         self._longest = max(worker.longest for worker in self.workers)
         self._pool = Pool(self.workers)
         self._view = View(self._pool.jobs, self.workers, -math.inf, self._finished, np.random.default_rng(seed))
-        self._queues = Queues(self.workers, self._view.mixed)
+        self._mixed = self._view.mixed
+        self._queues = Queues(self._view)
         if isinstance(policy, Ranks):
             for worker in self.workers:
                 worker.inbox = RankedInbox(policy.standings(worker.latency))
@@ -74,7 +75,7 @@ class Scheduler:
     def wake_at_s(self) -> float:
         """When to tick again though nothing happened; infinity: no need."""
         due_s = self._view.due_s if self._pool.jobs else math.inf
-        return min(due_s, self._pool.wake_at_s) if self._view.mixed else due_s
+        return min(due_s, self._pool.wake_at_s) if self._mixed else due_s
 
     @property
     def jobs(self) -> int:
@@ -113,32 +114,52 @@ class Scheduler:
 
     def tick(self, now_s: float) -> list[Batch]:
         """The batches to start now, at most one per worker."""
-        if self._view.mixed:
+        view, pool = self._view, self._pool
+        view.now_s = now_s
+        if self._mixed:
             self._give_up(now_s)
         if self._reschedules is not None:
-            self._release(self._reschedules.release(self._view, now_s), now_s)
-        if self._pool.jobs:
+            self._release(self._reschedules.release(view, now_s), now_s)
+        if pool.jobs:
             self._route(now_s)
-        view = self._view
-        view.now_s = now_s
+        due = view.due
+        if len(due) > 1:
+            due.sort(key=_index)
         if self._reorders is not None:
-            self._pool.reorder(*self._reorders.reorder(view, now_s))
+            pool.reorder(*self._reorders.reorder(view, now_s))
         decision = self.policy.plan(view, now_s)
         if view.arrived:
             view.arrived.clear()
+        if decision is NOTHING and not due:
+            return []
         if decision.wake_at_s is not None:
             view.due_s = decision.wake_at_s
         for index in decision.interrupt:
             self._interrupt(index)
-        if decision.batches:
-            self._pool.take(decision.batches)
-            for batch in decision.batches:
+        batches = decision.batches
+        if batches:
+            pool.take(batches)
+            for batch in batches:
                 self._queues.put(batch)
-        if not view.free:
-            return []
-        started = [self._start(worker, now_s) for worker in view.free if worker.queue]
-        if started:
-            view.free[:] = [worker for worker in view.free if worker.running is None]
+        return self._start_due(now_s) if due else []
+
+    def _start_due(self, now_s: float) -> list[Batch]:
+        """Due workers take what is first in their queues, by index; no worker is due any more."""
+        due, idle = self._view.due, self._view.idle
+        if len(due) > 1:
+            due.sort(key=_index)
+        started: list[Batch] = []
+        for worker in due:
+            worker.is_due = False
+            if worker.queue:
+                batch = worker.queue.popleft()
+                if batch.keep_cache:
+                    self._rounds.begin(worker, batch, now_s)
+                batch.started_s = now_s
+                worker.running = batch
+                del idle[bisect_left(idle, worker.index)]
+                started.append(batch)
+        due.clear()
         return started
 
     def take_interrupts(self) -> list[int]:
@@ -159,7 +180,8 @@ class Scheduler:
             raise ValueError(f"worker {result.worker} does not run batch {result.batch_id}")
         worker.running = None
         if worker.alive:
-            insort(self._view.free, worker, key=_index)
+            insort(self._view.idle, worker.index)
+            self._view.make_due(worker)
         if isinstance(result, RoundResult):
             self._complete_round(worker, batch, result, now_s)
         else:
@@ -258,6 +280,7 @@ class Scheduler:
         """A worker that was lost is back."""
         self.workers[index].alive = True
         self._view.workers_changed()
+        self._view.make_due(self.workers[index])
         if self._view.mixed:
             self._pool.worker_ready()
 
@@ -281,16 +304,10 @@ class Scheduler:
     def _route(self, now_s: float) -> None:
         homes = self.policy.route(self._view, now_s)
         if homes is not None:
-            self._pool.route(homes)
+            for worker in self._pool.route(homes):
+                if worker.running is None:
+                    self._view.make_due(worker)
             self._view.arrived += homes
-
-    def _start(self, worker: Worker, now_s: float) -> Batch:
-        batch = worker.queue.popleft()
-        if batch.keep_cache:
-            self._rounds.begin(worker, batch, now_s)
-        batch.started_s = now_s
-        worker.running = batch
-        return batch
 
     def _try_again(self, worker: Worker, batch: Batch, jobs: list[Job], failure: str) -> None:
         """In two halves; who fails alone is struck, and given up in the end."""

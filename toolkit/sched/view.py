@@ -15,8 +15,13 @@ from toolkit.sched.types import Batch, Job, Worker
 class View:
     """What a policy may look at. The lists are the scheduler's own, live: read them, never write.
 
-    Where workers are `mixed`, of several kinds, every job of the pool has somebody alive who holds it
-    (`Worker.holds`), and is not given to anybody else.
+    Workers that something happened to since the last plan are `due`: a round or batch ended, jobs
+    were routed to an idle one, it came back. A policy that never leaves an idle worker with work
+    looks at these alone, and costs nothing for workers that nothing happens to; one that lets work
+    wait at an idle worker has to look at `free`.
+
+    Where workers are `mixed`, of several kinds, each job of the pool fits a worker that is alive
+    (`Worker.holds`), and may only be given to such a worker.
     """
 
     pool: Sequence[Job]  # waiting and not routed, oldest ticket first
@@ -25,24 +30,42 @@ class View:
     finished: History  # output lengths of the last requests that ended
     rng: np.random.Generator  # the only randomness: a scheduler made with the same seed decides the same
     now_s: float = 0.0
-    prioritised: bool = False  # some request had another priority than the default: until then nobody has to look
+    prioritised: bool = False  # some request had another priority than the default
     arrived: list[int] = field(default_factory=list)  # workers that jobs were routed to since the last plan
-    free: list[Worker] = field(init=False)  # alive and running nothing, by index: those that a plan can be for
+    due: list[Worker] = field(init=False)  # free, and something happened; by index
+    idle: list[int] = field(init=False)  # the indices of `free`, ascending
     mixed: bool = field(init=False)
     kinds: list[list[Worker]] = field(init=False)  # of mixed workers those alive, by kind; the longest holder's last
     _alive: list[Worker] = field(init=False)
 
     def __post_init__(self) -> None:
         self.mixed = not all(worker.is_like(self.workers[0]) for worker in self.workers)
+        self.due = []
         self.workers_changed()
+        for worker in self.free:
+            self.make_due(worker)
 
     def alive(self) -> Sequence[Worker]:
         return self._alive
 
+    @property
+    def free(self) -> list[Worker]:
+        """Alive and running nothing, by index: those that a plan can be for."""
+        return [self.workers[index] for index in self.idle]
+
+    def make_due(self, worker: Worker) -> None:
+        """The scheduler says that something happened to a worker; of no account while it cannot run."""
+        if not worker.is_due and worker.alive and worker.running is None:
+            worker.is_due = True
+            self.due.append(worker)
+
     def workers_changed(self) -> None:
         """The scheduler says that a worker was lost or came back."""
         self._alive = [worker for worker in self.workers if worker.alive]
-        self.free = [worker for worker in self._alive if worker.running is None]
+        self.idle = [worker.index for worker in self._alive if worker.running is None]
+        for worker in self.due:
+            worker.is_due = worker.alive
+        self.due = [worker for worker in self.due if worker.alive]
         self.kinds = _by_kind(self._alive) if self.mixed else []
 
 
@@ -67,3 +90,6 @@ class Decision:
     batches: Sequence[Batch] = ()
     wake_at_s: float | None = None  # None: leave `View.due_s` as it is
     interrupt: Sequence[int] = ()
+
+
+NOTHING = Decision()  # to do: what most ticks come to

@@ -58,7 +58,7 @@ class BatonPolicy:
     def plan(self, view: View, now_s: float) -> Decision:
         batches = [
             self._round(worker)
-            for worker in view.free
+            for worker in view.due
             if worker.inbox or worker.residents.jobs or worker.held.jobs or worker.swapped.jobs
         ]
         interrupts = [index for index in dict.fromkeys(view.arrived) if self._could_use(view.workers[index])]

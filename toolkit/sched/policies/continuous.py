@@ -85,7 +85,7 @@ class ContinuousPolicy(ABC):
         return ROUTERS[self.router](view, alive, self.most_rows) if alive else None
 
     def plan(self, view: View, now_s: float) -> Decision:
-        batches = [self._round(view, worker) for worker in view.free if worker.inbox or worker.residents.jobs]
+        batches = [self._round(view, worker) for worker in view.due if worker.inbox or worker.residents.jobs]
         if not view.arrived:
             return Decision(batches)
         interrupts = [index for index in view.arrived if self._could_use(view, view.workers[index])]

@@ -52,7 +52,7 @@ class PastFutureSlaPolicy(PastFuturePolicy):
         """Who goes behind the others at his worker, and who comes before them: at attempts to admit only."""
         behind: list[Job] = []
         first: list[Job] = []
-        for worker in view.free:
+        for worker in view.due:
             inbox, residents = worker.inbox, worker.residents
             if not inbox or (residents.jobs and residents.steps % self.interval_steps):
                 continue

@@ -101,7 +101,7 @@ class PreemptivePolicy(ABC):
     def plan(self, view: View, now_s: float) -> Decision:
         batches = [
             self._round(worker, now_s)
-            for worker in view.free
+            for worker in view.due
             if worker.inbox or worker.residents.jobs or worker.held.jobs or worker.swapped.jobs
         ]
         interrupts = [

@@ -44,7 +44,7 @@ class SequencePolicy:
         return [alive[job.ticket % len(alive)].index for job in view.pool] if alive else None
 
     def plan(self, view: View, now_s: float) -> Decision:
-        return Decision([self._batch(view, worker) for worker in view.free if worker.inbox and not worker.queue])
+        return Decision([self._batch(view, worker) for worker in view.due if worker.inbox and not worker.queue])
 
     def _batch(self, view: View, worker: Worker) -> Batch:
         jobs = tuple(islice(worker.inbox, self.batch_size))

@@ -62,7 +62,7 @@ class SlicePolicy:
         if view.mixed:
             return self._plan_mixed(view, now_s)
         alive = view.alive()
-        waiting = now_s < view.due_s and not (self.eager and any(not worker.queue for worker in view.free))
+        waiting = now_s < view.due_s and not (self.eager and any(not view.workers[index].queue for index in view.idle))
         if waiting or not alive:
             return Decision()
         batches = self.batch(view.pool, alive[0])
@@ -77,7 +77,7 @@ class SlicePolicy:
         best run by those who are busy waits in the pool, where those who come meanwhile may join it. Of a worker's
         batches it is the one with the job that waits longest, so that nobody is passed over for ever.
         """
-        idle = [worker.index for worker in view.free if not worker.queue]
+        idle = [index for index in view.idle if not view.workers[index].queue]
         if not view.kinds or (not self.eager and now_s < view.due_s):
             return Decision()
         if self.eager and not idle:

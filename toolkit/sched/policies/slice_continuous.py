@@ -48,7 +48,7 @@ class SliceContinuousPolicy(ContinuousPolicy):
         """Residents whose slice is over and who are better off, or better for others, elsewhere."""
         leaving: list[Job] = []
         free: dict[int, int] = {}
-        for worker in view.free:
+        for worker in view.due:
             if worker.residents.steps % self.interval_steps == 0:
                 over = [job for job in worker.residents.jobs if self._is_over(worker, job)]
                 if over:
