@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from toolkit.sched.types import Job
 
+_append, _popleft = deque.append, deque.popleft
 RECALLED = 64  # jobs that come forward together: few enough to be put back at no cost, enough for an attempt to admit
 
 
@@ -53,8 +54,11 @@ class Inbox(deque["Job"]):
         return super().__contains__(job) or job in self.behind
 
     def append(self, job: Job) -> None:
-        """Behind all who are as urgent."""
-        self._place(job, last=True)
+        """Behind all that are as urgent."""
+        if not self or self[-1].priority <= job.priority:
+            _append(self, job)
+        else:
+            self._place(job, last=True)
         self.tokens += job.length
 
     def appendleft(self, job: Job) -> None:
@@ -63,9 +67,10 @@ class Inbox(deque["Job"]):
         self.tokens += job.length
 
     def popleft(self) -> Job:
-        job = super().popleft()
+        job = _popleft(self)
         self.tokens -= job.length
-        self._recall()
+        if self.behind:
+            self._recall()
         return job
 
     def remove(self, job: Any) -> None:
@@ -89,10 +94,10 @@ class Inbox(deque["Job"]):
 
     def _place(self, job: Job, *, last: bool) -> None:
         """Among those who do not wait behind, as the last or the first of its own urgency."""
-        priority = job.request.priority
-        if last and (not self or self[-1].request.priority <= priority):
+        priority = job.priority
+        if last and (not self or self[-1].priority <= priority):
             super().append(job)
-        elif not last and (not self or priority <= self[0].request.priority):
+        elif not last and (not self or priority <= self[0].priority):
             super().appendleft(job)
         else:
             self.insert((bisect_right if last else bisect_left)(self, priority, key=_priority), job)
@@ -103,8 +108,8 @@ class Inbox(deque["Job"]):
 
 
 def _priority(job: Job) -> int:
-    return job.request.priority
+    return job.priority
 
 
 def _turn(job: Job) -> tuple[int, int]:
-    return job.request.priority, job.ticket
+    return job.priority, job.ticket

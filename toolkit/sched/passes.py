@@ -59,6 +59,9 @@ class Passes(Generic[Key]):
         self._waiting: list[tuple[Key, int]] = []
         self.group: Group[Key] | None = None  # the one that is being prefilled
 
+    def __bool__(self) -> bool:
+        return self.group is not None or bool(self._waiting)
+
     def __len__(self) -> int:
         return len(self._waiting) + (len(self.group.keys) if self.group else 0)
 

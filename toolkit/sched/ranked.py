@@ -45,7 +45,8 @@ class RankedInbox(Inbox):
         return RankedInbox(self._standing)
 
     def append(self, job: Job) -> None:
-        super().append(job)
+        self._place(job, last=True)
+        self.tokens += job.length
         self._enter(job)
 
     def appendleft(self, job: Job) -> None:

@@ -31,9 +31,9 @@ class Rounds:
             job.slices += 1
         if batch.chunk_tokens and batch.jobs:
             residents.prefill_on((*residents.prefilling, *batch.jobs), emits=worker.latency.prefill_emits_token)
-        if worker.index in self._cancelled:
+        if self._cancelled and worker.index in self._cancelled:
             batch.evict += tuple(self._cancelled.pop(worker.index))
-        if worker.index in self._released:
+        if self._released and worker.index in self._released:
             batch.release = tuple(self._released.pop(worker.index))
 
     def finish(
@@ -51,7 +51,7 @@ class Rounds:
         ended = [jobs[request_id] for request_id in result.ended]
         for job in ended:
             residents.leave(job)
-        if worker.index in self._cancelled:
+        if self._cancelled and worker.index in self._cancelled:
             ended += self._finish_cancelled(worker, result)
         if result.failure == "crashed":
             return ended

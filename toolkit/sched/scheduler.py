@@ -183,7 +183,12 @@ class Scheduler:
             insort(self._view.idle, worker.index)
             self._view.make_due(worker)
         if isinstance(result, RoundResult):
-            self._complete_round(worker, batch, result, now_s)
+            if self._interrupts and worker.index in self._interrupts:  # it was not taken in time
+                self._interrupts.remove(worker.index)
+            for job in self._rounds.finish(worker, batch, result, self._jobs, now_s):
+                self._end(job)
+            if result.failure:
+                self._fail_round(worker, result, now_s)
         else:
             self._queues.unload(worker, batch)
             self._complete_batch(worker, batch, result, now_s)
@@ -205,18 +210,13 @@ class Scheduler:
         else:
             self._pool.add(going_on)
 
-    def _complete_round(self, worker: Worker, batch: Batch, result: RoundResult, now_s: float) -> None:
-        if worker.index in self._interrupts:  # nobody took it in time
-            self._interrupts.remove(worker.index)
-        for job in self._rounds.finish(worker, batch, result, self._jobs, now_s):
-            self._end(job)
-        if result.failure:
-            is_short = result.failure == "oom"
-            worker.oom_events += is_short
-            rounds = self._rounds
-            alone = rounds.run_short(worker, result, self._jobs) if is_short else rounds.crash(worker, now_s)
-            if alone is not None:
-                self._strike(alone, result.failure)
+    def _fail_round(self, worker: Worker, result: RoundResult, now_s: float) -> None:
+        is_short = result.failure == "oom"
+        worker.oom_events += is_short
+        rounds = self._rounds
+        alone = rounds.run_short(worker, result, self._jobs) if is_short else rounds.crash(worker, now_s)
+        if alone is not None:
+            self._strike(alone, result.failure)
 
     def _strike(self, job: Job, failure: str) -> bool:
         """It failed alone; whether it is given up, as it is if not for the first time."""

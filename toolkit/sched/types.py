@@ -16,6 +16,7 @@ from toolkit.sched.moves import Shelf
 from toolkit.sched.residents import Residents
 
 if TYPE_CHECKING:
+    from toolkit.sched.footprint import Footprint
     from toolkit.sched.protocols import LatencyLaw, MemoryLaw, SwapLaw
 
 NO_LIMIT = 1 << 40
@@ -243,6 +244,7 @@ class Worker:
     held: Shelf = field(default_factory=Shelf)
     swapped: Shelf = field(default_factory=Shelf)
     is_due: bool = False  # whether it is in `View.due`
+    there: Footprint | None = None  # see `toolkit.sched.footprint.look`
     capacity_tokens: int = field(init=False)  # of KV cache, as the memory law has it
     emits: int = field(init=False)  # tokens that a prefill gives: 1 or 0
     row_limit: int = field(init=False)

@@ -54,13 +54,18 @@ class RoundWorker(Decoding):
 
     def run(self, batch: Batch, now_s: float) -> float:
         """Start a round; when it will end, in seconds, if nobody interrupts it."""
-        for job in batch.evict:
-            self._ledger.evictions += self._drop(job)
-        for job in batch.release:
-            self._ledger.reroutes += self._drop(job)
+        ledger, latency = self._ledger, self._latency
         self._batch, self._start_s, self._failure, self._dropped = batch, now_s, "", ()
-        self._begun_s = prefilled_s = self._begin(batch, now_s)
-        if self._newcomers or (batch.chunk_tokens and batch.jobs):
+        if batch.evict or batch.release or batch.moves is not None:
+            for job in batch.evict:
+                ledger.evictions += self._drop(job)
+            for job in batch.release:
+                ledger.reroutes += self._drop(job)
+            prefilled_s = self._begin(batch, now_s)
+        else:
+            prefilled_s = now_s + latency.round_s
+        self._begun_s = prefilled_s
+        if (batch.chunk_tokens and batch.jobs) or self._newcomers:
             return self._run_in_passes(batch, prefilled_s)
         if batch.jobs:
             prefilled_s += self._prefill(batch)
@@ -73,9 +78,12 @@ class RoundWorker(Decoding):
         due = ends[0][0] - self._steps
         ran = due if due < batch.steps else batch.steps
         self._ran, self._prefilled_s = ran, prefilled_s
-        stepped_s = prefilled_s + self._decode_s(n, self._length(), ran) if ran else prefilled_s
-        if ran and ran == due:
-            stepped_s += self._latency.leave_s(self._length() + ran)
+        stepped_s = prefilled_s
+        if ran:
+            length = self._length()
+            stepped_s += self._decode_s(n, length, ran)
+            if ran == due:
+                stepped_s += latency.leave_s(length + ran)
         self._stepped_s = stepped_s
         self._done_s = done_s = stepped_s if stepped_s > self._moved_s else self._moved_s
         return done_s
@@ -133,7 +141,8 @@ class RoundWorker(Decoding):
             self._gaps.joined(self._prefilled_s)
         if ran and joined is None:
             self._step_is_due = False
-            self._take_steps(self._prefilled_s, ran, self._stepped_s, self._beside(moves))
+            beside = self._shelves.device_tokens if moves is None else self._beside(moves)
+            self._take_steps(self._prefilled_s, ran, self._stepped_s, beside)
         if moves is not None and moves.overlap:
             self._transferred(moves, done_s)
         ended = self._end_those_due() if self._ends[0][0] <= self._steps else ()
