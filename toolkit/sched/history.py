@@ -23,6 +23,7 @@ class History:
         self.recent: deque[int] = deque(start, maxlen=window)
         self._sorted: NDArray[np.int64] | None = None
         self._count = 0  # how many are in _sorted
+        self._sum = sum(self.recent)
         self._pending: list[tuple[int, int]] = []  # (length that left or -1, length that came), not yet in _sorted
 
     def add(self, length: int) -> None:
@@ -33,7 +34,14 @@ class History:
             if len(pending) == recent.maxlen:  # all that was sorted is gone
                 self._sorted = None
                 pending.clear()
+        if len(recent) == recent.maxlen:
+            self._sum -= recent[0]
+        self._sum += length
         recent.append(length)
+
+    def mean(self) -> int:
+        """The mean length, rounded down; 1 where nothing is remembered."""
+        return int(self._sum / len(self.recent)) if self.recent else 1
 
     def ascending(self) -> NDArray[np.int64]:
         """All remembered lengths, sorted: a view that is valid until the next `add`."""

@@ -26,12 +26,21 @@ class Inbox(deque["Job"]):
     them.
     """
 
-    __slots__ = ("behind", "tokens")
+    __slots__ = ("_longest", "behind", "returned", "tokens")
 
     def __init__(self) -> None:
         super().__init__()
         self.tokens = 0
         self.behind: deque[Job] = deque()
+        self.returned: dict[Job, None] = {}  # those that have generated something before
+        self._longest: int | None = None  # of the others; None: to be looked for
+
+    @property
+    def longest_new(self) -> int:
+        """The longest input of those that have generated nothing yet; 0 where there is none."""
+        if self._longest is None:
+            self._longest = max([job.length for job in self.everybody() if not job.generated], default=0)
+        return self._longest
 
     @property
     def waiting(self) -> int:
@@ -59,16 +68,16 @@ class Inbox(deque["Job"]):
             _append(self, job)
         else:
             self._place(job, last=True)
-        self.tokens += job.length
+        self._came(job)
 
     def appendleft(self, job: Job) -> None:
-        """Before all who are as urgent."""
+        """Before all that are as urgent."""
         self._place(job, last=False)
-        self.tokens += job.length
+        self._came(job)
 
     def popleft(self) -> Job:
         job = _popleft(self)
-        self.tokens -= job.length
+        self._left(job)
         if self.behind:
             self._recall()
         return job
@@ -78,8 +87,8 @@ class Inbox(deque["Job"]):
             super().remove(job)
         except ValueError:
             self.behind.remove(job)
+        self._left(job)
         self._recall()
-        self.tokens -= job.length
 
     def defer(self, job: Job) -> None:
         """Put a job behind the others."""
@@ -91,6 +100,20 @@ class Inbox(deque["Job"]):
         """Put a job that is behind the others before those who are as urgent."""
         self.behind.remove(job)
         self._place(job, last=False)
+
+    def _came(self, job: Job) -> None:
+        self.tokens += job.length
+        if job.generated:
+            self.returned[job] = None
+        elif self._longest is not None and job.length > self._longest:
+            self._longest = job.length
+
+    def _left(self, job: Job) -> None:
+        self.tokens -= job.length
+        if job.generated:
+            del self.returned[job]
+        elif job.length == self._longest:
+            self._longest = None
 
     def _place(self, job: Job, *, last: bool) -> None:
         """Among those who do not wait behind, as the last or the first of its own urgency."""

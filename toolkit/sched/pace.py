@@ -6,9 +6,10 @@ many as they have room for: each row stays for its decode steps, and for the pre
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Sequence
-from itertools import accumulate
+
+import numpy as np
+from numpy.typing import NDArray
 
 from toolkit.sched.types import Job, Worker
 
@@ -31,18 +32,23 @@ def tokens_per_s(worker: Worker, job: Job, expected: int, most_rows: int) -> flo
     return (job.length + output) * requests_per_s(worker, job.length, output, most_rows)
 
 
-def by_pace(job: Job, able: Sequence[Worker], expected: int, most_rows: int) -> Worker:
-    """One of `able`, who get as many of those that come one after the other as they are fast.
+def by_pace(job: Job, kinds: Sequence[Worker], kind_of: NDArray[np.int64], expected: int, most_rows: int) -> int:
+    """Which of the workers, so that each gets as many of the jobs that come one after the other as it is fast.
 
     By the job's ticket alone: no state, and no randomness.
+
+    Args:
+        kinds: a worker of each kind.
+        kind_of: [n], the kind of each that the job may go to. The answer is a place in it.
     """
     output = _output(job, expected)
-    bounds = list(accumulate(requests_per_s(worker, job.length, output, most_rows) for worker in able))
+    paces = np.array([requests_per_s(worker, job.length, output, most_rows) for worker in kinds])
+    bounds = np.cumsum(paces[kind_of])  # one after the other, as a loop would add them
     at = job.ticket * TURN % 1.0 * bounds[-1]
-    return able[min(bisect_right(bounds, at), len(able) - 1)]
+    return min(int(bounds.searchsorted(at, side="right")), len(bounds) - 1)
 
 
 def _output(job: Job, expected: int) -> int:
     """Tokens that it will still generate; before anything has ended, all that it may."""
-    output = min(expected, job.request.max_new_tokens) if expected > 1 else job.request.max_new_tokens
+    output = min(expected, job.max_new_tokens) if expected > 1 else job.max_new_tokens
     return max(output - job.generated, 1)

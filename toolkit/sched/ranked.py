@@ -10,7 +10,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from toolkit.sched.inbox import Inbox
 
@@ -46,21 +46,7 @@ class RankedInbox(Inbox):
 
     def append(self, job: Job) -> None:
         self._place(job, last=True)
-        self.tokens += job.length
-        self._enter(job)
-
-    def appendleft(self, job: Job) -> None:
-        super().appendleft(job)
-        self._enter(job)
-
-    def popleft(self) -> Job:
-        job = super().popleft()
-        self._leave(job)
-        return job
-
-    def remove(self, job: Any) -> None:
-        super().remove(job)
-        self._leave(job)
+        self._came(job)
 
     def _place(self, job: Job, *, last: bool) -> None:
         (deque.append if last else deque.appendleft)(self, job)
@@ -123,13 +109,15 @@ class RankedInbox(Inbox):
                 high = middle
         return low
 
-    def _enter(self, job: Job) -> None:
+    def _came(self, job: Job) -> None:
+        super()._came(job)
         standing = self._standing(job, job.generated)
         insort(self._by_standing, (standing, job.ticket, job))
         insort(self._by_age, (job.waiting_since_s, job.ticket, standing, job))
         insort(self._by_length, job.length)
 
-    def _leave(self, job: Job) -> None:
+    def _left(self, job: Job) -> None:
+        super()._left(job)
         standing, ticket = self._standing(job, job.generated), job.ticket
         del self._by_standing[bisect_left(self._by_standing, (standing, ticket))]
         del self._by_age[bisect_left(self._by_age, (job.waiting_since_s, ticket))]

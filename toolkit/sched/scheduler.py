@@ -141,11 +141,13 @@ class Scheduler:
             pool.take(batches)
             for batch in batches:
                 self._queues.put(batch)
+                if view.figures:
+                    view.changed(batch.worker)
         return self._start_due(now_s) if due else []
 
     def _start_due(self, now_s: float) -> list[Batch]:
         """Due workers take what is first in their queues, by index; no worker is due any more."""
-        due, idle = self._view.due, self._view.idle
+        due, idle, figures = self._view.due, self._view.idle, self._view.figures
         if len(due) > 1:
             due.sort(key=_index)
         started: list[Batch] = []
@@ -157,6 +159,8 @@ class Scheduler:
                     self._rounds.begin(worker, batch, now_s)
                 batch.started_s = now_s
                 worker.running = batch
+                if figures:
+                    self._view.changed(worker.index)
                 del idle[bisect_left(idle, worker.index)]
                 started.append(batch)
         due.clear()
@@ -179,6 +183,7 @@ class Scheduler:
         if batch is None or batch.batch_id != result.batch_id:
             raise ValueError(f"worker {result.worker} does not run batch {result.batch_id}")
         worker.running = None
+        self._view.changed(worker.index)
         if worker.alive:
             insort(self._view.idle, worker.index)
             self._view.make_due(worker)
@@ -253,8 +258,11 @@ class Scheduler:
     def _take_out(self, job: Job) -> None:
         """At once where it waits, with its batch where it runs."""
         job.cancelled = True
+        if job.home >= 0:
+            self._view.changed(job.home)
         for worker in self.workers:
             if moves.holds(worker, job):
+                self._view.changed(worker.index)
                 if self._rounds.cancel(worker, job):
                     self._end(job)
                 else:
@@ -268,6 +276,7 @@ class Scheduler:
         worker = self.workers[index]
         worker.alive = False
         self._view.workers_changed()
+        self._view.changed(index)
         self._rounds.lose(worker, now_s)
         if self._view.mixed:
             self._pool.worker_lost(now_s)
@@ -298,16 +307,20 @@ class Scheduler:
     def _release(self, jobs: Sequence[Job], now_s: float) -> None:
         """They leave their workers, whose next round tells the engine, and wait in the pool behind all others."""
         for job in jobs:
+            self._view.changed(job.home)
             self._rounds.release(self.workers[job.home], job, now_s)
         self._pool.add(jobs)
 
     def _route(self, now_s: float) -> None:
         homes = self.policy.route(self._view, now_s)
         if homes is not None:
+            view = self._view
             for worker in self._pool.route(homes):
                 if worker.running is None:
-                    self._view.make_due(worker)
-            self._view.arrived += homes
+                    view.make_due(worker)
+                if view.figures:
+                    view.changed(worker.index)
+            view.arrived += homes
 
     def _try_again(self, worker: Worker, batch: Batch, jobs: list[Job], failure: str) -> None:
         """In two halves; who fails alone is struck, and given up in the end."""

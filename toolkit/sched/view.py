@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from toolkit.sched.figures import Amount, Figure, Numbers
 from toolkit.sched.history import History
 from toolkit.sched.types import Batch, Job, Worker
 
@@ -36,11 +37,16 @@ class View:
     idle: list[int] = field(init=False)  # the indices of `free`, ascending
     mixed: bool = field(init=False)
     kinds: list[list[Worker]] = field(init=False)  # of mixed workers those alive, by kind; the longest holder's last
+    able: Numbers = field(init=False)  # the indices of those alive, ascending
+    kind_of: Numbers = field(init=False)  # of mixed workers: by index, its place in `kinds`
     _alive: list[Worker] = field(init=False)
+    _able: dict[int, Numbers] = field(init=False)  # by how many of `kinds` are too small
+    figures: dict[Hashable, Figure] = field(init=False)
 
     def __post_init__(self) -> None:
         self.mixed = not all(worker.is_like(self.workers[0]) for worker in self.workers)
         self.due = []
+        self.figures = {}
         self.workers_changed()
         for worker in self.free:
             self.make_due(worker)
@@ -67,6 +73,31 @@ class View:
             worker.is_due = worker.alive
         self.due = [worker for worker in self.due if worker.alive]
         self.kinds = _by_kind(self._alive) if self.mixed else []
+        self.able = np.array([worker.index for worker in self._alive], dtype=np.int64)
+        self.kind_of = np.zeros(len(self.workers), dtype=np.int64)
+        for k, kind in enumerate(self.kinds):
+            self.kind_of[[worker.index for worker in kind]] = k
+        self._able = {}
+
+    def holders(self, job: Job) -> Numbers:
+        """The indices of those alive that a job may go to, ascending."""
+        if not self.mixed:
+            return self.able
+        small = sum([not kind[0].holds(job) for kind in self.kinds])  # the first ones: kinds ascend
+        if small not in self._able:
+            self._able[small] = self.able[self.kind_of[self.able] >= small]
+        return self._able[small]
+
+    def figure(self, key: Hashable, amount: Amount) -> Figure:
+        """The numbers that `amount` says of workers; `key` stands for it. They are kept for the next asking."""
+        if key not in self.figures:
+            self.figures[key] = Figure(self.workers, amount)
+        return self.figures[key]
+
+    def changed(self, index: int) -> None:
+        """The scheduler says that what waits or runs at a worker is not what it was."""
+        for figure in self.figures.values():
+            figure.forget(index)
 
 
 def _by_kind(workers: Sequence[Worker]) -> list[list[Worker]]:

@@ -82,8 +82,7 @@ class ContinuousPolicy(ABC):
         return most if most < limit else limit
 
     def route(self, view: View, now_s: float) -> Sequence[int] | None:
-        alive = view.alive()
-        return ROUTERS[self.router](view, alive, self.most_rows) if alive else None
+        return ROUTERS[self.router](view, self.most_rows) if view.alive() else None
 
     def plan(self, view: View, now_s: float) -> Decision:
         due, arrived = view.due, view.arrived

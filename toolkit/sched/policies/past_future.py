@@ -47,7 +47,7 @@ class PastFuturePolicy(ContinuousPolicy):
         residents = worker.residents
         table = residents.table()
         sets = min(self.samples, self.sample_rows // max(table.shape[1], 1) + 1)
-        waiting = np.array([(job.length, job.generated, job.request.max_new_tokens) for job in candidates]).T
+        waiting = np.array([(job.length, job.generated, job.max_new_tokens) for job in candidates]).T
         seed = view.rng.bit_generator.random_raw() >> 1  # 63 bits: one type for the kernel
         limit = (1.0 - self.reserve) * worker.capacity_tokens
         past = view.finished.ascending()

@@ -95,7 +95,7 @@ class PastFutureSlaPolicy(PastFuturePolicy):
     def _outlook(self, view: View, worker: Worker, newcomers: Sequence[Job]) -> tuple[Tokens, Tokens]:
         """Tokens that residents and then `newcomers` hold, and are still expected to add: two arrays [n]."""
         table, steps = worker.residents.table(), worker.residents.steps
-        waiting = np.array([(job.length, job.generated, job.request.max_new_tokens) for job in newcomers]).T
+        waiting = np.array([(job.length, job.generated, job.max_new_tokens) for job in newcomers]).T
         used = np.concatenate([table[LENGTH] + steps, waiting[0]])
         generated = np.concatenate([table[GENERATED] + steps, waiting[1]])
         outputs = np.minimum(np.concatenate([table[LIMIT], waiting[2]]), expected_output(view))

@@ -40,7 +40,7 @@ class SequencePolicy:
     def route(self, view: View, now_s: float) -> Sequence[int] | None:
         alive = view.alive()
         if view.mixed and alive:
-            return round_robin(view, alive, self.batch_size)
+            return round_robin(view, self.batch_size)
         return [alive[job.ticket % len(alive)].index for job in view.pool] if alive else None
 
     def plan(self, view: View, now_s: float) -> Decision:

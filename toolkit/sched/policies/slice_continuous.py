@@ -14,16 +14,18 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
+from toolkit.sched.figures import Figure
 from toolkit.sched.footprint import Footprint, peak_to_come
 from toolkit.sched.kernels import admit_knowing, slices_left
 from toolkit.sched.policies.continuous import ContinuousPolicy
 from toolkit.sched.policies.parameters import choice, knob
-from toolkit.sched.policies.routers import ROUTERS, expected_output, holders, soonest
+from toolkit.sched.policies.routers import ROUTERS, expected_output, soonest
 from toolkit.sched.residents import GENERATED, JOINED, LENGTH, LIMIT
 from toolkit.sched.types import Job, Worker
 from toolkit.sched.view import View
 
 SLICES = "slices"
+GONE = -(1 << 62)  # free tokens of a worker that is lost: less than any has
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,40 +47,31 @@ class SliceContinuousPolicy(ContinuousPolicy):
     router: str = choice(SLICES, (SLICES, *ROUTERS), doc="how requests are dealt to workers: least promised, or others")
 
     def release(self, view: View, now_s: float) -> Sequence[Job]:
-        """Residents whose slice is over and who are better off, or better for others, elsewhere."""
+        """Residents whose slice is over and that are better off, or better for others, elsewhere."""
         leaving: list[Job] = []
-        free: dict[int, int] = {}
+        free: NDArray[np.int64] | None = None
         for worker in view.due:
             if worker.residents.steps % self.interval_steps == 0:
                 over = [job for job in worker.residents.jobs if self._is_over(worker, job)]
                 if over:
-                    free = free or {other.index: self._free(other) for other in view.alive()}
+                    if free is None:
+                        free = self._free(view)
                     leaving += self._leaving(view, worker, over, free)
         return leaving
 
     def route(self, view: View, now_s: float) -> Sequence[int] | None:
-        alive = view.alive()
-        if self.router != SLICES or not alive:
+        if self.router != SLICES or not view.alive():
             return ContinuousPolicy.route(self, view, now_s)
-        if view.mixed:
-            return self._route_mixed(view, alive)
-        free = {worker.index: self._free(worker) for worker in alive}
-        homes = [-1] * len(view.pool)
-        for k in sorted(range(len(homes)), key=lambda k: -view.pool[k].length):
-            homes[k] = most = max(free, key=lambda index: (free[index], -index))
-            free[most] -= view.pool[k].length + self._period()
-        return homes
-
-    def _route_mixed(self, view: View, alive: Sequence[Worker]) -> list[int]:
-        """To whom what was promised will take the least time, by his own laws, the job's own part with it."""
-        promised = {worker.index: worker.capacity_tokens - self._free(worker) for worker in alive}
+        promised = self._promised(view)
         homes, expected = [-1] * len(view.pool), expected_output(view)
         for k in sorted(range(len(homes)), key=lambda k: -view.pool[k].length):
             job = view.pool[k]
-            homes[k] = soonest(
-                holders(alive, job), promised, job.length + self._period(), job, expected, self.most_rows
-            )
-            promised[homes[k]] += job.length + self._period()
+            own = job.length + self._period()
+            if view.mixed:
+                homes[k] = soonest(view, promised, own, job, expected, self.most_rows, depends=False)
+            else:
+                homes[k] = promised.least(view.able, 0)
+            promised.add(homes[k], own)
         return homes
 
     def admit(self, view: View, worker: Worker, candidates: Sequence[Job]) -> int:
@@ -99,13 +92,15 @@ class SliceContinuousPolicy(ContinuousPolicy):
         nearest = int(self._left(worker).min())
         return min(nearest, first) if entering else nearest
 
-    def _leaving(self, view: View, worker: Worker, over: Sequence[Job], free: dict[int, int]) -> list[Job]:
-        """Who of those whose slice is over leaves, in the order of admission. Takes what moves off `free`."""
+    def _leaving(self, view: View, worker: Worker, over: Sequence[Job], free: NDArray[np.int64]) -> list[Job]:
+        """Which of those whose slice is over leave, in the order of admission. Takes what moves off `free`."""
         used, left = self._outlook(worker)
         staying = np.ones(len(used), dtype=np.bool_)
         staying[[job.slot for job in over]] = False
         here, crowded, limit = worker.index, bool(worker.inbox), self._limit(worker)
-        target = max((index for index in free if index != here), key=lambda index: (free[index], -index), default=here)
+        own, free[here] = int(free[here]), GONE
+        target = int(free.argmax()) if len(view.able) > 1 else here
+        free[here] = own
         margin = self.margin * worker.capacity_tokens
         leaving = []
         for job in over:
@@ -155,11 +150,22 @@ class SliceContinuousPolicy(ContinuousPolicy):
         table, steps = worker.residents.table(), worker.residents.steps
         return table[LENGTH] + steps, np.minimum(self._left(worker), table[LIMIT] - table[GENERATED] - steps)
 
-    def _free(self, worker: Worker) -> int:
-        """Capacity less what was promised; it does not depend on how far the running round has come."""
+    def _promised(self, view: View) -> Figure:
+        return view.figure((self.name, self), self._promise)
+
+    def _free(self, view: View) -> NDArray[np.int64]:
+        """Each worker's capacity less what it promised [n]; `GONE` for those that are lost."""
+        free = np.full(len(view.workers), GONE)
+        capacities = [view.workers[index].capacity_tokens for index in view.able] if view.mixed else None
+        capacity = view.workers[0].capacity_tokens if capacities is None else np.array(capacities)
+        free[view.able] = capacity - self._promised(view).bounds()[view.able]
+        return free
+
+    def _promise(self, worker: Worker, _expected: int) -> tuple[int, int]:
+        """Tokens that were promised; they do not depend on how far the running round has come."""
         promised = worker.inbox.tokens + len(worker.inbox) * self._period()
         if worker.residents.jobs:
             promised += worker.residents.used + int(self._left(worker).sum())
             if worker.running:  # prefill's tokens, which are not in the books before the round is over
                 promised += len(worker.running.jobs) * worker.latency.prefill_emits_token
-        return worker.capacity_tokens - promised
+        return promised, 0
