@@ -8,6 +8,7 @@ answers, the scheduler says whose is out of date, and to find the least is one o
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from heapq import heapify, heappop, heappush
 from typing import Any
 
 import numpy as np
@@ -96,3 +97,40 @@ class Figure:
     def _work_out(self, index: int, expected: int) -> None:
         value, rows = self._amount(self._workers[index], expected)
         self.write(index, expected, value, rows)
+
+
+class Loads:
+    """Workers by `Worker.load_s`, then by how few batches they were given, then by index.
+
+    A heap, in which entries that are not true any more stay until they come first.
+    """
+
+    def __init__(self, workers: Sequence[Worker]) -> None:
+        self._workers = workers
+        self._heap: list[tuple[float, int, int]] = []
+
+    def note(self, worker: Worker) -> None:
+        """The worker's load is another one now."""
+        if self._heap:
+            heappush(self._heap, (worker.load_s, worker.assigned, worker.index))
+
+    def forget(self) -> None:
+        """Any load may be another one now, and any worker lost or back."""
+        self._heap.clear()
+
+    def least(self, count: int) -> list[tuple[float, int, int]]:
+        """The first of the workers that are alive, at most so many, ascending: load, batches, index."""
+        heap, workers = self._heap, self._workers
+        if not heap or len(heap) > 4 * len(workers):
+            heap[:] = [(worker.load_s, worker.assigned, worker.index) for worker in workers if worker.alive]
+            heapify(heap)
+        found: list[tuple[float, int, int]] = []
+        while heap and len(found) < count:
+            entry = heappop(heap)
+            worker = workers[entry[2]]
+            true = entry[:2] == (worker.load_s, worker.assigned) and worker.alive
+            if true and not (found and found[-1] == entry):
+                found.append(entry)
+        for entry in found:
+            heappush(heap, entry)
+        return found

@@ -28,6 +28,7 @@ class Queues:
         self._workers = view.workers
         self._mixed = view.mixed
         self._make_due = view.make_due
+        self._loads = view.loads
         self._batches = 0  # that have a number
 
     def put(self, batch: Batch, *, first: bool = False) -> None:
@@ -38,6 +39,7 @@ class Queues:
             self._batches += 1
         worker.load_s += batch.estimated_s  # Eq. 11
         worker.assigned += 1
+        self._loads.note(worker)
         if not worker.is_due:
             self._make_due(worker)
         if first:
@@ -48,6 +50,7 @@ class Queues:
     def unload(self, worker: Worker, batch: Batch) -> None:
         """The correction on completion of SCLS 4.5; exactly zero when nothing is left, so that no error adds up."""
         worker.load_s = max(worker.load_s - batch.estimated_s, 0.0) if worker.queue or worker.running else 0.0
+        self._loads.note(worker)
 
     def take_out(self, job: Job) -> bool:
         """Its batch goes without it, or not at all: a policy must not take a worker to have work that nobody wants.

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from toolkit.sched.figures import Amount, Figure, Numbers
+from toolkit.sched.figures import Amount, Figure, Loads, Numbers
 from toolkit.sched.history import History
 from toolkit.sched.types import Batch, Job, Worker
 
@@ -39,6 +39,7 @@ class View:
     kinds: list[list[Worker]] = field(init=False)  # of mixed workers those alive, by kind; the longest holder's last
     able: Numbers = field(init=False)  # the indices of those alive, ascending
     kind_of: Numbers = field(init=False)  # of mixed workers: by index, its place in `kinds`
+    loads: Loads = field(init=False)
     _alive: list[Worker] = field(init=False)
     _able: dict[int, Numbers] = field(init=False)  # by how many of `kinds` are too small
     figures: dict[Hashable, Figure] = field(init=False)
@@ -47,6 +48,7 @@ class View:
         self.mixed = not all(worker.is_like(self.workers[0]) for worker in self.workers)
         self.due = []
         self.figures = {}
+        self.loads = Loads(self.workers)
         self.workers_changed()
         for worker in self.free:
             self.make_due(worker)
@@ -78,6 +80,7 @@ class View:
         for k, kind in enumerate(self.kinds):
             self.kind_of[[worker.index for worker in kind]] = k
         self._able = {}
+        self.loads.forget()
 
     def holders(self, job: Job) -> Numbers:
         """The indices of those alive that a job may go to, ascending."""

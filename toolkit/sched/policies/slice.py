@@ -66,7 +66,10 @@ class SlicePolicy:
         if waiting or not alive:
             return Decision()
         batches = self.batch(view.pool, alive[0])
-        least_load_s = (offload_max_min if self.max_min else offload_in_turn)(batches, alive)
+        if self.max_min:
+            least_load_s = _offload(batches, view.loads.least(len(batches) + 1))  # no other can be given any
+        else:
+            least_load_s = offload_in_turn(batches, alive)
         interval_s = max(self.interval_factor * least_load_s, self.min_interval_s)  # Eq. 12
         return Decision(batches, wake_at_s=now_s + interval_s)
 
@@ -139,7 +142,11 @@ def offload_max_min(batches: list[Batch], workers: Sequence[Worker]) -> float:
 
     Sorts and assigns `batches`. Equal loads go to the worker that was given the fewest batches, so that none starves.
     """
-    heap = [(worker.load_s, worker.assigned, worker.index) for worker in workers]
+    return _offload(batches, [(worker.load_s, worker.assigned, worker.index) for worker in workers])
+
+
+def _offload(batches: list[Batch], heap: list[tuple[float, int, int]]) -> float:
+    """The same with workers' loads, batches that they were given so far, and indices."""
     heapq.heapify(heap)
     batches.sort(key=lambda batch: -batch.estimated_s)
     for batch in batches:
