@@ -24,14 +24,14 @@ class RankedInbox(Inbox):
     The deque itself is in the order in which they came: how urgent they are is a matter of their standing.
 
     Args:
-        standing: of a job and what it has generated, less is served first; equals go by their tickets.
+        standing: of a job and what it has generated, less is served first; equals go by their tickets. It is kept.
     """
 
-    __slots__ = ("_by_age", "_by_length", "_by_standing", "_standing")
+    __slots__ = ("_by_age", "_by_length", "_by_standing", "standing")
 
     def __init__(self, standing: Callable[[Job, int], float]) -> None:
         super().__init__()
-        self._standing = standing
+        self.standing = standing
         self._by_standing: list[tuple[float, int, Job]] = []
         self._by_age: list[tuple[float, int, float, Job]] = []  # waiting since, ticket, standing
         self._by_length: list[int] = []
@@ -42,7 +42,7 @@ class RankedInbox(Inbox):
         return self._by_length[0]
 
     def emptied(self) -> RankedInbox:
-        return RankedInbox(self._standing)
+        return RankedInbox(self.standing)
 
     def append(self, job: Job) -> None:
         self._place(job, last=True)
@@ -111,14 +111,14 @@ class RankedInbox(Inbox):
 
     def _came(self, job: Job) -> None:
         super()._came(job)
-        standing = self._standing(job, job.generated)
+        standing = self.standing(job, job.generated)
         insort(self._by_standing, (standing, job.ticket, job))
         insort(self._by_age, (job.waiting_since_s, job.ticket, standing, job))
         insort(self._by_length, job.length)
 
     def _left(self, job: Job) -> None:
         super()._left(job)
-        standing, ticket = self._standing(job, job.generated), job.ticket
+        standing, ticket = self.standing(job, job.generated), job.ticket
         del self._by_standing[bisect_left(self._by_standing, (standing, ticket))]
         del self._by_age[bisect_left(self._by_age, (job.waiting_since_s, ticket))]
         del self._by_length[bisect_left(self._by_length, job.length)]

@@ -42,8 +42,7 @@ class MlfqPolicy(PreemptivePolicy):
         find, queues = self._queues(law).find, self.queues
 
         def standing(job: Job, generated: int) -> float:
-            request = job.request
-            return request.priority * queues + find(request.prompt_tokens, generated, job.promoted_at)[0]
+            return job.priority * queues + find(job.prompt_tokens, generated, job.promoted_at)[0]
 
         return standing
 
@@ -80,9 +79,18 @@ class MlfqPolicy(PreemptivePolicy):
         for row in running:
             generated = row.generated + row.needs - 1 - row.tokens
             promoted_at = row.generated if row.waits_s >= self.starvation_s else row.job.promoted_at
-            _, leaves = find(row.job.request.prompt_tokens, generated, promoted_at)
+            _, leaves = find(row.job.prompt_tokens, generated, promoted_at)
             if leaves - generated < steps:
                 steps = leaves - generated
+        return steps
+
+    def horizon_of_residents(self, worker: Worker, steps: int, now_s: float) -> int:
+        find, since = self._queues(worker.latency).find, worker.residents.steps
+        for job in worker.residents.jobs:
+            generated = job.generated + since - job.joined
+            left = find(job.prompt_tokens, generated, job.promoted_at)[1] - generated
+            if left < steps:
+                steps = left
         return steps
 
     def _queues(self, law: LatencyLaw) -> Queues:

@@ -25,7 +25,7 @@ from itertools import islice
 from operator import attrgetter
 from typing import ClassVar
 
-from toolkit.sched.footprint import footprint
+from toolkit.sched.footprint import footprint, look
 from toolkit.sched.policies.parameters import choice, chunk_knob, knob, validate
 from toolkit.sched.policies.placement import (
     RUNS,
@@ -118,12 +118,13 @@ class PreemptivePolicy(ABC):
         running, residents, inbox = worker.running, worker.residents, worker.inbox
         if running is None or running.interrupted or not inbox:
             return False
+        assert isinstance(inbox, RankedInbox)
         place = free_places(worker)
         if not any(job.length < place for job in islice(reversed(inbox), newcomers)):
             return False
         if running.steps > self.interval_steps and inbox.waiting > newcomers:
             return True  # nobody could enter when it began, so it does not end where ranks change
-        since, standing = residents.steps, self.standings(worker.latency)
+        since, standing = residents.steps, inbox.standing
         came = [(standing(job, job.generated), job.ticket) for job in islice(reversed(inbox), newcomers)]
         ranks = [
             (standing(job, job.generated + since - job.joined), job.ticket)
@@ -144,6 +145,11 @@ class PreemptivePolicy(ABC):
         return min(rows * self.interval_steps, worker.capacity_tokens // 16)
 
     def _round(self, worker: Worker, now_s: float) -> Batch:
+        if not (worker.held.jobs or worker.swapped.jobs or worker.residents.prefilling):
+            steps = self._as_before(worker, now_s)
+            if steps:
+                chunk = worker.chunk_of(self.chunk_tokens)
+                return Batch(worker.index, (), steps, 0, 0.0, "any", keep_cache=True, chunk_tokens=chunk)
         cached = self._cached(worker, now_s)
         chosen = self._choose(worker, cached, now_s)
         running = {row.job for row in chosen.rows}
@@ -161,15 +167,39 @@ class PreemptivePolicy(ABC):
         placed.closed = chosen.closed
         return self._batch(worker, placed, cached, now_s)
 
+    def _as_before(self, worker: Worker, now_s: float) -> int:
+        """Steps of a round in which all residents go on, and nothing enters; 0: that has to be worked out.
+
+        What the rest of this class would come to, without ranking anything: all residents fit, no
+        other job has a cache, and none waits, or none that could have one.
+        """
+        there, capacity, inbox = look(worker), worker.capacity_tokens, worker.inbox
+        rows = there.rows
+        if not rows or rows > self._most(worker) or (rows > 1 and there.needs > capacity):
+            return 0
+        if inbox:
+            assert isinstance(inbox, RankedInbox)
+            place = capacity - there.taken + worker.host_tokens - self._spare(worker, 1)
+            if inbox.shortest + 1 + worker.emits <= place:
+                return 0
+            return max(there.room(capacity), 1)
+        return self.horizon_of_residents(worker, max(there.room(capacity), 1), now_s)
+
+    def horizon_of_residents(self, worker: Worker, steps: int, now_s: float) -> int:
+        """`horizon` where all residents of a worker run, and nothing else."""
+        return self.horizon(worker, self._cached(worker, now_s), steps)
+
     def _cached(self, worker: Worker, now_s: float) -> list[Row]:
         """The jobs of a worker between two rounds that have a cache, ranked."""
-        since, standing, patience_s = worker.residents.steps, self.standings(worker.latency), self.patience_s
-        rows = []
+        assert isinstance(worker.inbox, RankedInbox)
+        since, standing, patience_s = worker.residents.steps, worker.inbox.standing, self.patience_s
+        rows, prefilling = [], worker.residents.prefilling
         for job in worker.residents.jobs:
             ran = since - job.joined
             tokens, generated = job.length + ran, job.generated + ran
             rank = (standing(job, generated), 0.0, job.ticket)
-            rows.append(Row(job, Place.DEVICE, tokens, generated, worker.residents.holds(job) + 1, RUNS, rank))
+            needs = (worker.residents.holds(job) if prefilling else tokens) + 1
+            rows.append(Row(job, Place.DEVICE, tokens, generated, needs, RUNS, rank))
         for place, shelf in ((Place.DEVICE, worker.held), (Place.HOST, worker.swapped)):
             for job in shelf.jobs:
                 waits_s = now_s - job.waiting_since_s

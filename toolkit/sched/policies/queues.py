@@ -10,6 +10,7 @@ from toolkit.sched.protocols import LatencyLaw
 NEVER = 1 << 40  # tokens after which a job leaves its queue, where it does not
 LONGEST = 1 << 24  # tokens; a quantum that lasts longer is never used up
 JOBS_KEPT = 1 << 16
+LAWS_KEPT = 8
 
 
 class Queues:
@@ -91,7 +92,20 @@ class Queues:
         return low
 
 
-@lru_cache(maxsize=8)
 def queues_of(law: LatencyLaw, first_s: float, growth: float, count: int, skip_join: bool) -> Queues:
     """The same object for the same arguments: what it has worked out is not worked out again."""
+    key = (id(law), first_s, growth, count, skip_join)
+    known = _by_identity.get(key)
+    if known is None or known[0] is not law:  # to compare laws takes longer than all the rest
+        if len(_by_identity) >= LAWS_KEPT:
+            _by_identity.clear()
+        known = _by_identity[key] = law, _queues_of(law, first_s, growth, count, skip_join)
+    return known[1]
+
+
+_by_identity: dict[tuple[int, float, float, int, bool], tuple[LatencyLaw, Queues]] = {}
+
+
+@lru_cache(maxsize=LAWS_KEPT)
+def _queues_of(law: LatencyLaw, first_s: float, growth: float, count: int, skip_join: bool) -> Queues:
     return Queues(law, first_s, growth, count, skip_join)
