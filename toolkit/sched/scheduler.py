@@ -183,7 +183,8 @@ class Scheduler:
         if batch is None or batch.batch_id != result.batch_id:
             raise ValueError(f"worker {result.worker} does not run batch {result.batch_id}")
         worker.running = None
-        self._view.changed(worker.index)
+        if self._view.figures:
+            self._view.changed(worker.index)
         if worker.alive:
             insort(self._view.idle, worker.index)
             self._view.make_due(worker)

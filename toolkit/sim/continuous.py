@@ -14,7 +14,7 @@ from toolkit.sched.protocols import LatencyLaw, SwapLaw
 from toolkit.sched.types import NO_LIMIT, Batch, Failure, Job, Moves, RoundResult
 from toolkit.sim.decoding import Decoding
 from toolkit.sim.ledger import Ledger, RunsOut
-from toolkit.sim.stretches import Outlook, Stretch, cut, lay_out, steps_by, steps_in
+from toolkit.sim.stretches import Outlook, Stretch, cut, lay_out, steps_by, steps_within
 
 
 class RoundWorker(Decoding):
@@ -102,21 +102,22 @@ class RoundWorker(Decoding):
         assert batch is not None
         if self._failure or now_s >= self._stepped_s:
             return self._done_s
-        stretches = self._stretches
-        if stretches:
-            ran = steps_by(stretches, now_s, self._latency)
+        if self._stretches:
+            ran = steps_by(self._stretches, now_s, self._latency)
+            ran += -(self._steps + ran) % batch.stop_every
+            if ran <= self._ran:
+                self._stretches = cut(self._stretches, ran, self._latency)
+                self._ran, self._stepped_s = ran, self._stretches[-1].end_s
         else:
-            rows, length = len(self._resident), self._length()
-            stretches = [Stretch((), self._prefilled_s, self._ran, self._stepped_s, rows, length)]
-            ran = steps_in(stretches[0], now_s, self._latency)
+            n, length, begin_s = len(self._resident), self._length(), self._prefilled_s
+            ran = steps_within(n, length, self._ran, begin_s, self._stepped_s, now_s, self._decode_s)
             if batch.chunk_tokens:
                 ran = max(ran, 1)  # as where passes are part of it
-        ran += -(self._steps + ran) % batch.stop_every
-        if ran <= self._ran:
-            stretches = cut(stretches, ran, self._latency)
-            self._ran, self._stepped_s = ran, stretches[-1].end_s
-            self._done_s = max(self._stepped_s, self._moved_s)
-            self._stretches = stretches if self._stretches else []
+            ran += -(self._steps + ran) % batch.stop_every
+            if ran < self._ran:
+                self._ran = ran
+                self._stepped_s = begin_s + (self._decode_s(n, length, ran) if ran else 0.0)
+        self._done_s = max(self._stepped_s, self._moved_s)
         return self._done_s
 
     def finish(self) -> RoundResult:

@@ -15,6 +15,7 @@ from toolkit.sched.protocols import LatencyLaw
 from toolkit.sched.types import Job
 
 Left = Callable[[Job], int]  # tokens that a job will still generate
+Steps = Callable[[int, float, int], float]  # seconds of decode steps: a law's `decode_s`
 Cost = Callable[[Pass[Job]], float]  # seconds of a pass
 
 
@@ -126,11 +127,16 @@ def steps_by(stretches: Sequence[Stretch], now_s: float, law: LatencyLaw) -> int
 
 def steps_in(stretch: Stretch, now_s: float, law: LatencyLaw) -> int:
     """How many of a stretch's steps end before or first at `now_s`."""
-    n, length, ran, begin_s, end_s = stretch.rows, stretch.length, stretch.steps, stretch.begin_s, stretch.end_s
+    span = stretch.steps, stretch.begin_s, stretch.end_s
+    return steps_within(stretch.rows, stretch.length, *span, now_s, law.decode_s)
+
+
+def steps_within(n: int, length: float, ran: int, begin_s: float, end_s: float, now_s: float, decode_s: Steps) -> int:
+    """The same of `ran` steps of n rows of `length`, from `begin_s` to `end_s`."""
     guess = int(ran * (now_s - begin_s) / (end_s - begin_s)) if now_s > begin_s and ran else 0
-    while guess > 0 and begin_s + law.decode_s(n, length, guess - 1) >= now_s:
+    while guess > 0 and begin_s + decode_s(n, length, guess - 1) >= now_s:
         guess -= 1
-    while guess < ran and begin_s + (law.decode_s(n, length, guess) if guess else 0.0) < now_s:
+    while guess < ran and begin_s + (decode_s(n, length, guess) if guess else 0.0) < now_s:
         guess += 1
     return guess
 
