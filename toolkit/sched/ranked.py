@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from toolkit.sched.types import Job
 
 
+LAST = 1 << 62  # more than any ticket
+
+
 class RankedInbox(Inbox):
     """An `Inbox` that also knows its jobs by standing, by how long they have waited, and by length.
 
@@ -27,7 +30,7 @@ class RankedInbox(Inbox):
         standing: of a job and what it has generated, less is served first; equals go by their tickets. It is kept.
     """
 
-    __slots__ = ("_by_age", "_by_length", "_by_standing", "standing")
+    __slots__ = ("_by_age", "_by_length", "_by_standing", "_starved", "standing")
 
     def __init__(self, standing: Callable[[Job, int], float]) -> None:
         super().__init__()
@@ -35,6 +38,7 @@ class RankedInbox(Inbox):
         self._by_standing: list[tuple[float, int, Job]] = []
         self._by_age: list[tuple[float, int, float, Job]] = []  # waiting since, ticket, standing
         self._by_length: list[int] = []
+        self._starved: list[tuple[float, int]] = []  # standing, ticket: of the first so many of `_by_age`
 
     @property
     def shortest(self) -> int:
@@ -59,9 +63,13 @@ class RankedInbox(Inbox):
             yield now_s - since_s, job
 
     def others(self, now_s: float, patience_s: float) -> Iterator[tuple[float, Job]]:
-        """Who has not, and his standing, the least first."""
+        """Those that have not, and their standing, the least first."""
+        left = len(self._by_age) - self._starving(now_s, patience_s)
         for standing, _, job in self._by_standing:
+            if not left:
+                return
             if now_s - job.waiting_since_s < patience_s:
+                left -= 1
                 yield standing, job
 
     def next_wait_s(self, now_s: float, patience_s: float, besides: Collection[Job]) -> float:
@@ -76,27 +84,37 @@ class RankedInbox(Inbox):
         """How many have waited for longer than `waited_s`, or as long with an earlier ticket."""
         return bisect_left(self._by_age, (now_s - waited_s, ticket))
 
-    def standings_before(
-        self, now_s: float, patience_s: float, standing: float, ticket: int
-    ) -> tuple[int, list[tuple[float, int]]]:
-        """How many starve, and of the others that are served before a job, how many of which standing."""
-        starving = self._starving(now_s, patience_s)
-        by_standing = self._by_standing
-        end = bisect_left(by_standing, (standing, ticket))
-        counts: list[tuple[float, int]] = []
-        start = 0
-        while start < end:
+    def standings(self, now_s: float, patience_s: float) -> tuple[int, list[float], list[int]]:
+        """How many starve; the standings of all jobs, ascending, and of how many others each is."""
+        starving = self._count_starved(now_s, patience_s)
+        by_standing, starved = self._by_standing, self._starved
+        values: list[float] = []
+        counts: list[int] = []
+        start = starved_start = 0
+        while start < len(by_standing):
             value = by_standing[start][0]
-            stop = min(bisect_left(by_standing, (value, 1 << 62)), end)
-            counts.append((value, stop - start))
-            start = stop
-        if starving:
-            fewer: dict[float, int] = {}
-            for _, other, value, _ in self._by_age[:starving]:
-                if (value, other) < (standing, ticket):
-                    fewer[value] = fewer.get(value, 0) + 1
-            counts = [(value, count - fewer.get(value, 0)) for value, count in counts]
-        return starving, counts
+            stop, starved_stop = bisect_left(by_standing, (value, LAST)), bisect_left(starved, (value, LAST))
+            values.append(value)
+            counts.append(stop - start - (starved_stop - starved_start))
+            start, starved_start = stop, starved_stop
+        return starving, values, counts
+
+    def equals_before(self, standing: float, ticket: int) -> int:
+        """How many of this standing have an earlier ticket and did not starve when `standings` was asked last."""
+        by_standing, starved = self._by_standing, self._starved
+        here, first = (standing, ticket), (standing, -1)
+        ahead = bisect_left(by_standing, here) - bisect_left(by_standing, first)
+        return ahead - (bisect_left(starved, here) - bisect_left(starved, first))
+
+    def _count_starved(self, now_s: float, patience_s: float) -> int:
+        """How many starve, which are then in `_starved`: time goes on, and they are the first of `_by_age`."""
+        by_age, starved = self._by_age, self._starved
+        count = self._starving(now_s, patience_s)
+        for _, ticket, standing, _ in by_age[len(starved) : count]:
+            insort(starved, (standing, ticket))
+        for _, ticket, standing, _ in by_age[count : len(starved)]:
+            del starved[bisect_left(starved, (standing, ticket))]
+        return count
 
     def _starving(self, now_s: float, patience_s: float) -> int:
         by_age = self._by_age
@@ -113,12 +131,19 @@ class RankedInbox(Inbox):
         super()._came(job)
         standing = self.standing(job, job.generated)
         insort(self._by_standing, (standing, job.ticket, job))
-        insort(self._by_age, (job.waiting_since_s, job.ticket, standing, job))
+        entry = (job.waiting_since_s, job.ticket, standing, job)
+        at = bisect_left(self._by_age, entry)
+        if at < len(self._starved):
+            insort(self._starved, (standing, job.ticket))
+        self._by_age.insert(at, entry)
         insort(self._by_length, job.length)
 
     def _left(self, job: Job) -> None:
         super()._left(job)
         standing, ticket = self.standing(job, job.generated), job.ticket
         del self._by_standing[bisect_left(self._by_standing, (standing, ticket))]
-        del self._by_age[bisect_left(self._by_age, (job.waiting_since_s, ticket))]
+        at = bisect_left(self._by_age, (job.waiting_since_s, ticket))
+        if at < len(self._starved):
+            del self._starved[bisect_left(self._starved, (standing, ticket))]
+        del self._by_age[at]
         del self._by_length[bisect_left(self._by_length, job.length)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -52,21 +53,28 @@ class MlfqPolicy(PreemptivePolicy):
         """ENST, in seconds: until the row's promotion, or the quanta of all who run before it, whichever is less."""
         quanta_s, starvation_s, inbox = self._queues(worker.latency).quanta_s, self.starvation_s, worker.inbox
         assert isinstance(inbox, RankedInbox)
+        starving, standings, counts = inbox.standings(now_s, starvation_s)
+        ahead_s = [0.0]  # of all of lesser standing, by the place of a standing
+        for standing, count in zip(standings, counts, strict=True):
+            ahead_s.append(ahead_s[-1] + count * self._quantum_s(quanta_s, standing))
         found: dict[Job, tuple[float, Rank]] = {}
         asked = {row.job for row in rows}
         before_s = 0.0
         for row in cached:
+            standing, _, ticket = row.rank
+            own_s = self._quantum_s(quanta_s, standing)
             if row.job in asked:
-                if row.rank[0] == STARVES:
-                    waiting_s = inbox.starving_before(now_s, row.waits_s, row.job.ticket) * quanta_s[0]
+                if standing == STARVES:
+                    waiting_s = inbox.starving_before(now_s, row.waits_s, ticket) * quanta_s[0]
                 else:
-                    starving, counts = inbox.standings_before(now_s, starvation_s, row.rank[0], row.job.ticket)
-                    waiting_s = starving * quanta_s[0] + sum(
-                        [count * self._quantum_s(quanta_s, at) for at, count in counts]
-                    )
+                    place = bisect_left(standings, standing)
+                    others_s = ahead_s[place]
+                    if place < len(standings) and standings[place] == standing:
+                        others_s += inbox.equals_before(standing, ticket) * own_s
+                    waiting_s = starving * quanta_s[0] + others_s
                 promotion_s = starvation_s - row.waits_s if row.waits_s > 0.0 else starvation_s
                 found[row.job] = min(before_s + waiting_s, promotion_s), row.rank
-            before_s += self._quantum_s(quanta_s, row.rank[0])
+            before_s += own_s
         return found
 
     def _quantum_s(self, quanta_s: Sequence[float], standing: float) -> float:
