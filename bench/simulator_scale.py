@@ -176,10 +176,12 @@ def draw(rows: Sequence[Row], out: Path) -> None:
             if row.load == load and row.requests <= max(requests, PER_WORKER * row.workers)
         }
         loads = {row.load: row for row in own if row.workers == workers and row.requests == requests}
-        counts = {row.requests: row for row in own if (row.workers, row.load) == (workers, load)}
-        for axis, series in zip(axes, (many, loads, counts), strict=True):
-            at = sorted(series)
-            axis.plot(at, [series[x].rate_rps for x in at], marker="o", label=policy)
+        counts = {float(row.requests): row for row in own if (row.workers, row.load) == (workers, load)}
+        points: list[list[tuple[float, float]]] = [
+            sorted((at, row.rate_rps) for at, row in series.items()) for series in (many, loads, counts)
+        ]
+        for axis, line in zip(axes, points, strict=True):
+            axis.plot(*zip(*line, strict=True), marker="o", label=policy)
     for axis, name in zip(axes, ("workers", "load", "requests"), strict=True):
         axis.set(xscale="log", yscale="log", xlabel=name)
         axis.grid(alpha=0.3)

@@ -141,9 +141,9 @@ class Recorder(Scheduler):
         return refusal
 
     def tick(self, now_s: float) -> list[Batch]:
-        before = len(self._interrupts)
+        before = len(self.interrupts)
         batches = super().tick(now_s)
-        self._sink(Tick(now_s, tuple(started(batch) for batch in batches), tuple(self._interrupts[before:])))
+        self._sink(Tick(now_s, tuple(started(batch) for batch in batches), tuple(self.interrupts[before:])))
         return batches
 
     def complete(self, result: BatchResult | RoundResult, now_s: float) -> None:

@@ -107,20 +107,20 @@ class Loads:
 
     def __init__(self, workers: Sequence[Worker]) -> None:
         self._workers = workers
-        self._heap: list[tuple[float, int, int]] = []
+        self.kept: list[tuple[float, int, int]] = []  # the heap; empty until it is asked for
 
     def note(self, worker: Worker) -> None:
         """The worker's load is another one now."""
-        if self._heap:
-            heappush(self._heap, (worker.load_s, worker.assigned, worker.index))
+        if self.kept:
+            heappush(self.kept, (worker.load_s, worker.assigned, worker.index))
 
     def forget(self) -> None:
         """Any load may be another one now, and any worker lost or back."""
-        self._heap.clear()
+        self.kept.clear()
 
     def least(self, count: int) -> list[tuple[float, int, int]]:
         """The first of the workers that are alive, at most so many, ascending: load, batches, index."""
-        heap, workers = self._heap, self._workers
+        heap, workers = self.kept, self._workers
         if not heap or len(heap) > 4 * len(workers):
             heap[:] = [(worker.load_s, worker.assigned, worker.index) for worker in workers if worker.alive]
             heapify(heap)

@@ -39,7 +39,8 @@ class Queues:
             self._batches += 1
         worker.load_s += batch.estimated_s  # Eq. 11
         worker.assigned += 1
-        self._loads.note(worker)
+        if self._loads.kept:
+            self._loads.note(worker)
         if not worker.is_due:
             self._make_due(worker)
         if first:

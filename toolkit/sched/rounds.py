@@ -25,11 +25,12 @@ class Rounds:
             self.evict(worker, job, now_s)
         if batch.moves is not None:
             moves.begin(worker, batch.moves, now_s)
-        residents = worker.residents
-        for job in batch.jobs:
-            residents.join(job)
-            job.slices += 1
-        if batch.chunk_tokens and batch.jobs:
+        residents, jobs = worker.residents, batch.jobs
+        if jobs:
+            for job in jobs:
+                residents.join(job)
+                job.slices += 1
+        if batch.chunk_tokens and jobs:
             residents.prefill_on((*residents.prefilling, *batch.jobs), emits=worker.latency.prefill_emits_token)
         if self._cancelled and worker.index in self._cancelled:
             batch.evict += tuple(self._cancelled.pop(worker.index))
@@ -44,13 +45,16 @@ class Rounds:
         if batch.jobs or residents.prefilling:
             self._finish_prefills(worker, batch, result)
         residents.steps += result.steps
-        for request_id, steps in result.missed:
-            residents.miss(jobs[request_id], steps)
+        if result.missed:
+            for request_id, steps in result.missed:
+                residents.miss(jobs[request_id], steps)
         if result.steps:
             worker.stepped_s = now_s
-        ended = [jobs[request_id] for request_id in result.ended]
-        for job in ended:
+        ended: list[Job] = []
+        for request_id in result.ended:
+            job = jobs[request_id]
             residents.leave(job)
+            ended.append(job)
         if self._cancelled and worker.index in self._cancelled:
             ended += self._finish_cancelled(worker, result)
         if result.failure == "crashed":

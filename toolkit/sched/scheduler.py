@@ -56,7 +56,7 @@ class Scheduler:
         for length in finished:
             self._finished.add(length)
         self._refusals = Refusals()
-        self._interrupts: list[int] = []
+        self.interrupts: list[int] = []  # what `take_interrupts` will give: for drivers to look at
         self._rounds = Rounds()
         self._reschedules = policy if isinstance(policy, Reschedules) else None
         self._reorders = policy if isinstance(policy, Reorders) else None
@@ -100,9 +100,8 @@ class Scheduler:
 
     def submit(self, request: Request, now_s: float) -> Refusal | None:
         """A request arrives. A `Refusal`, and no further trace of it, where it can never fit."""
-        refusal = too_long(request, self._longest)
-        if refusal is not None:
-            return refusal
+        if request.prompt_tokens + request.max_new_tokens > self._longest:
+            return too_long(request, self._longest)
         if request.request_id in self._jobs:
             raise ValueError(f"request {request.request_id!r} is already here")
         job = Job(request, 0, request.prompt_tokens, waiting_since_s=now_s)
@@ -147,7 +146,8 @@ class Scheduler:
 
     def _start_due(self, now_s: float) -> list[Batch]:
         """Due workers take what is first in their queues, by index; no worker is due any more."""
-        due, idle, figures = self._view.due, self._view.idle, self._view.figures
+        view, begin = self._view, self._rounds.begin
+        due, idle, figures = view.due, view.idle, view.figures
         if len(due) > 1:
             due.sort(key=_index)
         started: list[Batch] = []
@@ -156,11 +156,11 @@ class Scheduler:
             if worker.queue:
                 batch = worker.queue.popleft()
                 if batch.keep_cache:
-                    self._rounds.begin(worker, batch, now_s)
+                    begin(worker, batch, now_s)
                 batch.started_s = now_s
                 worker.running = batch
                 if figures:
-                    self._view.changed(worker.index)
+                    view.changed(worker.index)
                 del idle[bisect_left(idle, worker.index)]
                 started.append(batch)
         due.clear()
@@ -171,9 +171,9 @@ class Scheduler:
 
         A driver whose engine cannot stop a round may ignore them: the round ends later, nothing else changes.
         """
-        if not self._interrupts:
+        if not self.interrupts:
             return []
-        interrupts, self._interrupts = self._interrupts, []
+        interrupts, self.interrupts = self.interrupts, []
         return interrupts
 
     def complete(self, result: BatchResult | RoundResult, now_s: float) -> None:
@@ -183,14 +183,16 @@ class Scheduler:
         if batch is None or batch.batch_id != result.batch_id:
             raise ValueError(f"worker {result.worker} does not run batch {result.batch_id}")
         worker.running = None
-        if self._view.figures:
-            self._view.changed(worker.index)
+        view = self._view
+        if view.figures:
+            view.changed(worker.index)
         if worker.alive:
-            insort(self._view.idle, worker.index)
-            self._view.make_due(worker)
+            insort(view.idle, worker.index)
+            worker.is_due = True
+            view.due.append(worker)
         if isinstance(result, RoundResult):
-            if self._interrupts and worker.index in self._interrupts:  # it was not taken in time
-                self._interrupts.remove(worker.index)
+            if self.interrupts and worker.index in self.interrupts:  # it was not taken in time
+                self.interrupts.remove(worker.index)
             for job in self._rounds.finish(worker, batch, result, self._jobs, now_s):
                 self._end(job)
             if result.failure:
@@ -237,7 +239,7 @@ class Scheduler:
         batch = self.workers[index].running
         if batch is not None and batch.keep_cache and not batch.interrupted:
             batch.interrupted = True
-            self._interrupts.append(index)
+            self.interrupts.append(index)
 
     def end(self, request_id: str, generated: int, now_s: float) -> None:
         """The driver saw it end after `generated` tokens, of which the worker cannot know: at a stop string.

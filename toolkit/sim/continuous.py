@@ -49,6 +49,7 @@ class RoundWorker(Decoding):
         self._failure: Failure = ""
         self._dropped: tuple[str, ...] = ()  # with it
         self._newcomers: Passes[Job] = Passes()  # whose prefill takes several passes
+        self._in_passes = False  # whether there ever were such
         self._step_is_due = False  # before the next of them
         self._stretches: list[Stretch] = []  # of the current round, where it has such passes
 
@@ -65,7 +66,7 @@ class RoundWorker(Decoding):
         else:
             prefilled_s = now_s + latency.round_s
         self._begun_s = prefilled_s
-        if (batch.chunk_tokens and batch.jobs) or self._newcomers:
+        if (batch.chunk_tokens and batch.jobs) or (self._in_passes and self._newcomers):
             return self._run_in_passes(batch, prefilled_s)
         if batch.jobs:
             prefilled_s += self._prefill(batch)
@@ -151,6 +152,7 @@ class RoundWorker(Decoding):
 
     def _run_in_passes(self, batch: Batch, begin_s: float) -> float:
         """Lay out a round in which, or since which, some are prefilled in chunks; when it will end."""
+        self._in_passes = True
         newcomers, rows, law = self._newcomers, len(self._resident), self._latency
         for job in batch.jobs:
             newcomers.add(job, job.length)

@@ -79,7 +79,7 @@ def run(
             ends_now[index] = end = (workers[index].run(batch, now_s), batch.batch_id, index)
             heappush(ends, end)
             idle_wakes = 0
-        for index in scheduler.take_interrupts():
+        for index in scheduler.take_interrupts() if scheduler.interrupts else ():
             done_s, planned = workers[index].interrupt(now_s), ends_now[index]
             if planned is not None and planned[0] != done_s:
                 ends_now[index] = end = (done_s, -1, index)

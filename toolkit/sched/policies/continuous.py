@@ -86,7 +86,7 @@ class ContinuousPolicy(ABC):
 
     def plan(self, view: View, now_s: float) -> Decision:
         due, arrived = view.due, view.arrived
-        batches = [self._round(view, worker) for worker in due if worker.inbox or worker.residents.jobs]
+        batches = [self._round(view, worker) for worker in due if worker.inbox or worker.residents.jobs] if due else []
         if arrived:
             interrupts = [index for index in arrived if self._could_use(view, view.workers[index])]
             if interrupts:
@@ -101,7 +101,8 @@ class ContinuousPolicy(ABC):
         first = inbox[0]
         if running.refused is first:
             return False
-        if self._may_enter(worker, first, look(worker)):
+        there = look(worker) if worker.there is None else worker.there.look()
+        if self._may_enter(worker, first, there):
             return True
         if view.prioritised and self._giving_way(worker, first)[0]:
             return True
@@ -110,7 +111,8 @@ class ContinuousPolicy(ABC):
 
     def _round(self, view: View, worker: Worker) -> Batch:
         residents, inbox, interval = worker.residents, worker.inbox, self.interval_steps
-        there, capacity = look(worker), worker.capacity_tokens
+        there = look(worker) if worker.there is None else worker.there.look()
+        capacity = worker.capacity_tokens
         entering: list[Job] = []
         evicted: list[Job] = []
         longest = 0
