@@ -16,12 +16,12 @@ from numpy.typing import NDArray
 
 from toolkit.sched.figures import Figure
 from toolkit.sched.footprint import Footprint, peak_to_come
-from toolkit.sched.kernels import admit_knowing, slices_left
+from toolkit.sched.kernels import admit_knowing, ends_now, nearest_end, slices_left
 from toolkit.sched.policies.continuous import ContinuousPolicy
 from toolkit.sched.policies.parameters import choice, knob
 from toolkit.sched.policies.routers import ROUTERS, expected_output, soonest
 from toolkit.sched.residents import GENERATED, JOINED, LENGTH, LIMIT
-from toolkit.sched.types import Job, Worker
+from toolkit.sched.types import NO_LIMIT, Job, Worker
 from toolkit.sched.view import View
 
 SLICES = "slices"
@@ -51,7 +51,8 @@ class SliceContinuousPolicy(ContinuousPolicy):
         leaving: list[Job] = []
         free: NDArray[np.int64] | None = None
         for worker in view.due:
-            if worker.residents.steps % self.interval_steps == 0:
+            residents = worker.residents
+            if residents.jobs and residents.steps % self.interval_steps == 0 and self._ends_now(worker):
                 over = [job for job in worker.residents.jobs if self._is_over(worker, job)]
                 if over:
                     if free is None:
@@ -86,11 +87,10 @@ class SliceContinuousPolicy(ContinuousPolicy):
 
     def longest_round(self, worker: Worker, entering: int) -> int:
         residents = worker.residents
-        first = self._first_end(worker, residents.steps) - residents.steps
-        if not residents.jobs:
-            return first
-        nearest = int(self._left(worker).min())
-        return min(nearest, first) if entering else nearest
+        nearest = int(nearest_end(residents.table()[JOINED], *self._times(worker))) if residents.jobs else NO_LIMIT
+        if not entering and residents.jobs:
+            return nearest
+        return min(nearest, self._first_end(worker, residents.steps) - residents.steps)
 
     def _leaving(self, view: View, worker: Worker, over: Sequence[Job], free: NDArray[np.int64]) -> list[Job]:
         """Which of those whose slice is over leave, in the order of admission. Takes what moves off `free`."""
@@ -140,10 +140,14 @@ class SliceContinuousPolicy(ContinuousPolicy):
 
     def _left(self, worker: Worker) -> NDArray[np.int64]:
         """Steps that each resident has until its slice is over; a whole slice where it just was. In slots' order."""
-        residents = worker.residents
-        return slices_left(
-            residents.table()[JOINED], residents.steps, self._first_steps(worker), self._period(), self.interval_steps
-        )
+        return slices_left(worker.residents.table()[JOINED], *self._times(worker))
+
+    def _ends_now(self, worker: Worker) -> bool:
+        return bool(ends_now(worker.residents.table()[JOINED], *self._times(worker)))
+
+    def _times(self, worker: Worker) -> tuple[int, int, int, int]:
+        """In steps: the worker's so far, those of a first slice and of all others, and the interval."""
+        return worker.residents.steps, self._first_steps(worker), self._period(), self.interval_steps
 
     def _outlook(self, worker: Worker) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Tokens that each resident holds, and will add at most until its slice is over. In slots' order."""
