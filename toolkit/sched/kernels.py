@@ -140,6 +140,16 @@ def nearest_end(joined: NDArray[np.int64], steps: int, first: int, period: int, 
 
 
 @njit
+def all_left(joined: NDArray[np.int64], steps: int, first: int, period: int, interval: int) -> int:
+    """The sum of `slices_left`."""
+    total = 0
+    for i in range(len(joined)):
+        end = -(-(joined[i] + first) // interval) * interval
+        total += end - steps if steps < end else period - (steps - end) % period
+    return total
+
+
+@njit
 def ends_now(joined: NDArray[np.int64], steps: int, first: int, period: int, interval: int) -> bool:
     """Whether any resident's slice is over just now; arguments as of `slices_left`."""
     for i in range(len(joined)):

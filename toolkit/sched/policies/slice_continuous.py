@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from toolkit.sched.figures import Figure
 from toolkit.sched.footprint import Footprint, peak_to_come
-from toolkit.sched.kernels import admit_knowing, ends_now, nearest_end, slices_left
+from toolkit.sched.kernels import admit_knowing, all_left, ends_now, nearest_end, slices_left
 from toolkit.sched.policies.continuous import ContinuousPolicy
 from toolkit.sched.policies.parameters import choice, knob
 from toolkit.sched.policies.routers import ROUTERS, expected_output, soonest
@@ -53,7 +53,7 @@ class SliceContinuousPolicy(ContinuousPolicy):
         for worker in view.due:
             residents = worker.residents
             if residents.jobs and residents.steps % self.interval_steps == 0 and self._ends_now(worker):
-                over = [job for job in worker.residents.jobs if self._is_over(worker, job)]
+                over = self._over(worker)
                 if over:
                     if free is None:
                         free = self._free(view)
@@ -134,9 +134,14 @@ class SliceContinuousPolicy(ContinuousPolicy):
         """The worker's step where the first slice of one who joined at the step `joined` is over."""
         return -(-(joined + self._first_steps(worker)) // self.interval_steps) * self.interval_steps
 
-    def _is_over(self, worker: Worker, job: Job) -> bool:
-        beyond = worker.residents.steps - self._first_end(worker, job.joined)
-        return beyond >= 0 and beyond % self._period() == 0
+    def _over(self, worker: Worker) -> list[Job]:
+        """Residents whose slice is over just now, in the order of admission."""
+        steps, first, period, interval = self._times(worker)
+        return [
+            job
+            for job in worker.residents.jobs
+            if steps >= (end := -(-(job.joined + first) // interval) * interval) and (steps - end) % period == 0
+        ]
 
     def _left(self, worker: Worker) -> NDArray[np.int64]:
         """Steps that each resident has until its slice is over; a whole slice where it just was. In slots' order."""
@@ -169,7 +174,7 @@ class SliceContinuousPolicy(ContinuousPolicy):
         """Tokens that were promised; they do not depend on how far the running round has come."""
         promised = worker.inbox.tokens + len(worker.inbox) * self._period()
         if worker.residents.jobs:
-            promised += worker.residents.used + int(self._left(worker).sum())
+            promised += worker.residents.used + int(all_left(worker.residents.table()[JOINED], *self._times(worker)))
             if worker.running:  # prefill's tokens, which are not in the books before the round is over
                 promised += len(worker.running.jobs) * worker.latency.prefill_emits_token
         return promised, 0
